@@ -1,0 +1,94 @@
+"""Make the demo models that ship with forerun: `python recipes/demo/make.py [tokenizer] [target] [draft] [ship]`.
+
+Every stage reads what the one before wrote below ``--work`` and resumes where it was stopped. Takes about two hours on
+two CPU cores. Writes ``src/forerun/demo/{target,draft,prompts}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parent))
+import corpus
+import pretrain
+import ship
+import tokenizer as demo_tokenizer
+
+CONTEXT = 2048
+STAGES = ("tokenizer", "target", "draft", "ship")
+SHAPES = {
+    "target": {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "draft": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3},
+}
+SCHEDULES = {
+    "target": pretrain.Schedule(tokens=15_400_000),
+    "draft": pretrain.Schedule(tokens=9_000_000, distill_weight=0.9, adam_rate=3e-3, muon_rate=3e-3),
+}
+
+
+def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A fresh Llama of the role's shape, float32."""
+    torch.manual_seed(0)
+    end, turn = tokenizer.convert_tokens_to_ids([demo_tokenizer.END_OF_TEXT, demo_tokenizer.END_OF_TURN])
+    config = LlamaConfig(
+        vocab_size=demo_tokenizer.VOCABULARY_SIZE,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=end,
+        eos_token_id=[end, turn],
+        pad_token_id=tokenizer.pad_token_id,
+        **SHAPES[role],
+    )
+    return LlamaForCausalLM(config)
+
+
+def training_documents(tokenizer: PreTrainedTokenizerFast, files: list[corpus.SourceFile]) -> list[list[int]]:
+    """Token ids of every training module, and of every conversation cut out of one."""
+    texts = [file.text for file in files]
+    texts += [
+        str(tokenizer.apply_chat_template(chat, tokenize=False)) for file in files for chat in corpus.conversations(file)
+    ]
+    return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def make_tokenizer(work: Path) -> None:
+    files, _ = corpus.split(corpus.read_standard_library())
+    demo_tokenizer.train_tokenizer((file.text for file in files), CONTEXT).save_pretrained(work / "tokenizer")
+
+
+def make_model(role: str, work: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    files, _ = corpus.split(corpus.read_standard_library())
+    model = build_model(role, tokenizer)
+    stream = pretrain.TokenStream(training_documents(tokenizer, files), tokenizer.eos_token_id, seed=1)
+    teacher = None
+    if role == "draft":
+        teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
+    pretrain.train(model, stream, SCHEDULES[role], work / f"{role}-training", teacher)
+    model.save_pretrained(work / role)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stages", nargs="*", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--work", type=Path, default=Path("build/demo"))
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for stage in arguments.stages:
+        if stage == "tokenizer":
+            make_tokenizer(arguments.work)
+        elif stage == "ship":
+            ship.ship(arguments.work, Path(__file__).parents[2] / "src/forerun/demo", platform.python_version())
+        else:
+            make_model(stage, arguments.work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The training loop of the demo models: packed documents, Muon for the matrices, AdamW for the rest.
+
+Knows how a Llama of a given size is trained and resumed. Does not know where the documents come from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+PHASES = ((0.60, 512), (0.30, 1024), (0.10, 2048))
+"""Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How long and how fast to train."""
+
+    tokens: int
+    """Training tokens in all."""
+    batch_tokens: int = 8192
+    """Tokens per optimizer step."""
+    muon_rate: float = 2.5e-3
+    """Peak learning rate of the matrices."""
+    adam_rate: float = 2.0e-3
+    """Peak learning rate of embeddings and norms."""
+    warmup_steps: int = 60
+    weight_decay: float = 0.1
+    distill_weight: float = 0.0
+    """Share of the loss that follows the teacher's law instead of the text."""
+    save_every_s: float = 300.0
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // self.batch_tokens
+
+    def rate(self, step: int) -> float:
+        """Learning-rate factor in [0, 1]: linear warm-up, then a cosine to 2 %."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def context(self, step: int) -> int:
+        done = step / self.steps
+        for share, context in PHASES:
+            if done < share:
+                return context
+            done -= share
+        return PHASES[-1][1]
+
+
+class TokenStream:
+    """An endless stream of shuffled documents; `batch` depends on the step alone, so a resumed run sees the same data."""
+
+    def __init__(self, documents: list[list[int]], separator: int, seed: int) -> None:
+        self.documents, self.separator, self.seed = documents, separator, seed
+        self.epoch_tokens = sum(len(document) + 1 for document in documents)
+        self._epoch = -1
+        self._tokens = torch.empty(0, dtype=torch.int64)
+
+    def _load(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed + epoch))
+            flat = [token for index in order.tolist() for token in (*self.documents[index], self.separator)]
+            self._tokens, self._epoch = torch.tensor(flat), epoch
+
+    def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
+        """Token ids (batch_tokens // context, context)."""
+        start = step * batch_tokens
+        epoch, offset = divmod(start, self.epoch_tokens)
+        self._load(epoch)
+        tokens = self._tokens[offset : offset + batch_tokens]
+        if len(tokens) < batch_tokens:
+            tokens = torch.cat([tokens, self._tokens[: batch_tokens - len(tokens)]])
+        return tokens.view(-1, context)
+
+
+def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(
+            matrices, lr=schedule.muon_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def row_losses(model: LlamaForCausalLM, ids: Tensor, teacher: LlamaForCausalLM | None, weight: float) -> Iterator[Tensor]:
+    """The loss in nats per token, one row at a time so that the logits of one row are alive at once."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    for row in range(len(ids)):
+        logits = model.lm_head(hidden[row, :-1]).float()
+        loss = functional.cross_entropy(logits, ids[row, 1:])
+        if teacher is not None:
+            with torch.no_grad():
+                law = teacher(input_ids=ids[row : row + 1], use_cache=False).logits[0, :-1].float().softmax(-1)
+            loss = (1 - weight) * loss + weight * functional.cross_entropy(logits, law)
+        yield loss
+
+
+def train(
+    model: LlamaForCausalLM,
+    stream: TokenStream,
+    schedule: Schedule,
+    folder: Path,
+    teacher: LlamaForCausalLM | None = None,
+) -> None:
+    """Train in place; resumes from ``folder/state.pt`` where one exists. Writes ``folder/log.jsonl``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    optimizers = optimizers_for(model, schedule)
+    first = _resume(folder, model, optimizers)
+    saved = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress, (folder / "log.jsonl").open("a") as log:
+        bar = progress.add_task("training", total=schedule.steps, completed=first)
+        for step in range(first, schedule.steps):
+            began = time.monotonic()
+            loss = _step(model, stream, schedule, optimizers, step, teacher)
+            speed = schedule.batch_tokens / (time.monotonic() - began)
+            log.write(json.dumps({"step": step, "loss": round(loss, 4), "tokens_per_second": round(speed)}) + "\n")
+            log.flush()
+            progress.update(bar, completed=step + 1, description=f"loss {loss:.3f}")
+            if time.monotonic() - saved > schedule.save_every_s or step + 1 == schedule.steps:
+                _save(folder, model, optimizers, step + 1)
+                saved = time.monotonic()
+
+
+def _step(
+    model: LlamaForCausalLM,
+    stream: TokenStream,
+    schedule: Schedule,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    teacher: LlamaForCausalLM | None,
+) -> float:
+    ids = stream.batch(step, schedule.batch_tokens, schedule.context(step))
+    for optimizer, peak in zip(optimizers, (schedule.muon_rate, schedule.adam_rate), strict=True):
+        optimizer.param_groups[0]["lr"] = peak * schedule.rate(step)
+        optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = torch.stack(list(row_losses(model, ids, teacher, schedule.distill_weight))).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return float(loss)
+
+
+def _save(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+    torch.save(state, folder / "state.tmp")
+    os.replace(folder / "state.tmp", folder / "state.pt")
+
+
+def _resume(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
+    path = folder / "state.pt"
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return int(state["step"])
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, documents: list[list[int]], separator: int, context: int) -> float:
+    """Nats per token over whole documents, in windows of `context` tokens that overlap by half."""
+    total, count = 0.0, 0
+    model.eval()
+    for document in documents:
+        ids = torch.tensor([separator, *document])
+        for start in range(0, max(1, len(ids) - 1), context // 2):
+            window = ids[start : start + context]
+            logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
+            fresh = 0 if start == 0 else context // 2 - 1
+            losses = functional.cross_entropy(logits[fresh:], window[1 + fresh :], reduction="sum")
+            total, count = total + float(losses), count + max(0, len(window) - 1 - fresh)
+    model.train()
+    return total / count

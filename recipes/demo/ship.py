@@ -1,0 +1,1 @@
+def ship(*a): raise NotImplementedError

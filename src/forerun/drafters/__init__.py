@@ -1,0 +1,66 @@
+"""Drafters: one file per method and one line in `DRAFTERS`. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    from forerun.drafters.base import Drafter, DrafterSetup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One line of the registry."""
+
+    path: str
+    """``module:Class``, imported when the drafter is built."""
+    summary: str
+    needs_training: bool = False
+    lossless: bool = True
+
+
+DRAFTERS: dict[str, Entry] = {
+    "ngram": Entry(
+        path="forerun.drafters.ngram:NgramDrafter",
+        summary="copies what followed the same words earlier in prompt or output (prompt lookup)",
+    ),
+    "draft_model": Entry(
+        path="forerun.drafters.draft_model:DraftModelDrafter",
+        summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
+    ),
+}
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """The class behind a registered name.
+
+    Raises:
+        ArgumentError: there is no such drafter; the message names the nearest.
+    """
+    if name not in DRAFTERS:
+        raise ArgumentError(f"unknown drafter {name!r}; there are {', '.join(DRAFTERS)}.{nearest(name, DRAFTERS)}")
+    module, _, attribute = DRAFTERS[name].path.partition(":")
+    found: type[Drafter] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
+    """A drafter of that name with these options.
+
+    Raises:
+        ArgumentError: unknown drafter or option; the message names the nearest valid one.
+    """
+    cls = drafter_class(name)
+    known = [field.name for field in dataclasses.fields(cls.Config)]
+    for option in options:
+        if option not in known:
+            raise ArgumentError(
+                f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{nearest(option, known)}"
+            )
+    return cls(cls.Config(**options), setup)  # type: ignore[call-arg]

@@ -1,0 +1,83 @@
+"""What a drafter is and what it may look at. Knows no method, no rule and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from forerun.sampling import Coins, Sampler
+from forerun.types import Budget, Draft, Signal, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from forerun.step import Scores
+    from forerun.target import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftContext:
+    """Everything a drafter may look at, for the B rows that share it."""
+
+    rows: Sequence[int]
+    """(B,) cache row of each sequence; stays the same while a sequence lives."""
+    tokens: Sequence[Sequence[int]]
+    """(B,) all committed tokens of each row, prompt included; the last one is the root. Live lists: read, never write."""
+    prompt_lengths: Sequence[int]
+    """(B,) how many of the tokens are the prompt's."""
+    fresh: Sequence[int]
+    """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
+    samplers: Sequence[Sampler]
+    """(B,) the sampling parameters of each row, as law makers."""
+    coins: Sequence[Coins]
+    """(B,) the only source of randomness."""
+    signals: Mapping[Signal, Tensor]
+    """What the drafter required, (B, F, H): entry i of a row is the state of the token *before* its i-th fresh token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterSetup:
+    """What a drafter is built from, besides its own configuration."""
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase | None
+    rows: int
+    """Cache rows of the engine."""
+    slots: int
+    """Most tokens of one sequence, drafted ones included."""
+
+
+class Drafter:
+    """The base of every drafter: does nothing, so that a method overrides only what it needs.
+
+    A drafter takes ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[Any]]
+    """Frozen dataclass of the method's options; each field documented with its unit."""
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        """The layer boundaries whose hidden states the drafter reads."""
+        return frozenset()
+
+    def extend(self, context: DraftContext) -> None:
+        """Rows gained committed tokens: a prompt (chunk), a reused prefix, or the accepted path and the next token."""
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        """A tree for each row within the budget; may be empty."""
+        raise NotImplementedError
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        """Learn and count from what the target said; changes no draft that was already made."""
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows shrink to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds, weights and caches."""
+        return 0

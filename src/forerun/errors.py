@@ -1,0 +1,48 @@
+"""Every error that forerun raises at a user. A message says what was wrong, what was expected and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForerunError(Exception):
+    """The root of all errors meant for a user."""
+
+
+class ArgumentError(ForerunError, ValueError):
+    """An argument, option or request parameter is out of range, unknown or contradicts another."""
+
+
+class CheckpointError(ForerunError, ValueError):
+    """A checkpoint is missing, corrupt, gated, or holds other tensors than its configuration announces."""
+
+
+class UnsupportedModelError(ForerunError, ValueError):
+    """The target cannot be verified losslessly: recurrent state, an encoder, or a failed self-check."""
+
+
+class VocabularyMismatchError(ForerunError, ValueError):
+    """Drafter and target do not share the tokenizer that the method needs."""
+
+
+class InvalidDraftError(ForerunError, ValueError):
+    """A drafter proposed a tree that is no tree, or tokens outside the vocabulary."""
+
+
+class OutOfMemoryError(ForerunError, MemoryError):
+    """Weights, cache and laws do not fit; the message says how much was needed and what to lower."""
+
+
+class NumericError(ForerunError, ArithmeticError):
+    """The model produced NaN or infinite logits."""
+
+
+class DataError(ForerunError, ValueError):
+    """An input file is not what its name or the documentation announces."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"``, or an empty string where nothing comes near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,201 @@
+"""Logits to law, and all randomness: the only place where either happens.
+
+`Sampler` turns raw logits at a node into the law that the request asked for, penalties seeing that node's own path.
+`Coins` are counter-based, so a draw depends on (seed, position, stream, index) alone and not on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import NumericError
+from forerun.types import SamplingParams, TokenLogprob
+
+
+class Stream(IntEnum):
+    """Independent sources of randomness of one sequence."""
+
+    TARGET = 0
+    """The token at a position: recovered, bonus, walked and plain tokens alike."""
+    ACCEPT = 1
+    """Acceptance flips of a rule."""
+    DRAFT = 2
+    """Everything a drafter draws; a cascade's inner levels use 3, 4, ..."""
+
+
+class Coins:
+    """The random draws of one step of one sequence.
+
+    Args:
+        seed: of the sequence.
+        position: index, in the whole sequence, of the token that follows the root.
+        draft_stream: the stream `drafted` draws use; an inner level of a cascade has its own.
+    """
+
+    def __init__(self, seed: int, position: int, draft_stream: int = Stream.DRAFT) -> None:
+        self.seed, self.position, self.draft_stream = seed, position, draft_stream
+
+    def flip(self, probability: float, node: int) -> bool:
+        """True with the given probability: a rule's decision about `node`."""
+        if probability >= 1.0:
+            return True
+        return self._uniform(self.position, Stream.ACCEPT, node) < probability
+
+    def draw(self, law: Tensor, depth: int = 0) -> int:
+        """A token from `law` (V,) for the position `depth` after the first: the token that is emitted there.
+
+        Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same law.
+        """
+        return _inverse(law, self._uniform(self.position + depth, Stream.TARGET, 0))
+
+    def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
+        """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
+        return _inverse(law, self._uniform(self.position, self.draft_stream, (node << 16) | index))
+
+    def _uniform(self, position: int, stream: int, index: int) -> float:
+        generator = np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
+        return float(np.random.Generator(generator).random())
+
+
+def _inverse(law: Tensor, uniform: float) -> int:
+    """Inverse of the cumulated law at `uniform`: float64, never a token of probability zero."""
+    cumulated = law.double().cumsum(0)
+    token = int(torch.searchsorted(cumulated, cumulated[-1] * uniform, right=True))
+    if token >= len(law) or law[token] <= 0:
+        token = int(torch.nonzero(law[: token + 1])[-1]) if bool((law[: token + 1] > 0).any()) else int(law.argmax())
+    return token
+
+
+class Sampler:
+    """One sequence's law maker.
+
+    Args:
+        params: resolved (`resolve`): no field that has a neutral value is None.
+        prompt: the prompt's token ids; the repetition penalty sees them.
+        banned_until_min: token ids that may not come before `min_tokens`: every stop id.
+        bad_words: token sequences that may not be produced.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        banned_until_min: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.params = params
+        self.prompt = list(prompt)
+        self.banned_until_min = list(banned_until_min)
+        self.bad_words = [list(word) for word in bad_words]
+        self._prompt_set = sorted(set(prompt))
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.greedy
+
+    @property
+    def neutral(self) -> bool:
+        """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
+        p = self.params
+        return not (
+            p.allowed_token_ids
+            or self.bad_words
+            or p.min_tokens
+            or p.logit_bias
+            or p.logits_processors
+            or p.presence_penalty
+            or p.frequency_penalty
+            or p.repetition_penalty not in (None, 1.0)
+        )
+
+    def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
+        """Everything before the temperature: (V,) float32 from raw (V,), `output` being the node's own path from the prompt's end.
+
+        Raises:
+            NumericError: the raw logits hold NaN.
+        """
+        logits = logits.float().clone()
+        if bool(torch.isnan(logits).any()):
+            raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+        p = self.params
+        if p.allowed_token_ids:
+            allowed = torch.full_like(logits, -torch.inf)
+            ids = torch.as_tensor(list(p.allowed_token_ids), device=logits.device)
+            logits = allowed.index_copy_(0, ids, logits[ids])
+        banned = self._banned(output)
+        if banned:
+            logits[torch.as_tensor(banned, device=logits.device)] = -torch.inf
+        for token, bias in (p.logit_bias or {}).items():
+            logits[token] += bias
+        self._penalise(logits, output)
+        for processor in p.logits_processors:
+            logits = processor([*self.prompt, *output], logits)
+        return logits
+
+    def law(self, logits: Tensor, output: Sequence[int]) -> Tensor:
+        """The law (V,) float32 of the next token; at temperature 0 a point mass on the largest processed logit."""
+        return law_of(self.process(logits, output), self.params)
+
+    def _banned(self, output: Sequence[int]) -> list[int]:
+        banned = list(self.banned_until_min) if len(output) < self.params.min_tokens else []
+        for word in self.bad_words:
+            head = word[:-1]
+            context = [*self.prompt, *output] if len(output) < len(head) else output
+            if not head or list(context[-len(head) :]) == head:
+                banned.append(word[-1])
+        return banned
+
+    def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
+        p = self.params
+        if p.repetition_penalty not in (None, 1.0):
+            seen = torch.as_tensor(sorted({*self._prompt_set, *output}), device=logits.device)
+            values = logits[seen]
+            logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if (p.presence_penalty or p.frequency_penalty) and output:
+            counts = Counter(output)
+            ids = torch.as_tensor(list(counts), device=logits.device)
+            times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
+            logits[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, min-p, top-k and top-p: (V,) law from processed logits (V,), in the logits' own precision."""
+    if params.greedy:
+        law = torch.zeros_like(logits)
+        law[int(logits.argmax())] = 1.0
+        return law
+    scaled = logits / (params.temperature if params.temperature is not None else 1.0)
+    if params.min_p:
+        scaled = scaled.masked_fill(scaled < scaled.max() + float(np.log(params.min_p)), -torch.inf)
+    if params.top_k is not None and 0 < params.top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
+    law = scaled.softmax(-1)
+    if params.top_p is not None and params.top_p < 1:
+        law = _nucleus(law, params.top_p)
+    return law
+
+
+def _nucleus(law: Tensor, top_p: float) -> Tensor:
+    """The smallest likeliest set whose mass reaches `top_p`, renormalised; ties at the border are broken by token id."""
+    ordered, ids = law.sort(descending=True, stable=True)
+    kept = ordered.cumsum(0) - ordered < top_p
+    law = torch.zeros_like(law).index_copy_(0, ids, ordered * kept)
+    return law / law.sum()
+
+
+def logprobs_of(logits: Tensor, token: int, top: int) -> tuple[TokenLogprob, dict[int, TokenLogprob]]:
+    """Log-probability of `token` and of the `top` likeliest under softmax(logits (V,))."""
+    values = logits.float().log_softmax(-1)
+    chosen = TokenLogprob(logprob=float(values[token]), rank=int((values > values[token]).sum()) + 1)
+    best = values.topk(min(top, len(values))) if top else None
+    if best is None:
+        return chosen, {}
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return chosen, {token_id: TokenLogprob(logprob=value, rank=rank) for rank, (token_id, value) in enumerate(pairs, start=1)}

@@ -1,0 +1,359 @@
+"""The nouns of forerun: what is asked, what is drafted, what is scored, what is kept, what came out.
+
+Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last committed token),
+S committed tokens, V vocabulary, H hidden size, D depth. Knows no model, no rule and no drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ArgumentError
+
+Signal = int
+"""A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`."""
+LAST_HIDDEN: Signal = -1
+"""The hidden state after the final norm: what the output head reads."""
+
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+"""A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
+
+
+class Drawn(IntEnum):
+    """How a drafted node came about; decides which verification rules may judge it."""
+
+    GIVEN = 0
+    """Deterministic: a function of the tokens before it (top-k, copied text)."""
+    IID = 1
+    """Drawn from the recorded law of its parent, independently of its siblings."""
+    WITHOUT_REPLACEMENT = 2
+    """Drawn from the recorded law of its parent with the elder sampled siblings removed and renormalised."""
+
+
+class Source(StrEnum):
+    """Where a committed token came from."""
+
+    DRAFT = "draft"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    TARGET = "target"
+    """Plain decoding: nothing was drafted for this step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to sample one request. Names and meaning are vLLM's.
+
+    ``None`` means: what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors apply in this
+    order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors, temperature, min-p, top-k, top-p.
+    """
+
+    n: int = 1
+    """Answers per prompt."""
+    temperature: float | None = None
+    """0 is greedy decoding; neutral value 1."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens whose mass reaches this, in (0, 1]."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
+    repetition_penalty: float | None = None
+    """Divide (or multiply, below zero) the logit of every token in prompt or output; 1 is neutral."""
+    presence_penalty: float = 0.0
+    """Logits subtracted once from every token in the output."""
+    frequency_penalty: float = 0.0
+    """Logits subtracted per occurrence in the output."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these token ids may be produced."""
+    bad_words: Sequence[str] | None = None
+    """Strings that may not be produced as a token sequence."""
+    logits_processors: Sequence[LogitsProcessor] = ()
+    seed: int | None = None
+    """Same seed, same text, whoever else is in the batch. None draws one."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the answer; cut off unless `include_stop_str_in_output`."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the answer, besides the model's own."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """Most output tokens; None runs to the end of the context."""
+    min_tokens: int = 0
+    """Output tokens before any stop token id may be produced."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen and of this many likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, always of the raw logits."""
+    logprobs_mode: str = "raw_logprobs"
+    """``raw_logprobs``: before any processor; ``processed_logprobs``: of the law that was sampled."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sampling(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    checks: list[tuple[bool, str]] = [
+        (params.n >= 1, f"n must be at least 1, got {params.n}"),
+        ((params.temperature or 0) >= 0, f"temperature must be 0 (greedy) or more, got {params.temperature}"),
+        (params.top_p is None or 0 < params.top_p <= 1, f"top_p must be in (0, 1], got {params.top_p}"),
+        ((params.top_k or 0) >= -1, f"top_k must be -1 or 0 (off) or at least 1, got {params.top_k}"),
+        (params.min_p is None or 0 <= params.min_p <= 1, f"min_p must be in [0, 1], got {params.min_p}"),
+        (params.repetition_penalty is None or params.repetition_penalty > 0, "repetition_penalty must be above 0"),
+        (-2 <= params.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {params.presence_penalty}"),
+        (-2 <= params.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {params.frequency_penalty}"),
+        (params.max_tokens is None or params.max_tokens >= 1, f"max_tokens must be at least 1, got {params.max_tokens}"),
+        (params.min_tokens >= 0, f"min_tokens must be 0 or more, got {params.min_tokens}"),
+        (params.max_tokens is None or params.min_tokens <= params.max_tokens, "min_tokens must not exceed max_tokens"),
+        (params.logprobs is None or params.logprobs >= 0, "logprobs must be 0 or more"),
+        (params.prompt_logprobs is None or params.prompt_logprobs >= 0, "prompt_logprobs must be 0 or more"),
+        (all(params.stop_strings) or params.stop is None, "stop strings must not be empty"),
+        (params.allowed_token_ids is None or len(params.allowed_token_ids) > 0, "allowed_token_ids must not be empty"),
+        (
+            params.logprobs_mode in ("raw_logprobs", "processed_logprobs"),
+            f"logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got {params.logprobs_mode!r}",
+        ),
+    ]
+    for passed, message in checks:
+        if not passed:
+            raise ArgumentError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """What one drafter proposed for B rows: a tree of K nodes a row, a chain being the tree in which every parent is the node before.
+
+    Only `Drawn.GIVEN` siblings are merged; a token that was sampled twice is two nodes.
+    """
+
+    tokens: Tensor
+    """(B, K) int64, token of node k + 1."""
+    parents: Tensor
+    """(B, K) int64, node id of the parent of node k + 1: 0 is the root, always at most k."""
+    counts: Tensor
+    """(B,) int64; nodes beyond a row's count are padding."""
+    drawn: Tensor
+    """(B, K) uint8, a `Drawn` for each node."""
+    laws: Tensor | None = None
+    """(B, N, V) float32 (V' wide with `law_ids`): for every node with sampled children, the law that they were drawn from."""
+    law_ids: Tensor | None = None
+    """(V',) int64, target token id of each entry of `laws`; None where the vocabularies are the same."""
+    confidence: Tensor | None = None
+    """(B, K) float32, estimated probability that the node survives if its parent does."""
+    scouts: Tensor | None = None
+    """(B, K) bool, nodes scored for the drafter's own use, never accepted."""
+
+    @property
+    def size(self) -> int:
+        """K, padding included."""
+        return self.tokens.shape[1]
+
+
+class NodeLaws(Protocol):
+    """The target's processed laws at the nodes of one row's tree: all that a verification rule sees of the target."""
+
+    def law(self, node: int) -> Tensor:
+        """(V,) float32 (float64 in exact tests), the law of the token after `node`. At temperature 0 a point mass."""
+        ...
+
+    def argmax(self, node: int) -> int:
+        """The token of largest processed logit after `node`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a rule kept of one row's tree."""
+
+    path: tuple[int, ...]
+    """Accepted node ids from the root's child downwards; empty if nothing was kept."""
+    next_token: int
+    kind: Source
+    """RECOVERED after a rejection, BONUS when the path ended at a leaf, TARGET when nothing was drafted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How much a drafter may propose, by row of the context."""
+
+    nodes: Sequence[int]
+    """Most nodes, root not counted."""
+    depth: Sequence[int]
+    """Most tokens on one path; already limited by the room left in the answer and in the context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, natural logarithm, and its rank (1 = likeliest)."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedNode:
+    """One drafted node in a `StepTrace`."""
+
+    token: int
+    parent: int
+    """Node id; 0 is the root."""
+    draft_prob: float | None
+    """Probability under the drafter's law, or its confidence; None where it has neither."""
+    target_prob: float | None
+    """Probability under the target's processed law; None where no rule asked for that law."""
+    accepted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrace:
+    """One row's part in one step. Feeds ``--show-draft``, the playground, the benchmark, the metrics and the tests."""
+
+    step: int
+    position: int
+    """Committed tokens before the step, prompt included."""
+    drafter: str | None
+    rule: str
+    nodes: tuple[TracedNode, ...]
+    path: tuple[int, ...]
+    next_token: int
+    kind: Source
+    draft_ms: float
+    """Wall time of the whole batch's proposal; shared by its rows."""
+    verify_ms: float
+    """Wall time of the batch's forward pass and verification."""
+    commit_ms: float
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that this step committed."""
+        return len(self.path) + 1
+
+
+@dataclass(kw_only=True, slots=True)
+class SpeculationStats:
+    """Counts over the steps of one request, or of many (`add`). Field names are vLLM's."""
+
+    num_spec_steps: int = 0
+    """Target passes in which something was drafted."""
+    num_plain_steps: int = 0
+    """Target passes without a draft, the prompt's not counted."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_emitted_tokens: int = 0
+    """Tokens out of speculative steps, bonus and recovered ones included."""
+    drafted_per_depth: list[int] = field(default_factory=list)
+    """Steps whose tree reached depth d + 1."""
+    accepted_per_depth: list[int] = field(default_factory=list)
+    """Steps that accepted a node at depth d + 1."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per speculative target pass, bonus included; 1.0 where nothing was drafted."""
+        return self.num_emitted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted / drafted nodes. For trees read `acceptance_per_depth` instead."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_per_depth(self) -> list[float]:
+        """Share of the steps that drafted at depth d + 1 and accepted a node there."""
+        return [kept / tried for kept, tried in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)]
+
+    def add(self, other: SpeculationStats) -> None:
+        """Add another request's counts to these."""
+        for name in ("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_emitted_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        _add_counts(self.drafted_per_depth, other.drafted_per_depth)
+        _add_counts(self.accepted_per_depth, other.accepted_per_depth)
+
+    def record(self, *, drafted: int, depth: int, accepted: int) -> None:
+        """Count one step that drafted `drafted` nodes down to `depth` and kept a path of `accepted`."""
+        if drafted == 0:
+            self.num_plain_steps += 1
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_draft_tokens += accepted
+        self.num_emitted_tokens += accepted + 1
+        _add_counts(self.drafted_per_depth, [1] * depth)
+        _add_counts(self.accepted_per_depth, [1] * accepted + [0] * (depth - accepted))
+
+
+def _add_counts(total: list[int], more: Sequence[int]) -> None:
+    total.extend([0] * (len(more) - len(total)))
+    for index, count in enumerate(more):
+        total[index] += count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputToken:
+    """One token of an answer."""
+
+    id: int
+    source: Source
+    step: int
+    """Index of the engine step that committed it, counted per request."""
+    logprob: TokenLogprob | None = None
+    top_logprobs: Mapping[int, TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionOutput:
+    """One answer to one prompt."""
+
+    index: int
+    """0 .. n - 1."""
+    text: str
+    token_ids: list[int]
+    tokens: list[OutputToken]
+    finish_reason: str | None
+    """``"stop"``, ``"length"``, ``"abort"``; None while running."""
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended it; None for the model's own end of text."""
+    speculation: SpeculationStats
+    trace: list[StepTrace] = field(default_factory=list)
+    """Filled where the request asked for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """All answers to one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
+    time_to_first_token_s: float | None = None
+    """From the moment the request was admitted to its first token."""
+    decode_s: float | None = None
+    """From the first to the last token."""
+
+
+def empty_draft(batch: int, device: torch.device | str = "cpu") -> Draft:
+    """A draft of no nodes for `batch` rows: the step is then plain decoding."""
+    none = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+    counts = torch.zeros(batch, dtype=torch.int64, device=device)
+    return Draft(tokens=none, parents=none, counts=counts, drawn=none.to(torch.uint8))

@@ -1,0 +1,69 @@
+"""What a verification rule is, which rules there are, and which one judges a draft by default.
+
+A rule sees one row's tree, the target's laws at its nodes, and coins. It never sees a drafter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import ClassVar, Protocol
+
+from forerun.errors import ArgumentError, nearest
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import Drawn, NodeLaws, Verdict
+
+RULES: dict[str, str] = {
+    "argmax_walk": "forerun.verify.argmax_walk:ArgmaxWalk",
+    "sample_walk": "forerun.verify.sample_walk:SampleWalk",
+    "token_rejection": "forerun.verify.token_rejection:TokenRejection",
+    "block": "forerun.verify.block:BlockVerification",
+    "recursive_rejection": "forerun.verify.recursive_rejection:RecursiveRejection",
+    "traversal": "forerun.verify.traversal:TraversalVerification",
+    "greedy_k": "forerun.verify.greedy_k:GreedyK",
+    "typical": "forerun.verify.typical:TypicalAcceptance",
+}
+
+
+class Rule(Protocol):
+    """Keeps a path of the tree and names the token after it."""
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    """True if the emitted law is exactly the target's."""
+    summary: ClassVar[str]
+    """One line, with the paper."""
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """Whether the rule may judge a tree drawn this way."""
+        ...
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Judge the tree. Asks `target` only for the laws it needs; draws only from `coins`."""
+        ...
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of that name.
+
+    Raises:
+        ArgumentError: there is none; the message names the nearest.
+    """
+    if name not in RULES:
+        raise ArgumentError(f"unknown verification rule {name!r}; there are {', '.join(RULES)}.{nearest(name, RULES)}")
+    module, _, attribute = RULES[name].partition(":")
+    rule: Rule = getattr(importlib.import_module(module), attribute)()
+    return rule
+
+
+def default_rule(tree: TokenTree, *, greedy: bool) -> str:
+    """The best lossless rule for how the tree was drawn (DESIGN section 5)."""
+    if greedy:
+        return "argmax_walk"
+    kinds = tree.kinds()
+    if kinds <= {Drawn.GIVEN}:
+        return "sample_walk"
+    if Drawn.GIVEN in kinds:
+        return "greedy_k" if rule_named("greedy_k").accepts(tree) else "sample_walk"
+    is_chain = all(parent == node - 1 for node, parent in enumerate(tree.parents))
+    return "block" if is_chain else "traversal"
