@@ -311,6 +311,8 @@ class OutputToken:
     """One token of an answer."""
 
     id: int
+    text: str
+    """What this token added to the text; empty while a character is incomplete."""
     source: Source
     step: int
     """Index of the engine step that committed it, counted per request."""
@@ -350,6 +352,23 @@ class RequestOutput:
     """From the moment the request was admitted to its first token."""
     decode_s: float | None = None
     """From the first to the last token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamChunk:
+    """What one engine step added to one answer."""
+
+    request_id: str
+    index: int
+    """Which of the `n` answers."""
+    text: str
+    """New text; held back while it may be the beginning of a stop string."""
+    tokens: list[OutputToken]
+    trace: StepTrace | None
+    """Filled where the request asked for it; None for the first token."""
+    finish_reason: str | None
+    output: RequestOutput | None = None
+    """The whole result, on the last chunk of a request."""
 
 
 def empty_draft(batch: int, device: torch.device | str = "cpu") -> Draft:
