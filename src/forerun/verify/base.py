@@ -6,12 +6,13 @@ A rule sees one row's tree, the target's laws at its nodes, and coins. It never 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import Drawn, NodeLaws, Verdict
+from forerun.types import Drawn, NodeLaws, Source, Verdict
 
 RULES: dict[str, str] = {
     "argmax_walk": "forerun.verify.argmax_walk:ArgmaxWalk",
@@ -54,6 +55,29 @@ def rule_named(name: str) -> Rule:
     module, _, attribute = RULES[name].partition(":")
     rule: Rule = getattr(importlib.import_module(module), attribute)()
     return rule
+
+
+def ending(tree: TokenTree, node: int) -> Source:
+    """What the token after `node` is, if `node` is the last one kept: TARGET, BONUS or RECOVERED."""
+    if tree.size == 0:
+        return Source.TARGET
+    return Source.RECOVERED if tree.children[node] else Source.BONUS
+
+
+def walk(tree: TokenTree, choose: Callable[[int, int], int]) -> Verdict:
+    """Follow the target's own choices for as long as they were drafted: ``choose(node, depth)`` names the next token.
+
+    Nodes that hold the same tokens from the root on (a token that was sampled twice) are followed side by side.
+    """
+    nodes, depth = [0], 0
+    while True:
+        token = choose(nodes[0], depth)
+        below = [child for node in nodes for child in tree.children[node] if tree.tokens[child] == token]
+        if not below:
+            drafted = any(tree.children[node] for node in nodes)
+            last = next((node for node in nodes if tree.children[node]), nodes[0]) if drafted else nodes[0]
+            return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
+        nodes, depth = below, depth + 1
 
 
 def default_rule(tree: TokenTree, *, greedy: bool) -> str:

@@ -1,0 +1,29 @@
+"""Greedy verification: follow the target's own argmax down the tree. Knows no law and draws nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Verdict
+from forerun.verify.base import walk
+
+
+class ArgmaxWalk:
+    """Keeps a child while it holds the target's argmax, then emits the argmax: exact at temperature 0, and only there.
+
+    At T = 0 every lossless rule comes down to this one (Stern et al. 2018, arXiv 1811.03115).
+    """
+
+    name: ClassVar[str] = "argmax_walk"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = "follow the target's argmax; T = 0 only (blockwise decoding, arXiv 1811.03115)"
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """Any tree: the target's choice does not depend on how the draft came about."""
+        return True
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Walk while the largest processed logit is a child; `coins` are not touched."""
+        return walk(tree, lambda node, _depth: target.argmax(node))

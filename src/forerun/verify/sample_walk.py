@@ -1,0 +1,33 @@
+"""Sample-and-walk: draw the target's token at each node and follow it while it was drafted. Never reads a draft law."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Verdict
+from forerun.verify.base import walk
+
+
+class SampleWalk:
+    """Draws y ~ target(. | node) and descends if a child holds y, else emits y.
+
+    Exact for every tree, whatever drew it, since no draw looks at the draft. Draws are keyed by absolute position, so
+    the text for a seed is that of plain decoding. Optimal where all children are given: the acceptance, the target's mass on
+    the children, is the bound of arXiv 2502.18779. Sampled children are judged correctly but waste their correlation.
+    """
+
+    name: ClassVar[str] = "sample_walk"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = (
+        "draw the target's token, walk while it is a child; any tree, plain decoding's text for a seed"
+    )
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """Any tree."""
+        return True
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Walk while the drawn token is a child."""
+        return walk(tree, lambda node, depth: coins.draw(target.law(node), depth))
