@@ -1,0 +1,140 @@
+"""Prompt lookup: what is found, in which order, and that no stale place is ever copied from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.drafters.base import DraftContext
+from forerun.drafters.ngram import NgramConfig, NgramDrafter
+from forerun.errors import ArgumentError
+from forerun.types import Budget, Draft
+
+ROOMY = Budget(nodes=[64], depth=[64])
+
+
+def context(tokens: Sequence[int], fresh: int, row: int = 0) -> DraftContext:
+    return DraftContext(
+        rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], coins=[], signals={}
+    )
+
+
+def drafter(**options: int) -> NgramDrafter:
+    return NgramDrafter(NgramConfig(**options), setup=None)  # type: ignore[arg-type]
+
+
+def propose(made: NgramDrafter, tokens: Sequence[int], budget: Budget = ROOMY) -> Draft:
+    return made.propose(context(tokens, 0), budget)
+
+
+def fed(tokens: Sequence[int], **options: int) -> NgramDrafter:
+    made = drafter(**options)
+    made.extend(context(tokens, len(tokens)))
+    return made
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    """Every leaf's path as tokens."""
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    leaves = [node for node in range(1, len(tokens) + 1) if node not in parents]
+    found = []
+    for leaf in leaves:
+        path, node = [], leaf
+        while node:
+            path.append(tokens[node - 1])
+            node = parents[node - 1]
+        found.append(path[::-1])
+    return found
+
+
+def reference(tokens: Sequence[int], length: int, largest: int, smallest: int) -> list[int]:
+    """Prompt lookup by plain search over the whole text."""
+    for size in range(largest, smallest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if size < len(tokens) and list(tokens[end - size : end]) == list(tokens[-size:]):
+                text = list(tokens)
+                for offset in range(length):
+                    text.append(text[end + offset])
+                return text[len(tokens) :]
+    return []
+
+
+def test_the_longest_match_wins_over_a_more_recent_shorter_one() -> None:
+    text = [1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3]
+    assert paths(propose(fed(text, num_speculative_tokens=3), text)) == [[7, 8, 9]]
+
+
+def test_the_most_recent_of_equal_matches_wins() -> None:
+    text = [1, 2, 5, 1, 2, 6, 1, 2]
+    assert paths(propose(fed(text, num_speculative_tokens=1), text)) == [[6]]
+
+
+def test_several_continuations_share_their_common_beginning() -> None:
+    text = [1, 2, 5, 6, 0, 1, 2, 5, 7, 0, 1, 2]
+    draft = propose(fed(text, num_speculative_tokens=2, max_branches=2), text)
+    assert sorted(paths(draft)) == [[5, 6], [5, 7]]
+    assert draft.counts.tolist() == [3]
+
+
+def test_a_repetition_is_continued_beyond_the_end_of_the_text() -> None:
+    text = [4, 1, 2, 1, 2]
+    assert paths(propose(fed(text, num_speculative_tokens=5), text)) == [[1, 2, 1, 2, 1]]
+
+
+def test_no_match_is_an_empty_draft() -> None:
+    assert propose(fed([1, 2, 3]), [1, 2, 3]).counts.tolist() == [0]
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(0, 5), (3, 5), (5, 2), (5, 0)])
+def test_the_budget_is_kept(nodes: int, depth: int) -> None:
+    text = [1, 2, 5, 6, 0, 1, 2, 5, 7, 0, 1, 2]
+    draft = propose(fed(text, max_branches=3), text, Budget(nodes=[nodes], depth=[depth]))
+    assert int(draft.counts) <= nodes
+    assert max((len(path) for path in paths(draft)), default=0) <= depth
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_history_of_growing_and_shrinking_drafts_what_a_fresh_search_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    made, text = drafter(num_speculative_tokens=6, prompt_lookup_max=3), list[int]()
+    for _ in range(60):
+        if text and rng.random() < 0.3:
+            keep = rng.randrange(len(text) + 1)
+            del text[keep:]
+            made.truncate([0], [keep])
+        fresh = [rng.randrange(4) for _ in range(rng.randrange(1, 5))]
+        text += fresh
+        made.extend(context(text, len(fresh)))
+        expected = reference(text, 6, 3, 1)
+        assert paths(propose(made, text)) == ([expected] if expected else [])
+
+
+def test_a_freed_row_remembers_nothing() -> None:
+    made = fed([1, 2, 3, 1, 2])
+    made.truncate([0], [0])
+    made.extend(context([9, 1, 2], 3))
+    assert int(propose(made, [9, 1, 2]).counts) == 0
+
+
+def test_confidence_follows_what_the_text_really_did() -> None:
+    made, text = drafter(num_speculative_tokens=1), [1, 2]
+    made.extend(context(text, 2))
+    for _ in range(40):
+        text += [1, 2]
+        made.extend(context(text[:-1], 1))
+        propose(made, text[:-1])
+        made.extend(context(text, 1))
+        propose(made, text)
+    confidence = propose(made, text).confidence
+    assert confidence is not None and float(confidence[0, 0]) > 0.85
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_speculative_tokens": 0}, {"prompt_lookup_min": 0}, {"prompt_lookup_max": 1, "prompt_lookup_min": 2}],
+)
+def test_senseless_options_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="ngram"):
+        drafter(**options)
