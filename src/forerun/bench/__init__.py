@@ -1,0 +1,1 @@
+"""The benchmark: scale models, workloads, the runner, its report and its plots."""

@@ -1,0 +1,366 @@
+"""Scale models: a small Llama checkpoint made as dear as a large one without changing what it computes.
+
+The hidden state is padded with zeros to `hidden_factor` times its width. RMSNorm then divides by a mean square that is
+`hidden_factor` times smaller, so epsilon is divided by that factor and the norm weights by its square root: for 4 and
+16 both are powers of two, hence exact in bf16. Extra attention heads and extra MLP neurons are filled with random
+numbers and meet zero columns in the output projection; extra layers are random too, with zero output projections, so
+they add nothing to the residual stream. Only additions of zero are added, so logits differ from the source's by the
+order of float32 summation at most.
+
+Knows Llama's tensor names and safetensors. Does not load models, time anything, or know drafters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.errors import ArgumentError, CheckpointError
+
+RECORD = "scale.json"
+"""Written beside the weights: the plan, and the hash of what it was made from."""
+SHARD_BYTES = 2**31
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FORMAT = 1
+"""Raise it when the written weights change, so that caches are made anew."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalePlan:
+    """The shape of a scale model, from a source's."""
+
+    hidden_factor: int
+    """Hidden size over the source's; a power of four."""
+    head_factor: int
+    """Query and key-value heads over the source's."""
+    layers: int
+    intermediate_size: int
+    parameters: int
+    """Of the scale model, embeddings counted once if tied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledModel:
+    """A scale model on disk."""
+
+    path: Path
+    """An ordinary transformers checkpoint."""
+    source: Path
+    plan: ScalePlan
+    source_layers: int
+    source_parameters: int
+
+    @property
+    def parameters(self) -> int:
+        return self.plan.parameters
+
+    @property
+    def note(self) -> str:
+        """One line for every report that shows figures of this model."""
+        return (
+            f"{self.path.name}: {self.source.name} ({self.source_parameters / 1e6:.1f} M parameters) enlarged to "
+            f"{self.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
+        )
+
+
+def scale_model(
+    source: str | Path,
+    destination: Path | None = None,
+    *,
+    billions: float,
+    dtype: str = "bfloat16",
+    layers: int | None = None,
+) -> ScaledModel:
+    """Enlarge the Llama checkpoint `source` to about `billions` x 1e9 parameters; reuses what it wrote before.
+
+    Args:
+        source: a folder with ``config.json`` and safetensors.
+        destination: the folder to write; by default one below `cache_folder`, named after size and content.
+        billions: parameters of the result in units of 1e9, embeddings included.
+        dtype: of the written weights: ``bfloat16``, ``float16`` or ``float32``.
+        layers: of the result; by default a multiple of the source's that grows slowly with the size.
+
+    Raises:
+        CheckpointError: `source` is missing, or no plain Llama.
+        ArgumentError: the size cannot be reached, `destination` holds something else, or an unknown dtype.
+    """
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    folder = Path(source)
+    config = _read_config(folder)
+    plan = plan_scale(config, billions=billions, layers=layers)
+    fingerprint = _fingerprint(folder, plan, dtype)
+    if destination is None:
+        destination = cache_folder() / f"{folder.name}-{billions:g}B-{fingerprint[:12]}"
+    scaled = ScaledModel(
+        path=destination,
+        source=folder,
+        plan=plan,
+        source_layers=config["num_hidden_layers"],
+        source_parameters=_parameters(config),
+    )
+    recorded = _recorded_fingerprint(destination)
+    if recorded is None and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ArgumentError(f"{destination} exists and is no scale model; name an empty or new folder")
+    if recorded != fingerprint:
+        _write(scaled, config, fingerprint, dtype)
+    return scaled
+
+
+def cache_folder() -> Path:
+    """Where scale models are kept: ``$FORERUN_CACHE``, else ``$XDG_CACHE_HOME/forerun``, else ``~/.cache/forerun``."""
+    chosen = os.environ.get("FORERUN_CACHE")
+    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forerun"
+    return base / "scaled"
+
+
+def remap_boundary(boundary: int, scaled: ScaledModel) -> int:
+    """The layer boundary of the scale model that holds the source's `boundary`, zero padding aside.
+
+    The source's layers are spread evenly, each followed by its identity layers, so a boundary keeps its share of the
+    cost. ``-1`` (`LAST_HIDDEN`) stays; there the padded entries are zero as well.
+    """
+    if boundary == -1:
+        return -1
+    if not 0 <= boundary <= scaled.source_layers:
+        raise ArgumentError(f"boundary must be -1 or in 0..{scaled.source_layers}, got {boundary}")
+    return boundary * scaled.plan.layers // scaled.source_layers
+
+
+def plan_scale(config: dict[str, Any], *, billions: float, layers: int | None = None) -> ScalePlan:
+    """The shape whose parameter count comes nearest to `billions` x 1e9.
+
+    Hidden size grows by 4 (by 16 where the MLP would be wider than six times the hidden size), heads by twice the
+    square root of that; the rest goes into layers and MLP width.
+    """
+    depth = config["num_hidden_layers"]
+    if layers is None:
+        layers = depth * min(4, max(1, round(2 * (billions / 0.4) ** 0.35)))
+    if layers < depth:
+        raise ArgumentError(f"layers must be at least the source's {depth}, got {layers}")
+    plans = [_fit(config, factor, layers, round(billions * 1e9)) for factor in (4, 16, 64)]
+    possible = [plan for plan in plans if plan.intermediate_size >= config["intermediate_size"]]
+    if not possible:
+        smallest = _parameters(config | _shape(config, plans[0]) | {"intermediate_size": config["intermediate_size"]})
+        raise ArgumentError(
+            f"{billions} billion parameters are too few: with {layers} layers the smallest scale model of this source "
+            f"has {smallest / 1e9:.4f} billion"
+        )
+    ordinary = [plan for plan in possible if plan.intermediate_size <= 6 * plan.hidden_factor * config["hidden_size"]]
+    return (ordinary or possible[-1:])[0]
+
+
+def _fit(config: dict[str, Any], hidden_factor: int, layers: int, goal: int) -> ScalePlan:
+    head_factor = 2 * math.isqrt(hidden_factor)
+    bare = ScalePlan(
+        hidden_factor=hidden_factor, head_factor=head_factor, layers=layers, intermediate_size=0, parameters=0
+    )
+    rest = goal - _parameters(config | _shape(config, bare))
+    per_neuron = layers * 3 * hidden_factor * config["hidden_size"]
+    width = 64 * round(rest / per_neuron / 64)
+    wide = config | _shape(config, bare) | {"intermediate_size": width}
+    return ScalePlan(
+        hidden_factor=hidden_factor,
+        head_factor=head_factor,
+        layers=layers,
+        intermediate_size=width,
+        parameters=_parameters(wide),
+    )
+
+
+def _shape(config: dict[str, Any], plan: ScalePlan) -> dict[str, Any]:
+    """The entries of config.json that change."""
+    return {
+        "hidden_size": config["hidden_size"] * plan.hidden_factor,
+        "num_attention_heads": config["num_attention_heads"] * plan.head_factor,
+        "num_key_value_heads": config["num_key_value_heads"] * plan.head_factor,
+        "num_hidden_layers": plan.layers,
+        "intermediate_size": plan.intermediate_size,
+        "rms_norm_eps": config["rms_norm_eps"] / plan.hidden_factor,
+    }
+
+
+def _parameters(config: dict[str, Any]) -> int:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] + config["num_key_value_heads"]
+    layer = 2 * hidden * heads * config["head_dim"] + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    tables = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
+    return int(config["num_hidden_layers"] * layer + tables + hidden)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"no config.json in {folder}: a scale model is made from a local checkpoint folder")
+    config: dict[str, Any] = json.loads(path.read_text())
+    if config.get("model_type") != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+        raise CheckpointError(
+            f"{folder} holds a {config.get('model_type')!r} model: only a Llama without biases is enlarged exactly"
+        )
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("tie_word_embeddings", False)
+    config.setdefault("rms_norm_eps", 1e-6)
+    if config.get("head_dim") is None:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    return config
+
+
+def _fingerprint(folder: Path, plan: ScalePlan, dtype: str) -> str:
+    digest = hashlib.sha256(json.dumps([FORMAT, asdict(plan), dtype], sort_keys=True).encode())
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _recorded_fingerprint(destination: Path) -> str | None:
+    record = destination / RECORD
+    return json.loads(record.read_text())["fingerprint"] if record.is_file() else None
+
+
+def _write(scaled: ScaledModel, config: dict[str, Any], fingerprint: str, dtype: str) -> None:
+    """Write below a temporary name, then rename: a half-written model is never found."""
+    partial = scaled.path.with_name(f"{scaled.path.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write_weights(partial, scaled, config, _DTYPES[dtype])
+        written = config | _shape(config, scaled.plan) | {"dtype": dtype}
+        written.pop("torch_dtype", None)
+        (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+        for name in (*COMPANIONS, "generation_config.json"):
+            if (scaled.source / name).is_file():
+                shutil.copy(scaled.source / name, partial / name)
+        record = {"fingerprint": fingerprint, "note": scaled.note, "plan": asdict(scaled.plan)}
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        _replace(partial, scaled.path, fingerprint)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(partial: Path, destination: Path, fingerprint: str) -> None:
+    if destination.exists():
+        shutil.rmtree(destination)
+    try:
+        partial.rename(destination)
+    except OSError:
+        if _recorded_fingerprint(destination) != fingerprint:  # else another process was as busy and quicker
+            raise
+
+
+def _write_weights(folder: Path, scaled: ScaledModel, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Shards of about 2 GiB, so that an 8 B model never lies in memory as a whole."""
+    shard: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    total = held = count = 0
+
+    def flush() -> None:
+        nonlocal held, count
+        count += 1
+        name = f"model-{count:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(shard, name))
+        shard.clear()
+        held = 0
+
+    for name, tensor in _scaled_tensors(scaled, config, dtype):
+        shard[name] = tensor
+        held += tensor.nbytes
+        total += tensor.nbytes
+        if held >= SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    weights = _Source(scaled.source)
+    plan, hidden = scaled.plan, config["hidden_size"] * scaled.plan.hidden_factor
+    norm_factor = 1 / math.isqrt(plan.hidden_factor)
+    yield "model.embed_tokens.weight", _into_zeros(weights["model.embed_tokens.weight"], (None, hidden), dtype)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", _into_noise(weights["lm_head.weight"], (config["vocab_size"], hidden), dtype, "lm_head")
+    yield "model.norm.weight", _norm(weights["model.norm.weight"], hidden, norm_factor, dtype)
+    starts = {layer * plan.layers // scaled.source_layers: layer for layer in range(scaled.source_layers)}
+    attention = config["head_dim"] * plan.head_factor
+    q_width, kv_width = config["num_attention_heads"] * attention, config["num_key_value_heads"] * attention
+    shapes = {
+        "self_attn.q_proj": (q_width, hidden),
+        "self_attn.k_proj": (kv_width, hidden),
+        "self_attn.v_proj": (kv_width, hidden),
+        "mlp.gate_proj": (plan.intermediate_size, hidden),
+        "mlp.up_proj": (plan.intermediate_size, hidden),
+        "self_attn.o_proj": (hidden, q_width),
+        "mlp.down_proj": (hidden, plan.intermediate_size),
+    }
+    for layer in range(plan.layers):
+        origin = f"model.layers.{starts[layer]}." if layer in starts else None
+        prefix = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            # An identity layer has a norm too; the nearest source layer's keeps its activations ordinary.
+            norm = weights[f"{origin or 'model.layers.0.'}{name}.weight"]
+            yield f"{prefix}{name}.weight", _norm(norm, hidden, norm_factor, dtype)
+        for name, shape in shapes.items():
+            old = None if origin is None else weights[f"{origin}{name}.weight"]
+            writes = name in ("self_attn.o_proj", "mlp.down_proj")
+            filled = _into_zeros(old, shape, dtype) if writes else _into_noise(old, shape, dtype, prefix + name)
+            yield f"{prefix}{name}.weight", filled
+
+
+def _into_zeros(old: Tensor | None, shape: tuple[int | None, int], dtype: torch.dtype) -> Tensor:
+    """`old` in the upper left corner of zeros: what writes to the residual stream. None keeps that dimension."""
+    rows = shape[0] if shape[0] is not None else (0 if old is None else old.shape[0])
+    new = torch.zeros(rows, shape[1], dtype=dtype)
+    if old is not None:
+        new[: old.shape[0], : old.shape[1]] = old
+    return new
+
+
+def _into_noise(old: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, name: str) -> Tensor:
+    """`old` in the upper left corner of noise: what only meets zeros, before or after.
+
+    Noise and not zeros, because a processor may multiply zeros faster.
+    """
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    new = torch.empty(shape, dtype=dtype).uniform_(-0.03, 0.03, generator=torch.Generator().manual_seed(seed))
+    if old is not None:
+        new[: old.shape[0], : old.shape[1]] = old
+    return new
+
+
+def _norm(old: Tensor, hidden: int, factor: float, dtype: torch.dtype) -> Tensor:
+    new = torch.full((hidden,), factor, dtype=dtype)
+    new[: old.shape[0]] = old.to(dtype) * factor
+    return new
+
+
+class _Source:
+    """The tensors of a checkpoint folder, read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self.files.update(dict.fromkeys(file.keys(), path))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}: its weights are missing or of another model")
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
