@@ -1,0 +1,130 @@
+"""The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
+
+transformers calls one method of it, `SlotCache.update`. Knows no model: shapes are taken from the tensors it is
+handed, layer by layer (in DeepSeek-V3 keys and values differ in width). Sliding layers keep all their slots; the
+window is in the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import OutOfMemoryError
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Where the tokens of the pass that is about to run go, and what their layers may look at; on one device."""
+
+    flat: Tensor
+    """(B * N,) int64 index into (rows * slots): where each token is written."""
+    rows: Tensor | None
+    """(B,) int64 rows to read, or None where they are contiguous."""
+    first: int
+    count: int
+    width: int
+
+    def read(self, store: Tensor) -> Tensor:
+        """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a view where the rows are contiguous."""
+        seen = store.narrow(1, 0, self.width)
+        seen = seen.narrow(0, self.first, self.count) if self.rows is None else seen.index_select(0, self.rows)
+        return seen.transpose(1, 2)
+
+
+class SlotCache:
+    """Keys and values of `rows` sequences with `slots` tokens each, allocated as layers are first seen."""
+
+    is_compileable = True
+
+    def __init__(self, rows: int, slots: int) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.dump = slots
+        """The slot behind the last: padding is written there and nothing reads it."""
+        self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._windows: dict[torch.device, _Window] = {}
+        self._window = _Window(torch.zeros(0, dtype=torch.int64), None, 0, 0, 0)
+
+    def begin(self, rows: Sequence[int], slot_ids: Tensor, width: int) -> None:
+        """Announce a pass over `rows`: token (b, n) is written to ``slot_ids[b, n]`` (B, N), the first `width` slots are read."""
+        contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
+        flat = (index.unsqueeze(1) * (self.slots + 1) + slot_ids).flatten()
+        self._window = _Window(flat, None if contiguous else index, rows[0], len(rows), width)
+        self._windows = {flat.device: self._window}
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, heads, N, dim) and return what the layer may read, (B, heads, width, dim) each. Called by transformers."""
+        if layer_idx not in self._stores:
+            self._stores[layer_idx] = (self._allocate(keys), self._allocate(values))
+        window = self._on(keys.device)
+        stores = self._stores[layer_idx]
+        for store, new in zip(stores, (keys, values), strict=True):
+            store.flatten(0, 1).index_copy_(0, window.flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
+        return window.read(stores[0]), window.read(stores[1])
+
+    def move(self, rows: Sequence[int], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """In each row copy the slots ``sources[i]`` to ``starts[i]``, ``starts[i] + 1``, ... in every layer."""
+        stride = self.slots + 1
+        source = [row * stride + slot for row, slots in zip(rows, sources, strict=True) for slot in slots]
+        target = [
+            row * stride + start + offset
+            for row, slots, start in zip(rows, sources, starts, strict=True)
+            for offset in range(len(slots))
+        ]
+        if source == target:
+            return
+        index = torch.tensor([source, target], dtype=torch.int64)
+        placed: dict[torch.device, Tensor] = {}
+        for store in self._tensors():
+            here = placed.setdefault(store.device, index.to(store.device, non_blocking=True))
+            flat = store.flatten(0, 1)
+            flat.index_copy_(0, here[1], flat.index_select(0, here[0]))
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of row `source` to row `target`."""
+        for store in self._tensors():
+            store[target, :length] = store[source, :length]
+
+    def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (length, heads, dim) of one row, for tests and for inspection."""
+        keys, values = self._stores[layer]
+        return keys[row, :length], values[row, :length]
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have been seen."""
+        return sorted(self._stores)
+
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(store.nbytes for store in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        return [store for pair in self._stores.values() for store in pair]
+
+    def _on(self, device: torch.device) -> _Window:
+        if device not in self._windows:
+            here = self._window
+            rows = None if here.rows is None else here.rows.to(device)
+            self._windows[device] = _Window(here.flat.to(device), rows, here.first, here.count, here.width)
+        return self._windows[device]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        shape = (self.rows, self.slots + 1, like.shape[1], like.shape[3])
+        try:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+                raise
+            needed = like.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
+            raise OutOfMemoryError(
+                f"no room on {like.device} for the KV cache: {needed / 2**20:.0f} MiB more were needed for one half of one layer "
+                f"({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} MiB are allocated. Lower rows or slots."
+            ) from error

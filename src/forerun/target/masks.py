@@ -1,0 +1,84 @@
+"""Attention masks for a block of tokens behind each row's committed ones: additive, in the model's dtype.
+
+Additive floats are the one form that every attention implementation of transformers reads right (facts sheet,
+section 1). A sliding window is a difference of positions, not of slots: siblings of a tree share a position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+AttentionMask = Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskStyle:
+    """What kind of mask a model's forward takes."""
+
+    types: tuple[str, ...]
+    """Layer types present, `FULL` or `SLIDING`; several are handed over as a dict, one as a bare tensor."""
+    window: int | None
+    """Positions that a sliding layer looks back, itself included."""
+
+    @classmethod
+    def of(cls, config: Any) -> MaskStyle:
+        """Read the style from a text configuration.
+
+        Raises:
+            UnsupportedModelError: a layer type is neither full nor sliding attention.
+        """
+        window = getattr(config, "sliding_window", None)
+        listed = getattr(config, "layer_types", None)
+        types = tuple(sorted(set(listed))) if listed else ((SLIDING,) if window else (FULL,))
+        odd = [name for name in types if name not in (FULL, SLIDING)]
+        if odd:
+            raise UnsupportedModelError(
+                f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back to an "
+                "arbitrary tree node; only full and sliding-window attention can be verified losslessly"
+            )
+        return cls(types=types, window=window if SLIDING in types else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """The tokens of one pass (queries) and the nodes that stand behind each row's committed tokens (keys)."""
+
+    lengths: Tensor
+    """(B,) int64 committed tokens."""
+    sees: Tensor
+    """(B, N, M) bool: query n may look at node m. Node m stands in slot ``lengths + m``."""
+    query_positions: Tensor
+    """(B, N) int64"""
+    node_positions: Tensor
+    """(B, M) int64"""
+
+
+def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
+    """The mask (B, 1, N, width), 0 where a query may look and the dtype's minimum elsewhere; a dict for mixed layers."""
+    slots = torch.arange(width, device=block.lengths.device)
+    relative = slots - block.lengths.unsqueeze(1)
+    node = relative.clamp(0, block.sees.shape[2] - 1)
+    inside = (relative >= 0) & (relative < block.sees.shape[2])
+    index = node.unsqueeze(1).expand(-1, block.sees.shape[1], -1)
+    visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
+    masks = {}
+    for name in style.types:
+        seen = visible
+        if name == SLIDING and style.window is not None:
+            positions = torch.where(relative < 0, slots, block.node_positions.gather(1, node))
+            distance = block.query_positions.unsqueeze(2) - positions.unsqueeze(1)
+            seen = visible & (distance < style.window)
+        masks[name] = _additive(seen, dtype)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=visible.device)
+    return torch.where(visible, torch.zeros((), dtype=dtype, device=visible.device), lowest).unsqueeze(1)
