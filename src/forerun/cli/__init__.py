@@ -1,0 +1,71 @@
+"""The command line: one thin file per verb, imported when the verb is used. Importing this imports no torch.
+
+Data goes to stdout, logs and statistics to stderr. Exit codes: 0 done, 1 a check failed, 2 bad usage or bad input,
+130 interrupted. ``FORERUN_DEBUG=1`` shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from cyclopts import App, CycloptsError, Parameter
+
+from forerun.cli import console
+from forerun.errors import ForerunError
+
+VERBS = {
+    "demo": "See the shipped model answer the same thing twice, plainly and speculatively.",
+    "generate": "Answer one prompt.",
+    "chat": "Talk to a model.",
+    "certify": "Prove on your own model that speculation changes nothing.",
+    "drafters": "List what there is to draft with.",
+    "doctor": "Say what this machine offers.",
+}
+"""Every verb and its line in ``forerun --help``; ``forerun.cli.<verb>:<verb>`` is imported when it is called."""
+
+OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def build_app() -> App:
+    """The application, with every verb registered by its import path."""
+    app = App(
+        name="forerun",
+        help="Language models answer faster without changing what they answer.",
+        version=lambda: version("forerun"),
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        help_on_error=False,
+        help_format="plaintext",
+        default_parameter=Parameter(show_default=_worth_showing),
+    )
+    for order, (verb, summary) in enumerate(VERBS.items()):
+        app.command(f"forerun.cli.{verb}:{verb}", name=verb, help=summary, sort_key=order)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; `arguments` default to the process's own."""
+    try:
+        result = build_app()(None if arguments is None else list(arguments))
+    except CycloptsError as error:
+        return _fail(error, f"{error}\nTry: forerun --help")
+    except (ForerunError, OSError) as error:
+        return _fail(error, str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return result if isinstance(result, int) else OK
+
+
+def _worth_showing(default: object) -> str:
+    return "" if default in (None, False, ()) else str(default)
+
+
+def _fail(error: Exception, message: str) -> int:
+    if os.environ.get("FORERUN_DEBUG") == "1":
+        raise error
+    console.report_error(message)
+    return BAD_INPUT

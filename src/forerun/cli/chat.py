@@ -1,0 +1,163 @@
+"""``forerun chat MODEL``: a conversation in the terminal, with speculation switched at will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from forerun.cli import console, show
+from forerun.cli.options import LOADING, SAMPLING, SPECULATION, LoadOptions, SamplingOptions, SpeculationOptions
+from forerun.errors import ArgumentError, ForerunError, nearest
+
+if TYPE_CHECKING:
+    from forerun import LLM
+    from forerun.types import RequestOutput, SamplingParams
+
+HELP = """\
+/help               this list
+/reset              forget the conversation
+/stats              counts of the whole session
+/spec on|off        speculation for the next answers
+/drafter NAME|PATH  draft with another drafter, or another draft model
+/quit               leave (so does Ctrl-D; Ctrl-C stops an answer)"""
+
+
+def chat(
+    model: str = "demo",
+    *,
+    system: str | None = None,
+    show_draft: Annotated[bool, Parameter(negative="")] = False,
+    speculation: SpeculationOptions = SPECULATION,
+    sampling: SamplingOptions = SAMPLING,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Talk to a model. /help lists the commands.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of a Hugging Face causal LM with a chat template.
+    system
+        A system message to begin with.
+    show_draft
+        Colour every token by its source.
+    """
+    config, params = speculation.config(), sampling.params()
+    from forerun.cli import session
+
+    llm = session.load(model, loading, config, max_num_seqs=1)
+    talk = Conversation(llm, params, config, system=system, show_draft=show_draft)
+    log = console.log()
+    log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))
+    if show_draft:
+        log.print(show.legend(log))
+    while (line := _ask()) is not None:
+        try:
+            if not talk.handle(line):
+                break
+        except ForerunError as error:
+            console.report_error(str(error))
+    return 0
+
+
+def _ask() -> str | None:
+    """The next line, None at the end of input. Ctrl-C at the prompt leaves, too."""
+    try:
+        return console.log().input(Text("\n> ", "bold cyan")).strip()
+    except (EOFError, KeyboardInterrupt):
+        console.log().print()
+        return None
+
+
+class Conversation:
+    """The messages so far, and what the slash commands change."""
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, config: dict[str, Any] | None, *, system: str | None, show_draft: bool
+    ) -> None:
+        from forerun.types import SpeculationStats
+
+        self.llm, self.params, self.config, self.show_draft = llm, params, config, show_draft
+        self.speculating = config is not None
+        self.beginning = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.beginning)
+        self.total = SpeculationStats()
+        self.answers = 0
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: console.log().print(HELP, markup=False),
+            "/reset": self._reset,
+            "/stats": self._stats,
+            "/spec": self._spec,
+            "/drafter": self._drafter,
+        }
+
+    def handle(self, line: str) -> bool:
+        """One line of the user: a command or a message. False ends the conversation."""
+        command, _, argument = line.partition(" ")
+        if command in ("/quit", "/exit"):
+            return False
+        if not line.startswith("/"):
+            if line:
+                self._answer(line)
+            return True
+        if command not in self._commands:
+            known = [*self._commands, "/quit"]
+            raise ArgumentError(f"unknown command {command!r}; there are {', '.join(known)}.{nearest(command, known)}")
+        self._commands[command](argument.strip())
+        return True
+
+    def _answer(self, message: str) -> None:
+        from forerun.cli.session import Printer
+
+        messages = [*self.messages, {"role": "user", "content": message}]
+        speculative: Any = self.config if self.speculating else False
+        chunks = self.llm.stream_chat(messages, self.params, speculative=speculative)
+        try:
+            output = Printer(console.out(), show_draft=self.show_draft).run(chunks)
+        except KeyboardInterrupt:
+            console.log().print(Text("\nstopped; the answer is not kept", "dim"))
+            return
+        if output is not None:
+            self._keep(messages, output)
+
+    def _keep(self, messages: list[dict[str, str]], output: RequestOutput) -> None:
+        answer = output.outputs[0]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.total.add(answer.speculation)
+        self.answers += 1
+        console.log().print(show.statistics_line(output), soft_wrap=True)
+
+    def _reset(self, _: str) -> None:
+        self.messages = list(self.beginning)
+        console.log().print(Text("forgotten", "dim"))
+
+    def _stats(self, _: str) -> None:
+        total = self.total
+        depths = "  ".join(f"{share:.0%}" for share in total.acceptance_per_depth) or "-"
+        console.log().print(
+            f"{self.answers} answers, {total.num_spec_steps} speculative and {total.num_plain_steps} plain passes\n"
+            f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens kept, "
+            f"{total.mean_acceptance_length:.2f} tokens per speculative pass\n"
+            f"kept by depth: {depths}",
+            markup=False,
+        )
+
+    def _spec(self, argument: str) -> None:
+        if argument not in ("on", "off"):
+            raise ArgumentError(f"/spec takes on or off, got {argument!r}")
+        if argument == "on" and self.config is None:
+            raise ArgumentError("no drafter yet; name one with /drafter")
+        self.speculating = argument == "on"
+        console.log().print(Text(f"speculation {argument}", "dim"))
+
+    def _drafter(self, argument: str) -> None:
+        from forerun.drafters import DRAFTERS
+
+        if not argument:
+            raise ArgumentError(f"/drafter takes a name ({', '.join(DRAFTERS)}) or a draft model's directory or hub id")
+        named = {"method": argument} if argument in DRAFTERS else {"method": "draft_model", "model": argument}
+        self.config, self.speculating = named, True
+        console.log().print(Text(f"drafting with {argument}", "dim"))

@@ -1,0 +1,142 @@
+"""``forerun doctor``: environment, versions, devices, number formats, memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cli import console
+
+PACKAGES = (
+    "forerun",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "accelerate",
+    "cyclopts",
+    "rich",
+)
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
+GIB = 2**30
+
+
+def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Say what this machine offers.
+
+    Parameters
+    ----------
+    json
+        One JSON object on stdout instead of the table.
+    """
+    with console.working("looking around"):
+        found = examine()
+    if json:
+        console.write_json(found)
+        return 0
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    for section, entries in found.items():
+        table.add_section()
+        for row, (name, value) in enumerate(entries.items()):
+            table.add_row(Text(section if row == 0 else "", "bold"), name, _shown(value))
+    console.out().print(table)
+    return 0
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """Everything the table shows, as plain values; sizes in GiB."""
+    return {
+        "system": {"platform": platform.platform(), "python": platform.python_version()},
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": _cpu(),
+        "devices": _devices(),
+        "number formats": _dtypes(),
+        "memory": _memory(),
+        "environment": {name: os.environ.get(name) for name in ("HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
+        | {"HF_TOKEN": "set" if os.environ.get("HF_TOKEN") else None},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    lines = _cpuinfo()
+    flags = set(lines.get("flags", lines.get("Features", "")).split())
+    return {
+        "model": lines.get("model name", platform.processor() or platform.machine()),
+        "cores": os.cpu_count(),
+        "torch threads": torch.get_num_threads(),
+        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return {}
+    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return {f"cuda:{i}": f"{card.name}, {card.total_memory / GIB:.0f} GiB" for i, card in enumerate(found)}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "accelerator": None if accelerator is None else accelerator.type,
+        "used": "cpu" if accelerator is None else accelerator.type,
+    }
+
+
+def _dtypes() -> dict[str, Any]:
+    """A small product in each format on the CPU: whether it runs, and whether the hardware has instructions for it."""
+    import torch
+
+    flags = set(_cpuinfo().get("flags", "").split())
+    fast = {
+        torch.bfloat16: bool(flags & {"avx512_bf16", "amx_bf16"}),
+        torch.float16: "avx512_fp16" in flags,
+        torch.float32: True,
+    }
+    result: dict[str, Any] = {}
+    for dtype, in_hardware in fast.items():
+        try:
+            runs = bool(torch.isfinite(torch.ones(2, 2, dtype=dtype) @ torch.ones(2, 2, dtype=dtype)).all())
+        except RuntimeError:
+            runs = False
+        speed = "in hardware" if in_hardware else "emulated, slow"
+        result[str(dtype).removeprefix("torch.")] = speed if runs else "does not run"
+    return result
+
+
+def _memory() -> dict[str, Any]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {"total GiB": round(memory.total / GIB, 1), "available GiB": round(memory.available / GIB, 1)}
+
+
+def _shown(value: Any) -> Text:
+    if value is None:
+        return Text("-", "dim")
+    return Text(" ".join(value) if isinstance(value, list) else str(value))

@@ -1,0 +1,68 @@
+"""``forerun generate MODEL --prompt ...``: one prompt, one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from forerun.cli import console
+from forerun.cli.options import (
+    LOADING,
+    SAMPLING,
+    SPECULATION,
+    LoadOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    read_prompt,
+)
+
+
+def generate(
+    model: str,
+    *,
+    prompt: Annotated[str | None, Parameter(alias="-p", allow_leading_hyphen=True)] = None,
+    prompt_file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
+    show_draft: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    speculation: SpeculationOptions = SPECULATION,
+    sampling: SamplingOptions = SAMPLING,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Answer one prompt, with speculation if a drafter is named.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of a Hugging Face causal LM; `demo` is the model that ships with the package.
+    prompt
+        The prompt; read from stdin if neither this nor --prompt-file is given.
+    prompt_file
+        File that holds the prompt.
+    chat
+        Put the prompt into the model's chat template as a user's message.
+    show_draft
+        Colour every token by its source: accepted draft, recovered, bonus or plain.
+    json
+        One JSON object on stdout instead of the text.
+    """
+    text = read_prompt(prompt, prompt_file)
+    config, params = speculation.config(), sampling.params()
+    from forerun.cli import session, show
+
+    llm = session.load(model, loading, config, max_num_seqs=1)
+    messages = [{"role": "user", "content": text}]
+    if json:
+        output = (llm.chat(messages, params) if chat else llm.generate([text], params))[0]
+        console.write_json(show.answer_record(output, output.outputs[0], with_tokens=show_draft))
+        return 0
+    chunks = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
+    finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)
+    log = console.log()
+    if show_draft:
+        log.print(show.legend(log))
+    if finished is not None:
+        log.print(show.statistics_line(finished), soft_wrap=True)
+    return 0

@@ -1,0 +1,167 @@
+"""The options that verbs share, as dataclasses, and their translation into the Python API's arguments.
+
+Defaults are written here once and only where the API has none. Imports no torch until a translation is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from forerun.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from forerun.types import SamplingParams
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationOptions:
+    """What drafts, how much, and who judges it."""
+
+    drafter: str | None = None
+    """Name of the drafter, see `forerun drafters`; none decodes plainly."""
+    drafter_model: str | None = None
+    """Directory or hub id of the drafter's model or head."""
+    num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
+    """Tokens to draft per step."""
+    speculative_config: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+    """vLLM's JSON as it stands: '{"method": ..., "model": ..., "num_speculative_tokens": ...}'."""
+    drafter_option: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """key=value, an option of the drafter; may be repeated."""
+    rule: str | None = None
+    """Verification rule instead of the one that suits the draft."""
+
+    def config(self) -> dict[str, Any] | None:
+        """The `speculative_config` of the Python API, None where nothing was asked for.
+
+        Raises:
+            ArgumentError: the JSON or a key=value pair cannot be read.
+        """
+        config = _json_object(self.speculative_config) if self.speculative_config else {}
+        short = {
+            "method": self.drafter,
+            "model": self.drafter_model,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "rule": self.rule,
+        }
+        config.update({key: value for key, value in short.items() if value is not None})
+        config.update(key_value(pair) for pair in self.drafter_option)
+        if config and not (config.get("method") or config.get("model")):
+            raise ArgumentError("speculation options without a drafter; add --drafter NAME (see: forerun drafters)")
+        return config or None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How to choose tokens; what is not given comes from the checkpoint's generation_config.json."""
+
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None
+    """0 is greedy."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens whose mass reaches this, in (0, 1]."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
+    max_tokens: Annotated[int, Parameter(alias="-n")] = 256
+    """Most tokens to answer with."""
+    seed: int | None = None
+    """Same seed, same text."""
+    stop: Annotated[tuple[str, ...], Parameter(negative="", allow_leading_hyphen=True)] = ()
+    """String that ends the answer; may be repeated."""
+
+    def params(self) -> SamplingParams:
+        """The same as `SamplingParams`.
+
+        Raises:
+            ArgumentError: a value is out of range.
+        """
+        from forerun.types import SamplingParams
+
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            stop=self.stop or None,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """How to load the target."""
+
+    dtype: str = "auto"
+    """auto (the checkpoint's own), float32, bfloat16 or float16."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ...; the accelerator if there is one."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; the model's own context if not given."""
+    compile: bool = False
+    """Compile the step; pays for itself in long sessions."""
+
+
+SPECULATION = SpeculationOptions()
+SAMPLING = SamplingOptions()
+LOADING = LoadOptions()
+"""Nothing asked for: the defaults of the verbs' parameters."""
+
+
+def key_value(pair: str) -> tuple[str, Any]:
+    """``"min_match=2"`` to ``("min_match", 2)``: the value is JSON where it reads as JSON, else the string.
+
+    Raises:
+        ArgumentError: there is no ``=`` in it.
+    """
+    key, equals, value = pair.partition("=")
+    if not equals or not key:
+        raise ArgumentError(f"--drafter-option takes key=value, got {pair!r}")
+    try:
+        return key.replace("-", "_"), json.loads(value)
+    except json.JSONDecodeError:
+        return key.replace("-", "_"), value
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from there.
+
+    Raises:
+        ArgumentError: none, or more than one, was given.
+        DataError: the file cannot be read as UTF-8.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise ArgumentError("give --prompt or --prompt-file, not both")
+    if prompt is not None:
+        return prompt
+    if prompt_file is not None:
+        return _read(prompt_file)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ArgumentError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe it in")
+    return sys.stdin.read()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the prompt from {path}: {error}") from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArgumentError(f"--speculative-config is not JSON ({error}); quote it in the shell with '...'") from error
+    if not isinstance(value, dict):
+        raise ArgumentError(f"--speculative-config must be a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,52 @@
+"""The small models that ship with forerun, and the held-out files that serve as prompts. Imports no torch.
+
+Wherever a model is named, ``demo`` means the shipped target and ``demo-draft`` its draft. How they were trained is in
+``recipes/demo``; what they are, in the ``README.md`` next to each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import CheckpointError
+
+FOLDER = Path(__file__).parent
+MODELS = {"demo": "target", "demo-draft": "draft"}
+"""Name of a shipped model -> its folder."""
+PROMPT_SUFFIX = ".py.txt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One file of the standard library that no shipped model was trained on."""
+
+    name: str
+    """Its module file, for example ``"graphlib.py"``."""
+    text: str
+    """The whole file; cut it where the answer shall begin."""
+
+
+def resolve(name: str | Path) -> str | Path:
+    """The folder of a shipped model for its name; anything else unchanged.
+
+    Raises:
+        CheckpointError: the name is a shipped model's, but this installation lacks its files.
+    """
+    if str(name) not in MODELS:
+        return name
+    folder = FOLDER / MODELS[str(name)]
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"the shipped model {str(name)!r} is missing from {folder}; train it with: python recipes/demo/make.py"
+        )
+    return folder
+
+
+def prompts() -> list[Prompt]:
+    """The shipped held-out files, sorted by name."""
+    paths = sorted((FOLDER / "prompts").glob(f"*{PROMPT_SUFFIX}"))
+    return [
+        Prompt(name=path.name.removesuffix(".txt").replace("--", "/"), text=path.read_text(encoding="utf-8"))
+        for path in paths
+    ]

@@ -1,0 +1,108 @@
+"""House style, measured with `ast`: short functions, small files, full annotations, docstrings on public names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import quantiles
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "forerun"
+FILES = sorted(SOURCE.rglob("*.py"))
+LONG_BY_NECESSITY: set[str] = set()
+"""``file.py:function`` whose length is forced from outside; empty is the aim."""
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_POSITIONAL = 400, 60, 30, 6
+LAWS_LIVE_HERE = ("verify", "drafters", "certify", "sampling.py", "tree.py", "step.py")
+"""Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions(path: Path) -> Iterator[Function]:
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, Function))
+
+
+def length(function: Function) -> int:
+    """Lines from ``def`` to the end, the docstring not counted: documentation is never too long."""
+    first = function.body[0]
+    documented = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    docstring = first.end_lineno - first.lineno + 1 if documented else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def public(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Public classes, functions and methods with a body of their own. An override inherits its docstring."""
+    for node in body:
+        if isinstance(node, (ast.ClassDef, *Function.__args__)) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef) and not node.bases:
+                yield from public(node.body, f"{node.name}.")
+
+
+def test_there_is_something_to_measure() -> None:
+    assert len(FILES) > 20
+
+
+def test_function_lengths() -> None:
+    lengths = {f"{path.name}:{function.name}": length(function) for path in FILES for function in functions(path)}
+    too_long = {
+        name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION and name not in LONG_BY_NECESSITY
+    }
+    assert not too_long
+    assert quantiles(lengths.values(), n=10)[-1] <= P90_FUNCTION
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_file(path: Path) -> None:
+    text, tree = path.read_text(encoding="utf-8"), tree_of(path)
+    assert len(text.splitlines()) <= MAX_FILE
+    assert ast.get_docstring(tree), "a module says what it knows"
+    missing = [name for name, node in public(tree.body) if not ast.get_docstring(node) and not _trivial(node)]
+    assert not missing, f"no docstring: {missing}"
+    assert not re.search(r"/(home|Users)/\w+/", text), "a home path"
+    for node in ast.walk(tree):
+        _check_node(node, path)
+
+
+def _trivial(node: ast.AST) -> bool:
+    """A property or override of one line, which its name says completely."""
+    decorated = bool(getattr(node, "decorator_list", []))
+    return isinstance(node, Function) and len(node.body) == 1 and (decorated or length(node) <= 3)
+
+
+def _check_node(node: ast.AST, path: Path) -> None:
+    where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+    if isinstance(node, Function):
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        arguments = [a for a in arguments if a.arg not in ("self", "cls")]
+        assert len(arguments) <= MAX_POSITIONAL, f"{where}: {len(arguments)} positional parameters"
+        every = [*arguments, *node.args.kwonlyargs]
+        assert all(a.annotation for a in every) and node.returns, f"{where}: {node.name} is not fully annotated"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        assert node.func.id != "print", f"{where}: print"
+    if isinstance(node, ast.ImportFrom):
+        assert all(alias.name != "*" for alias in node.names), f"{where}: import *"
+    if isinstance(node, ast.ExceptHandler):
+        assert node.type is not None, f"{where}: bare except"
+    if set(path.relative_to(SOURCE).parts) & set(LAWS_LIVE_HERE):
+        _check_names(node, where)
+
+
+def _check_names(node: ast.AST, where: str) -> None:
+    """No `p` or `q`; `p = self.params` and `for p in parameters()` are no probabilities."""
+    targets: list[ast.AST] = []
+    if isinstance(node, ast.Assign) and not (isinstance(node.value, ast.Attribute) and node.value.attr == "params"):
+        targets = list(node.targets)
+    if isinstance(node, Function):
+        targets = [ast.Name(id=argument.arg) for argument in (*node.args.args, *node.args.kwonlyargs)]
+    names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    assert not names & {"p", "q"}, f"{where}: call it target_probs or draft_probs"
