@@ -74,20 +74,24 @@ def walk(tree: TokenTree, choose: Callable[[int, int], int]) -> Verdict:
         token = choose(nodes[0], depth)
         below = [child for node in nodes for child in tree.children[node] if tree.tokens[child] == token]
         if not below:
-            drafted = any(tree.children[node] for node in nodes)
-            last = next((node for node in nodes if tree.children[node]), nodes[0]) if drafted else nodes[0]
+            last = next((node for node in nodes if tree.children[node]), nodes[0])
             return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
         nodes, depth = below, depth + 1
 
 
 def default_rule(tree: TokenTree, *, greedy: bool) -> str:
-    """The best lossless rule for how the tree was drawn (DESIGN section 5)."""
+    """The best lossless rule for how the tree was drawn (DESIGN section 5).
+
+    Scouts do not count. A chain that mixes given and sampled nodes goes to block verification and a tree with more than
+    one sampled sibling beside given ones to traversal: both judge a given node as a draw from a point mass. A tree that
+    no law-reading rule may judge (a sampled scout, a law that was not recorded) is walked, which is exact for anything.
+    """
     if greedy:
         return "argmax_walk"
-    kinds = tree.kinds()
-    if kinds <= {Drawn.GIVEN}:
+    drawn = {tree.drawn[child] for children in tree.children for child in children}
+    if drawn <= {Drawn.GIVEN}:
         return "sample_walk"
-    if Drawn.GIVEN in kinds:
-        return "greedy_k" if rule_named("greedy_k").accepts(tree) else "sample_walk"
-    is_chain = all(parent == node - 1 for node, parent in enumerate(tree.parents))
-    return "block" if is_chain else "traversal"
+    for name in ("block", "greedy_k", "traversal"):
+        if (name != "greedy_k" or Drawn.GIVEN in drawn) and rule_named(name).accepts(tree):
+            return name
+    return "sample_walk"

@@ -1,0 +1,59 @@
+"""Block verification: judges a whole drafted chain at once and keeps at least as much as token-by-token rejection."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Source, Verdict
+from forerun.verify.base import ending
+from forerun.verify.laws import drafted_children, is_chain, laws_recorded, normalised, ratio, residual, share
+
+
+class BlockVerification:
+    """Keeps the longest prefix whose own independent coin lands; optimal among rules for one chain.
+
+    Sun et al., arXiv 2403.10444. With weights w_0 = 1, w_i = min(w_{i-1} * target(x_i) / draft(x_i), 1) and, below node
+    i, Z_i = sum_x [w_i * target(x) - draft(x)]_+, prefix i holds with probability Z_i / (Z_i + 1 - w_i), the whole
+    chain with w_n. The longest that holds is kept, and the token after it comes from norm[w_i * target - draft]_+, or
+    the target after the whole chain. A given node counts as a draw from a point mass.
+    """
+
+    name: ClassVar[str] = "block"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = "block verification of a sampled chain, optimal there (Sun et al., arXiv 2403.10444)"
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """A chain whose sampled nodes have their laws recorded."""
+        return is_chain(tree) and laws_recorded(tree)
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Weigh the chain downwards, then try the prefixes, the longest first."""
+        nodes, weights, laws = self._weigh(tree, target)
+        last = nodes[-1]
+        if len(nodes) == 1 or coins.flip(weights[-1], last):
+            token = coins.draw(target.law(last), tree.depths[last])
+            return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
+        for node, weight, (target_probs, draft_probs) in reversed(list(zip(nodes, weights, laws, strict=False))):
+            left, mass = residual(target_probs, draft_probs, weight)
+            if node == 0 or coins.flip(share(mass, weight), node):
+                token = coins.draw(left if mass > 0 else target_probs, tree.depths[node])
+                return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
+        raise AssertionError("the root always holds")
+
+    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Tensor, Tensor]]]:
+        """Nodes from the root down, their weights, and for each but the last the laws (target, draft) below it."""
+        nodes, weights, laws = [0], [1.0], []
+        while weights[-1] > 0 and tree.children[nodes[-1]]:
+            target_probs = normalised(target.law(nodes[-1]))
+            drafted = next(drafted_children(tree, nodes[-1], target_probs), None)
+            if drafted is None:
+                break
+            child, draft_probs = drafted
+            laws.append((target_probs, draft_probs))
+            weights.append(min(weights[-1] * ratio(target_probs, draft_probs, tree.tokens[child]), 1.0))
+            nodes.append(child)
+        return nodes, weights, laws

@@ -1,0 +1,60 @@
+"""The greedy-k rule: given siblings, and at most one sibling drawn from the law restricted to the other tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import Drawn, NodeLaws, Verdict
+from forerun.verify.base import ending
+from forerun.verify.laws import drafted_children, laws_recorded, normalised, ratio, residual
+
+
+class GreedyK:
+    """At each node: reject or accept the one sampled child against its law q', then walk on the given ones.
+
+    Hu et al., arXiv 2502.18779. q' is the recorded law: the draft's, restricted to the tokens that no given sibling
+    holds. The sampled child is accepted with probability min(1, p(x) / q'(x)); else a token is drawn from norm[p -
+    q']_+, and if a given sibling holds it the walk goes on there. Accepts sum_given p + sum_rest min(p, q'), the most
+    that any rule can. Nodes with given children only are walked. Exact whatever q' is, restricted or not.
+    """
+
+    name: ClassVar[str] = "greedy_k"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = "given siblings plus one drawn from the rest (greedy-k, Hu et al., arXiv 2502.18779)"
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """A tree with at most one sampled node among the children of any node."""
+        sampled = [[child for child in below if tree.drawn[child] is not Drawn.GIVEN] for below in tree.children]
+        return all(len(children) <= 1 for children in sampled) and laws_recorded(tree)
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Judge the tree from the root down."""
+        node = 0
+        while True:
+            law = target.law(node)
+            kept, law = self._try_sampled(tree, node, law, coins)
+            token = -1
+            if kept is None:
+                token = coins.draw(law, tree.depths[node])
+                given = (child for child in tree.children[node] if tree.drawn[child] is Drawn.GIVEN)
+                kept = next((child for child in given if tree.tokens[child] == token), None)
+            if kept is None:
+                return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
+            node = kept
+
+    def _try_sampled(self, tree: TokenTree, node: int, law: Tensor, coins: Coins) -> tuple[int | None, Tensor]:
+        """The sampled child if it is accepted, else None and what is left of the target's law."""
+        if all(tree.drawn[child] is Drawn.GIVEN for child in tree.children[node]):
+            return None, law
+        exact = normalised(law)
+        child, draft_probs = next(drafted_children(tree, node, exact))
+        if tree.drawn[child] is Drawn.GIVEN:
+            return None, law
+        if coins.flip(ratio(exact, draft_probs, tree.tokens[child]), child):
+            return child, exact
+        left, mass = residual(exact, draft_probs)
+        return None, left if mass > 0 else exact

@@ -1,0 +1,46 @@
+"""Recursive rejection on siblings: each sibling is tried against what its elder siblings left of the target's law."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Verdict
+from forerun.verify.base import ending
+from forerun.verify.laws import drafted_children, laws_recorded, normalised, ratio, residual
+
+
+class RecursiveRejection:
+    """For each sibling x in drawing order: accept with probability min(1, p(x) / q(x)), else p <- norm[p - q]_+.
+
+    p is the target's law as the elder siblings left it, q the law that x was drawn from given them: the recorded law
+    for iid siblings (SpecInfer, arXiv 2305.09781), without the elder siblings' tokens and renormalised for draws
+    without replacement (Sequoia, arXiv 2402.12374), a point mass for a given sibling. If none is accepted the token is
+    drawn from p.
+    """
+
+    name: ClassVar[str] = "recursive_rejection"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = "sibling after sibling (SpecInfer, arXiv 2305.09781; Sequoia, arXiv 2402.12374)"
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """Any tree whose sampled nodes have their laws recorded."""
+        return laws_recorded(tree)
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Judge the tree from the root down."""
+        node = 0
+        while True:
+            law = normalised(target.law(node))
+            kept = None
+            for child, draft_probs in drafted_children(tree, node, law):
+                if coins.flip(ratio(law, draft_probs, tree.tokens[child]), child):
+                    kept = child
+                    break
+                left, mass = residual(law, draft_probs)
+                law = left.div_(mass) if mass > 0 else law
+            if kept is None:
+                token = coins.draw(law, tree.depths[node])
+                return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
+            node = kept

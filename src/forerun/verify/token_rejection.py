@@ -1,0 +1,47 @@
+"""Token-by-token rejection on a chain: the rule that speculative sampling began with, kept as the baseline."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Source, Verdict
+from forerun.verify.base import ending
+from forerun.verify.laws import drafted_children, is_chain, laws_recorded, normalised, ratio, residual
+
+
+class TokenRejection:
+    """Accepts x with probability min(1, target(x) / draft(x)); the first rejection emits norm[target - draft]_+.
+
+    Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Exact since draft * min(1, target / draft) +
+    P(rejected) * norm[target - draft]_+ = min(target, draft) + [target - draft]_+ = target. A given node counts as a
+    draw from a point mass.
+    """
+
+    name: ClassVar[str] = "token_rejection"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = "token-by-token rejection on a chain (Leviathan, arXiv 2211.17192; Chen, arXiv 2302.01318)"
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """A chain whose sampled nodes have their laws recorded."""
+        return is_chain(tree) and laws_recorded(tree)
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Judge the chain from the root down."""
+        node = 0
+        while True:
+            law = target.law(node)
+            exact = normalised(law)
+            drafted = next(drafted_children(tree, node, exact), None)
+            if drafted is None:
+                return self._end(tree, node, ending(tree, node), coins.draw(law, tree.depths[node]))
+            child, draft_probs = drafted
+            if not coins.flip(ratio(exact, draft_probs, tree.tokens[child]), child):
+                left, mass = residual(exact, draft_probs)
+                token = coins.draw(left if mass > 0 else exact, tree.depths[node])
+                return self._end(tree, node, Source.RECOVERED, token)
+            node = child
+
+    def _end(self, tree: TokenTree, node: int, kind: Source, token: int) -> Verdict:
+        return Verdict(path=tree.path(node), next_token=token, kind=kind)

@@ -1,0 +1,58 @@
+"""Traversal verification: judges a sampled tree from the leaves up. On a chain it is block verification."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Verdict
+from forerun.verify.base import ending
+from forerun.verify.laws import drafted_children, laws_recorded, normalised, ratio, residual, share
+
+
+class TraversalVerification:
+    """Tries leaves left to right; a rejected leaf is deleted and its parent's law and weight are corrected.
+
+    Weng et al., arXiv 2505.12398. A node has a weight r (root 1, child min(r * target(x) / draft(x), 1)) and a target
+    law p. A leaf is accepted, with all above it, with probability r. If it is deleted, its parent b takes S = sum_x
+    [r_b p_b - q_b]_+, r_b <- S / (S + 1 - r_b), p_b <- norm[r_b p_b - q_b]_+, and where siblings are drawn without
+    replacement q_b loses the token; the next child is weighed with these. A parent that lost all its children is a
+    leaf. The root is always accepted. Sampled duplicates stay separate nodes. A given node counts as a draw from a
+    point mass, which is exact too.
+    """
+
+    name: ClassVar[str] = "traversal"
+    lossless: ClassVar[bool] = True
+    summary: ClassVar[str] = "leaves first, for sampled trees; equals block on a chain (arXiv 2505.12398)"
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """Any tree whose sampled nodes have their laws recorded."""
+        return laws_recorded(tree)
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Judge the tree from its first leaf to the root."""
+        verdict = self._visit(tree, target, coins, (0, 1.0))
+        assert verdict is not None, "the root always holds"
+        return verdict
+
+    def _visit(self, tree: TokenTree, target: NodeLaws, coins: Coins, place: tuple[int, float]) -> Verdict | None:
+        """Judge all below `place` = (node, weight), then the node itself; None if none of it was accepted."""
+        node, weight = place
+        if weight <= 0:
+            return None
+        law = None
+        if tree.children[node]:
+            law = normalised(target.law(node))
+            for child, draft_probs in drafted_children(tree, node, law):
+                below = min(weight * ratio(law, draft_probs, tree.tokens[child]), 1.0)
+                verdict = self._visit(tree, target, coins, (child, below))
+                if verdict is not None:
+                    return verdict
+                left, mass = residual(law, draft_probs, weight)
+                weight = share(mass, weight)
+                law = left.div_(mass) if mass > 0 else law
+        if node != 0 and not coins.flip(weight, node):
+            return None
+        token = coins.draw(target.law(node) if law is None else law, tree.depths[node])
+        return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))

@@ -1,0 +1,58 @@
+"""Typical acceptance: keeps what the target finds plausible. LOSSY: the emitted law is not the target's."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Verdict
+from forerun.verify.base import ending
+from forerun.verify.laws import normalised
+
+
+class TypicalAcceptance:
+    """Accepts x where target(x) > min(epsilon, delta * exp(-H(target))); keeps the longest accepted path.
+
+    Medusa (Cai et al., arXiv 2401.10774), H in nats. Among paths of equal length the one that the target finds
+    likeliest is kept. At T = 0 the entropy is 0 and only the argmax passes; at T > 0 the rule is biased towards the
+    draft.
+
+    Args:
+        epsilon: hard probability threshold.
+        delta: scale of the entropy-dependent threshold.
+    """
+
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+    summary: ClassVar[str] = "LOSSY: keeps what the target finds plausible (Medusa, arXiv 2401.10774)"
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        self.epsilon, self.delta = epsilon, delta
+
+    def accepts(self, tree: TokenTree) -> bool:
+        """Any tree: no draft law is read."""
+        return True
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        """Search the tree for the longest plausible path, then draw the token after it from the target."""
+        best, score = 0, 0.0
+        reached = [(0, 0.0)]
+        for node, logprob in reached:
+            if (tree.depths[node], logprob) > (tree.depths[best], score):
+                best, score = node, logprob
+            if tree.children[node]:
+                reached += [(child, logprob + math.log(prob)) for child, prob in self._plausible(tree, target, node)]
+        token = coins.draw(target.law(best), tree.depths[best])
+        return Verdict(path=tree.path(best), next_token=token, kind=ending(tree, best))
+
+    def _plausible(self, tree: TokenTree, target: NodeLaws, node: int) -> list[tuple[int, float]]:
+        """The children of `node` that pass, each with its target probability."""
+        law = normalised(target.law(node))
+        entropy = float(torch.special.entr(law).sum())
+        threshold = min(self.epsilon, self.delta * math.exp(-entropy))
+        probs = [(child, float(law[tree.tokens[child]])) for child in tree.children[node]]
+        return [(child, prob) for child, prob in probs if prob > threshold]
