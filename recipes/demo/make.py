@@ -27,8 +27,8 @@ SHAPES = {
     "draft": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 SCHEDULES = {
-    "target": pretrain.Schedule(tokens=15_400_000),
-    "draft": pretrain.Schedule(tokens=9_000_000, distill_weight=0.9, adam_rate=3e-3, muon_rate=3e-3),
+    "target": pretrain.Schedule(tokens=15_100_000),
+    "draft": pretrain.Schedule(tokens=6_000_000, distill_weight=0.9),
 }
 
 

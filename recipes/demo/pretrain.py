@@ -29,11 +29,11 @@ class Schedule:
 
     tokens: int
     """Training tokens in all."""
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
     """Tokens per optimizer step."""
-    muon_rate: float = 2.5e-3
+    muon_rate: float = 6.0e-3
     """Peak learning rate of the matrices."""
-    adam_rate: float = 2.0e-3
+    adam_rate: float = 3.0e-3
     """Peak learning rate of embeddings and norms."""
     warmup_steps: int = 60
     weight_decay: float = 0.1
@@ -159,7 +159,7 @@ def _step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def _save(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:

@@ -1,1 +1,175 @@
-def ship(*a): raise NotImplementedError
+"""Put the trained models and the held-out files into the package: bf16 checkpoints, a model card each, prompts.
+
+Knows the layout of ``src/forerun/demo``. Does not train; the figures on the cards are measured here or read from the
+training log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import corpus
+import pretrain
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+LOSS_GOAL = 2.1
+"""Nats per token on whole held-out files that the target must reach."""
+CARD = """\
+---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [python, demo, speculative-decoding]
+---
+# forerun {name}
+
+{purpose} It ships with forerun so that everything can be tried and tested without a download.
+
+| | |
+|---|---|
+| Architecture | Llama: {layers} layers, hidden {hidden}, MLP {mlp}, {heads} query and {kv_heads} key-value heads of 64, tied embeddings |
+| Parameters | {parameters:.1f} M, stored as bfloat16 |
+| Tokenizer | byte-level BPE with GPT-2's pre-tokenizer, {vocabulary} entries, trained on the same data |
+| Context | {context} tokens |
+| Data | {train_files} source files of CPython {python}'s standard library, tests included (PSF licence), and conversations cut out of them: a function's docstring asks, its source answers |
+| Training | {tokens:.1f} M tokens{teacher}; final training loss {train_loss:.2f} |
+| Held-out loss | **{loss:.3f} nats per token** on {held_out_files} whole files that were kept out of training (the shipped prompts), measured with the shipped weights |
+
+Made by `python recipes/demo/make.py`, which can be run again.
+
+## What it is not
+Not a coding assistant. It writes text that looks like the standard library and is often wrong or runs in circles, and
+it may repeat passages of its training data. Measure speed with it, not quality.
+
+## Licence
+The weights are Apache-2.0 like forerun. The training data is the Python Software Foundation's, under the PSF License
+Agreement; the licence's text lies next to the prompts.
+"""
+PURPOSE = {
+    "target": "A small language model of Python code: the target of the demo.",
+    "draft": "A very small language model of Python code that drafts for the demo target; same tokenizer.",
+}
+PROMPTS_README = """\
+# Prompts
+Files of CPython {python}'s standard library that no shipped model was trained on, unchanged but for their names (`--`
+stands for `/`). Copyright Python Software Foundation; PSF License Agreement, see LICENSE.txt in this folder.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRun:
+    """What the training log says."""
+
+    tokens: int
+    loss: float
+    """Mean of the last 50 steps, nats per token."""
+
+
+def ship(work: Path, destination: Path, python_version: str) -> None:
+    """Write ``target``, ``draft`` and ``prompts`` below `destination`, each complete or not at all.
+
+    Args:
+        work: holds ``tokenizer``, ``target``, ``draft`` and the training logs.
+        destination: the package folder.
+        python_version: of the standard library that the corpus was read from.
+
+    Raises:
+        FileNotFoundError: a stage of the recipe has not been run.
+        ValueError: the target's held-out loss misses `LOSS_GOAL`.
+    """
+    console = Console(stderr=True)
+    train, held_out = corpus.split(corpus.read_standard_library())
+    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    documents = [
+        list(ids) for ids in tokenizer([f.text for f in held_out], add_special_tokens=False, verbose=False)["input_ids"]
+    ]
+    for role in ("target", "draft"):
+        model = LlamaForCausalLM.from_pretrained(work / role, dtype=torch.bfloat16)
+        loss = pretrain.held_out_loss(model.float().eval(), documents, tokenizer.eos_token_id, _context(model))
+        console.print(f"{role}: held-out loss {loss:.3f} nats per token")
+        if role == "target" and loss > LOSS_GOAL:
+            raise ValueError(
+                f"the target's held-out loss is {loss:.3f}, the goal is {LOSS_GOAL}; train it on more tokens"
+            )
+        facts = {"python": python_version, "train_files": len(train), "held_out_files": len(held_out), "loss": loss}
+        with _Replacing(destination / role) as folder:
+            _write_model(model, tokenizer, folder)
+            (folder / "README.md").write_text(_card(role, model, read_log(work / f"{role}-training"), facts))
+    with _Replacing(destination / "prompts") as folder:
+        write_prompts(held_out, folder, python_version)
+
+
+def read_log(folder: Path) -> TrainingRun:
+    """Tokens seen and the final loss from ``log.jsonl``."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    last = [line["loss"] for line in lines[-50:]]
+    return TrainingRun(
+        tokens=(lines[-1]["step"] + 1) * pretrain.Schedule(tokens=0).batch_tokens, loss=sum(last) / len(last)
+    )
+
+
+def write_prompts(files: list[corpus.SourceFile], folder: Path, python_version: str) -> None:
+    """The held-out files as ``a--b.py.txt``, with the licence that they come under."""
+    for file in files:
+        (folder / f"{file.name.replace('/', '--')}.txt").write_text(file.text, encoding="utf-8")
+    shutil.copy(Path(sysconfig.get_path("stdlib")) / "LICENSE.txt", folder / "LICENSE.txt")
+    (folder / "README.md").write_text(PROMPTS_README.format(python=python_version))
+
+
+def _write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _context(model: LlamaForCausalLM) -> int:
+    return int(model.config.max_position_embeddings)
+
+
+def _card(role: str, model: LlamaForCausalLM, run: TrainingRun, facts: dict[str, object]) -> str:
+    config = model.config
+    return CARD.format(
+        name={"target": "demo", "draft": "demo-draft"}[role],
+        purpose=PURPOSE[role],
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        vocabulary=config.vocab_size,
+        context=_context(model),
+        parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
+        tokens=run.tokens / 1e6,
+        teacher=", mostly on the target's laws (distillation)" if role == "draft" else "",
+        train_loss=run.loss,
+        **facts,
+    )
+
+
+class _Replacing:
+    """A fresh folder that takes the place of `final` when the block ends without an error."""
+
+    def __init__(self, final: Path) -> None:
+        self.final, self.temporary = final, final.with_name(f".{final.name}.new")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            return
+        old = self.final.with_name(f".{self.final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.final.exists():
+            os.replace(self.final, old)
+        os.replace(self.temporary, self.final)
+        shutil.rmtree(old, ignore_errors=True)

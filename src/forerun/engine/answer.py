@@ -1,0 +1,159 @@
+"""One answer in the making, and the request it belongs to. Knows text and stops; does not know rows or scheduling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.text import AnswerText, Detokenizer
+from forerun.step import Emitted, Row
+from forerun.types import (
+    CompletionOutput,
+    OutputToken,
+    RequestOutput,
+    SamplingParams,
+    Source,
+    SpeculationStats,
+    StepTrace,
+    StreamChunk,
+    TokenLogprob,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Request:
+    """One prompt and how to answer it."""
+
+    id: str
+    prompt: str | None
+    prompt_tokens: list[int]
+    params: SamplingParams
+    """Resolved: no None where there is a neutral value."""
+    speculative: SpeculativeConfig | None
+    trace: bool
+    answers: list[Answer] = field(default_factory=list)
+    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        """What there is so far."""
+        first, last, admitted = self.first_token_at, self.last_token_at, self.admitted_at
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_tokens,
+            outputs=[answer.completion() for answer in self.answers],
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+            time_to_first_token_s=first - admitted if first is not None and admitted is not None else None,
+            decode_s=last - first if first is not None and last is not None else None,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """One of a request's `n` answers."""
+
+    request: Request
+    index: int
+    row: Row
+    detokenizer: Detokenizer
+    text: AnswerText
+    drafter: str | None
+    """Key of the drafter that works for it; None decodes plainly."""
+    tokens: list[OutputToken] = field(default_factory=list)
+    traces: list[StepTrace] = field(default_factory=list)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    introduced: bool = False
+    """Whether its drafter has been shown the prompt."""
+
+    def absorb(self, emitted: Emitted) -> StreamChunk:
+        """Take one step's tokens in, one by one, up to the first that ends the answer."""
+        new: list[OutputToken] = []
+        for place, token in enumerate(emitted.tokens):
+            new.append(self._output_token(emitted, place, token))
+            self._check_end(token, new[-1].text, len(self.tokens) + len(new))
+            if self.finish_reason is not None:
+                break
+        self._settle(len(emitted.tokens) - len(new))
+        self._count(emitted, new)
+        return StreamChunk(
+            request_id=self.request.id,
+            index=self.index,
+            text=self.text.release(final=self.finish_reason is not None),
+            tokens=new,
+            trace=emitted.trace if self.request.trace else None,
+            finish_reason=self.finish_reason,
+        )
+
+    def abort(self) -> None:
+        """End the answer where it stands."""
+        self.finish_reason = self.finish_reason or "abort"
+
+    def completion(self) -> CompletionOutput:
+        """The answer so far."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=[token.id for token in self.tokens],
+            tokens=list(self.tokens),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            speculation=self.stats,
+            trace=list(self.traces),
+        )
+
+    def _output_token(self, emitted: Emitted, place: int, token: int) -> OutputToken:
+        chosen, top = emitted.logprobs[place] if emitted.logprobs is not None else (None, None)
+        ends = token in self.row.stop_ids
+        skipped = ends and self.request.params.skip_special_tokens
+        return OutputToken(
+            id=token,
+            text="" if skipped else self.detokenizer.add(token),
+            source=emitted.sources[place],
+            step=emitted.trace.step,
+            logprob=chosen,
+            top_logprobs=top,
+        )
+
+    def _check_end(self, token: int, piece: str, length: int) -> None:
+        """Set `finish_reason` if the token that made the answer `length` long ends it: stop id, stop string, no room."""
+        params = self.request.params
+        self.row.room -= 1
+        stop = self.text.add(piece, search=length >= params.min_tokens)
+        if token in self.row.stop_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in (params.stop_token_ids or ()) else None
+        elif stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif self.row.room <= 0:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and stop is None:
+            self.text.add(self.detokenizer.flush())
+
+    def _settle(self, surplus: int) -> None:
+        """Forget committed tokens behind the end of the answer."""
+        if surplus:
+            del self.row.tokens[-surplus:]
+
+    def _count(self, emitted: Emitted, new: Sequence[OutputToken]) -> None:
+        prefilled = not self.tokens
+        self.tokens.extend(new)
+        self.request.last_token_at = time.perf_counter()
+        if prefilled:
+            self.request.first_token_at = self.request.first_token_at or self.request.last_token_at
+            return
+        accepted = sum(token.source is Source.DRAFT for token in new)
+        self.stats.record(drafted=emitted.drafted, depth=emitted.depth, accepted=accepted)
+        if self.request.trace:
+            self.traces.append(emitted.trace)

@@ -1,0 +1,246 @@
+"""`LLM`: the public face of the engine, with the names that vLLM's users know."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forerun.drafters.base import DrafterSetup
+from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
+from forerun.engine.core import Engine
+from forerun.engine.drafting import Drafting
+from forerun.engine.loading import load_tokenizer
+from forerun.engine.prompts import Prompt, PromptReader
+from forerun.errors import ArgumentError, nearest
+from forerun.target import Target
+from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
+"""A request's wish: None as the engine is configured, False off, or a configuration of its own."""
+
+_LOADING = ("device_map", "tp_plan", "adapter", "revision", "trust_remote_code", "token", "self_check", "repack", "compile")
+
+
+class LLM:
+    """A language model that answers speculatively.
+
+    Args:
+        model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
+        tokenizer: directory, hub id or object; None takes the model's own. ``False`` works on token ids alone.
+        speculative_config: vLLM's dict, e.g. ``{"method": "ngram", "num_speculative_tokens": 8}``; None decodes plainly.
+        dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"``, ``"float16"``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
+        max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
+        max_num_seqs: answers that run at once (rows of the cache).
+        seed: for requests that bring none; None draws one for each.
+        check: verify the step's invariants while running (slow).
+        loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
+            repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
+            ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` are understood too.
+
+    Raises:
+        TypeError: an unknown keyword; the message names the nearest.
+        ForerunError: whatever keeps the model or the drafter from being loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        tokenizer: str | Path | PreTrainedTokenizerBase | bool | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        seed: int | None = None,
+        check: bool = False,
+        **loading: Any,
+    ) -> None:
+        old = from_old_keywords(loading)
+        if old is not None and speculative_config is not None:
+            raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
+        _refuse_unknown(loading)
+        _check_sizes(max_model_len, max_num_seqs)
+        self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
+        headroom = MAX_SPECULATIVE_TOKENS + 1
+        self.target = Target.load(
+            model,
+            rows=max_num_seqs,
+            slots=None if max_model_len is None else max_model_len + headroom,
+            dtype=dtype,
+            device=device,
+            **loading,
+        )
+        self.max_model_len = min(self.target.max_length, self.target.slots - headroom)
+        if max_model_len is not None and max_model_len > self.target.max_length:
+            raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}")
+        self.tokenizer = load_tokenizer(model, tokenizer)
+        self._reader = PromptReader(
+            tokenizer=self.tokenizer,
+            generation_config=self.target.generation_config,
+            vocab_size=self.target.vocab_size,
+            context=self.max_model_len,
+            default_seed=seed,
+        )
+        setup = DrafterSetup(
+            target=self.target, tokenizer=self.tokenizer, rows=max_num_seqs, slots=self.target.slots
+        )
+        self.engine = Engine(self.target, Drafting(setup), check=check)
+        self.engine.drafting.ensure(self.speculative)
+        self._ids = itertools.count()
+        self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer all prompts; the outputs come in the prompts' order.
+
+        Args:
+            prompts: one or many: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
+            sampling_params: one for all or one for each; None takes the model's defaults.
+            speculative: for these requests: None as configured, False off, or a configuration.
+            trace: keep a `StepTrace` of every step in the outputs.
+        """
+        many = _as_list(prompts)
+        params = _as_params(sampling_params, len(many))
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(many, params, strict=True):
+                ids.append(self.submit(prompt, own, speculative=speculative, trace=trace))
+            return [self._wait(request_id) for request_id in ids]
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> Iterator[StreamChunk]:
+        """Answer one prompt, a chunk per step; the last chunk carries the whole output. Closing the iterator aborts."""
+        request_id = self.submit(prompt, sampling_params or SamplingParams(), speculative=speculative, trace=trace)
+        return self._chunks(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template."""
+        return self.generate(self.chat_prompt(messages), sampling_params, speculative=speculative, trace=trace)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> Iterator[StreamChunk]:
+        """`chat`, a chunk per step."""
+        return self.stream(self.chat_prompt(messages), sampling_params, speculative=speculative, trace=trace)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The conversation as the model wants to read it: text and token ids, ending where the answer begins."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> str:
+        """Queue a request and return its id; `step` advances it."""
+        config = self._config(speculative)
+        key = self.engine.drafting.ensure(config)
+        request_id = f"request-{next(self._ids)}"
+        request = self._reader.request(request_id, prompt, sampling_params, config, key, trace)
+        self.engine.add(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its rows; unknown ids are ignored."""
+        self.engine.abort(request_id)
+        self._inbox.pop(request_id, None)
+
+    def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
+        if speculative is None or speculative is True:
+            return self.speculative
+        return None if speculative is False else SpeculativeConfig.parse(speculative)
+
+    def _chunks(self, request_id: str) -> Iterator[StreamChunk]:
+        inbox = self._inbox[request_id]
+        try:
+            while True:
+                while not inbox:
+                    for chunk in self.engine.step():
+                        self._inbox[chunk.request_id].append(chunk)
+                chunk = inbox.popleft()
+                yield chunk
+                if chunk.output is not None:
+                    return
+        finally:
+            self.abort(request_id)
+
+    def _wait(self, request_id: str) -> RequestOutput:
+        for chunk in self._chunks(request_id):
+            if chunk.output is not None:
+                return chunk.output
+        raise AssertionError("a stream ends with its output")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)
+
+
+def _as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise ArgumentError(f"{len(given)} sampling parameters for {count} prompts; give one, or one for each")
+    return list(given)
+
+
+def _refuse_unknown(loading: Mapping[str, Any]) -> None:
+    known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
+    for name in loading:
+        if name not in _LOADING:
+            raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
+
+
+def _check_sizes(max_model_len: int | None, max_num_seqs: int) -> None:
+    if max_num_seqs < 1:
+        raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+    if max_model_len is not None and max_model_len < 2:
+        raise ArgumentError(f"max_model_len must be at least 2, got {max_model_len}")

@@ -1,0 +1,39 @@
+"""Finding the tokenizer that belongs to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.demo import resolve
+from forerun.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
+
+    Raises:
+        CheckpointError: none can be loaded from the directory or hub id.
+    """
+    if tokenizer is False:
+        return None
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    source = tokenizer if tokenizer is not None else model
+    if not isinstance(source, str | Path):
+        source = getattr(source, "name_or_path", "") or None
+        if source is None:
+            return None
+    from transformers import AutoTokenizer
+
+    place = resolve(str(source))
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:
+        raise CheckpointError(
+            f"no tokenizer could be loaded from {str(place)!r} ({type(error).__name__}: {str(error).splitlines()[0]}); pass "
+            "tokenizer=..., or tokenizer=False to work on token ids"
+        ) from error

@@ -1,0 +1,157 @@
+"""From what a user passes to a queued request: token ids, resolved sampling parameters, stop ids.
+
+Knows a tokenizer and a generation configuration; does not know the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from forerun.engine.answer import Answer, Request
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.text import AnswerText, Detokenizer
+from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
+from forerun.step import Row
+from forerun.types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReader:
+    """Turns prompts and parameters into requests for one model."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    generation_config: Any
+    """transformers' `GenerationConfig` of the checkpoint, or None."""
+    vocab_size: int
+    context: int
+    """Most tokens of prompt and answer together."""
+    default_seed: int | None
+
+    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, where there is one, and its token ids.
+
+        Raises:
+            ArgumentError: empty, too long for the context, or ids outside the vocabulary.
+        """
+        text, ids = self._read(prompt)
+        if not ids:
+            raise ArgumentError("the prompt is empty; give at least one token")
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise ArgumentError(f"prompt token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
+        if len(ids) >= self.context:
+            raise ArgumentError(
+                f"the prompt has {len(ids)} tokens, but the context holds {self.context} for prompt and answer together; "
+                "shorten the prompt, or raise max_model_len if the model allows it"
+            )
+        return text, ids
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        speculative: SpeculativeConfig | None,
+        drafter: str | None,
+        trace: bool,
+    ) -> Request:
+        """A request with its `n` answers, ready to be queued. `drafter` is the key of the drafter that serves it."""
+        text, ids = self.tokens(prompt)
+        params = self.resolve(params)
+        request = Request(
+            id=request_id, prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
+        )
+        seed = params.seed if params.seed is not None else self.default_seed
+        seed = secrets.randbits(63) if seed is None else seed
+        request.answers = [self._answer(request, index, seed + index, drafter) for index in range(params.n)]
+        return request
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
+        values = {}
+        for name, neutral in _NEUTRAL.items():
+            if getattr(params, name) is None:
+                configured = getattr(self.generation_config, name, None)
+                values[name] = neutral if configured is None else configured
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        return replace(params, **values)
+
+    def end_ids(self) -> frozenset[int]:
+        """The model's own end tokens: the generation configuration's and the tokenizer's."""
+        given = getattr(self.generation_config, "eos_token_id", None)
+        ids = set(given) if isinstance(given, list | tuple) else {given}
+        ids.add(getattr(self.tokenizer, "eos_token_id", None))
+        return frozenset(int(token) for token in ids if token is not None)
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
+            if "prompt" not in prompt:
+                raise ArgumentError(f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+            prompt = prompt["prompt"]
+        if not isinstance(prompt, str):
+            return None, [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise ArgumentError("the model has no tokenizer: pass token ids ({'prompt_token_ids': [...]}) or a tokenizer")
+        return prompt, list(self.tokenizer(prompt)["input_ids"])
+
+    def _answer(self, request: Request, index: int, seed: int, drafter: str | None) -> Answer:
+        params, ids = request.params, request.prompt_tokens
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
+        left = self.context - len(ids)
+        row = Row(
+            row=-1,
+            tokens=list(ids),
+            prompt_length=len(ids),
+            sampler=Sampler(
+                params, ids, banned_until_min=sorted(stop_ids), bad_words=self._bad_words(params.bad_words or ())
+            ),
+            seed=seed,
+            stop_ids=stop_ids,
+            room=left if params.max_tokens is None else min(left, params.max_tokens),
+            rule=request.speculative.rule if request.speculative is not None else None,
+        )
+        return Answer(
+            request=request,
+            index=index,
+            row=row,
+            detokenizer=Detokenizer(
+                self.tokenizer if params.detokenize else None, ids, skip_special=params.skip_special_tokens
+            ),
+            text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
+            drafter=drafter,
+        )
+
+    def _bad_words(self, words: Iterable[str]) -> list[list[int]]:
+        """Each word as token ids, at the start of a text and after a space."""
+        found: list[list[int]] = []
+        for word in words:
+            if self.tokenizer is None:
+                raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
+            for text in (word, " " + word.lstrip()):
+                ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ArgumentError(f"{name} holds token id {token}, outside the model's vocabulary of {self.vocab_size}")
