@@ -32,15 +32,14 @@ tags: [python, demo, speculative-decoding]
 
 {purpose} It ships with forerun so that everything can be tried and tested without a download.
 
-| | |
-|---|---|
-| Architecture | Llama: {layers} layers, hidden {hidden}, MLP {mlp}, {heads} query and {kv_heads} key-value heads of 64, tied embeddings |
-| Parameters | {parameters:.1f} M, stored as bfloat16 |
-| Tokenizer | byte-level BPE with GPT-2's pre-tokenizer, {vocabulary} entries, trained on the same data |
-| Context | {context} tokens |
-| Data | {train_files} source files of CPython {python}'s standard library, tests included (PSF licence), and conversations cut out of them: a function's docstring asks, its source answers |
-| Training | {tokens:.1f} M tokens{teacher}; final training loss {train_loss:.2f} |
-| Held-out loss | **{loss:.3f} nats per token** on {held_out_files} whole files that were kept out of training (the shipped prompts), measured with the shipped weights |
+* **Architecture**: Llama, {layers} layers, hidden {hidden}, MLP {mlp}, {heads} query and {kv_heads} key-value heads
+  of 64, tied embeddings; {parameters:.1f} M parameters, stored as bfloat16; context {context} tokens.
+* **Tokenizer**: byte-level BPE with GPT-2's pre-tokenizer, {vocabulary} entries, trained on the same data.
+* **Data**: {train_files} source files of CPython {python}'s standard library, tests included (PSF licence), and
+  conversations cut out of them: a function's docstring asks, its source answers.
+* **Training**: {tokens:.1f} M tokens{teacher}; final training loss {train_loss:.2f}.
+* **Held-out loss**: **{loss:.3f} nats per token** on {held_out_files} whole files that were kept out of training (the
+  shipped prompts), measured with the shipped weights.
 
 Made by `python recipes/demo/make.py`, which can be run again.
 

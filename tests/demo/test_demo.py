@@ -1,0 +1,44 @@
+"""The shipped models by name, and the shipped prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun import demo
+from forerun.errors import CheckpointError
+
+
+def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
+    assert demo.resolve("org/model") == "org/model"
+    assert demo.resolve(tmp_path) == tmp_path
+
+
+def test_a_missing_shipped_model_names_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    with pytest.raises(CheckpointError, match=r"recipes/demo/make\.py"):
+        demo.resolve("demo-draft")
+
+
+def test_names_lead_to_folders_and_prompts_get_their_names_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").touch()
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "html--parser.py.txt").write_text("text")
+    assert demo.resolve("demo") == tmp_path / "target"
+    assert [(prompt.name, prompt.text) for prompt in demo.prompts()] == [("html/parser.py", "text")]
+
+
+def test_what_ships() -> None:
+    total = sum(path.stat().st_size for path in demo.FOLDER.rglob("*.safetensors"))
+    assert 10e6 < total <= 64e6
+    for name in demo.MODELS:
+        folder = Path(demo.resolve(name))
+        for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "README.md"):
+            assert (folder / file).is_file(), f"{name}: {file}"
+    assert len(demo.prompts()) >= 10
+    assert all(len(prompt.text) >= 4000 for prompt in demo.prompts())

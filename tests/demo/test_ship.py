@@ -1,0 +1,91 @@
+"""The last stage of the demo recipe, on a tiny model: an ordinary checkpoint, complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
+
+
+@pytest.fixture
+def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(RECIPE))
+    import corpus
+    import ship
+
+    files = [
+        corpus.SourceFile(name="sched.py", text="def run(self):\n    return self\n" * 8),
+        corpus.SourceFile(name="xml/sax/x.py", text="import os\n" * 30),
+    ]
+    monkeypatch.setattr(corpus, "read_standard_library", lambda: files)
+    monkeypatch.setattr(corpus, "split", lambda files: (files[:1], files[1:]))
+    monkeypatch.setattr(ship, "LOSS_GOAL", 100.0)
+    yield ship
+    for name in ("corpus", "ship", "pretrain", "tokenizer"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def work(ship: ModuleType, tmp_path: Path) -> Path:
+    import corpus
+    import tokenizer
+
+    demo_tokenizer = tokenizer.train_tokenizer([file.text for file in corpus.read_standard_library()], 64)
+    demo_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    torch.manual_seed(0)
+    for role in ("target", "draft"):
+        config = LlamaConfig(
+            vocab_size=len(demo_tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            tie_word_embeddings=True,
+            max_position_embeddings=64,
+            eos_token_id=[0, 1],
+        )
+        LlamaForCausalLM(config).save_pretrained(tmp_path / role)
+        (tmp_path / f"{role}-training").mkdir()
+        lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(10)]
+        (tmp_path / f"{role}-training" / "log.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: Path, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    (package / "target").mkdir(parents=True)
+    (package / "target" / "stale.bin").touch()
+    ship.ship(work, package, "3.11.7")
+
+    for role in ("target", "draft"):
+        model = AutoModelForCausalLM.from_pretrained(package / role)
+        assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == [0, 1]
+        trained = LlamaForCausalLM.from_pretrained(work / role).to(torch.bfloat16)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
+        tokenizer = AutoTokenizer.from_pretrained(package / role)
+        assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "import os"
+        assert "<|assistant|>" in tokenizer.chat_template
+        card = (package / role / "README.md").read_text()
+        assert "0.1 M tokens" in card and "nats per token" in card and "{" not in card
+    assert (package / "prompts" / "xml--sax--x.py.txt").read_text() == "import os\n" * 30
+    assert "PSF" in (package / "prompts" / "README.md").read_text()
+    assert not list(package.glob(".*")) and not (package / "target" / "stale.bin").exists()
+
+
+def test_a_target_that_misses_its_goal_is_not_shipped(
+    ship: ModuleType, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ship, "LOSS_GOAL", 0.5)
+    with pytest.raises(ValueError, match="held-out loss"):
+        ship.ship(work, tmp_path / "package", "3.11.7")
+    assert not (tmp_path / "package" / "target").exists()
