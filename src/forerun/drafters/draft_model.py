@@ -1,0 +1,300 @@
+"""Any smaller causal LM with the target's tokenizer drafts: a chain or a tree, deterministic or sampled.
+
+The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed tokens but the last; the
+root and the nodes that were run stand behind them, and what the target kept of them is kept here too, so no token runs
+twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374). Knows no rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.growth import Children, Draw, Grower, Shape, grow, resolve
+from forerun.drafters.vocabulary import check_sizes, check_tokenizers, tokenizer_beside
+from forerun.errors import ArgumentError, nearest
+from forerun.sampling import Sampler
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft, Drawn, empty_draft
+
+if TYPE_CHECKING:
+    from forerun.target import Target
+
+_CHUNK = 16
+"""Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftModelConfig:
+    """Options of `draft_model`."""
+
+    model: Any
+    """Directory, hub id, ``demo-draft``, or a loaded transformers model."""
+    num_speculative_tokens: int = 5
+    """Length of the chain, tokens; a tree's depth is that of `shape`."""
+    shape: Sequence[int] | None = None
+    """Children of each node at depth 0, 1, ...; None drafts a chain."""
+    draw: str = "auto"
+    """``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``."""
+    dtype: str = "auto"
+    """Of the weights: ``auto`` is what the checkpoint says."""
+    temperature: float | None = None
+    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+
+    def __post_init__(self) -> None:
+        kinds = [kind.value for kind in Draw]
+        if self.draw not in kinds:
+            raise ArgumentError(
+                f"draft_model: draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"
+            )
+        if self.num_speculative_tokens < 1:
+            raise ArgumentError(
+                f"draft_model: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
+            )
+        if self.shape is not None and (not self.shape or min(self.shape) < 1):
+            raise ArgumentError(f"draft_model: shape needs at least one depth and one child a node, got {self.shape}")
+        if self.temperature is not None and self.temperature <= 0:
+            raise ArgumentError(f"draft_model: temperature must be above 0, got {self.temperature}; use draw='given'")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What the draft model's cache knows of one row."""
+
+    cached: int = 0
+    """Committed tokens in the cache."""
+    run: list[int] | None = None
+    """Tokens of the nodes 1, 2, ... that stand behind the root since the last proposal; None: the root was not run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Grown:
+    """A tree of the full shape for every row, before any budget."""
+
+    tokens: Tensor
+    """(B, K) int64"""
+    drawn: Tensor
+    confidence: Tensor
+    valid: Tensor | None
+    laws: list[dict[int, Tensor]]
+    """(B,) node -> law"""
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a smaller causal LM, one forward pass per level for all rows."""
+
+    name = "draft_model"
+    Config = DraftModelConfig
+
+    def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self._shape = Shape(tuple(config.shape) if config.shape else (1,) * config.num_speculative_tokens)
+        self.model = _load(config, setup, self._shape)
+        self._vocabulary = setup.target.vocab_size
+        self._check_vocabulary(setup)
+        self._rows: dict[int, _Row] = {}
+
+    def memory_bytes(self) -> int:
+        return self.model.memory_bytes()
+
+    def extend(self, context: DraftContext) -> None:
+        """Keep of the last proposal what the target kept. New tokens are run when a draft is wanted, not before."""
+        rows, paths = list[int](), list[tuple[int, ...]]()
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            row = self._rows.setdefault(row_id, _Row())
+            known = len(tokens) - fresh
+            if row.run is not None and row.cached == known - 1:
+                path = _kept(self._shape.parents, row.run, tokens[known:-1])
+                rows.append(row_id)
+                paths.append(path)
+                row.cached += 1 + len(path)
+            row.cached, row.run = min(row.cached, len(tokens) - 1), None
+        if rows:
+            self.model.commit(rows, paths)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            row = self._rows.setdefault(row_id, _Row())
+            row.cached, row.run = min(row.cached, length), None
+            self.model.truncate([row_id], [row.cached])
+            if length == 0:
+                del self._rows[row_id]
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        within = [
+            self._shape.within(nodes, min(depth, self.model.max_length - len(tokens)))
+            for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        ]
+        active = [index for index, count in enumerate(within) if count > 0]
+        if not active:
+            return empty_draft(len(within))
+        grown = self._grow(context, active, max(within))
+        return self._cut(grown, active, within)
+
+    def _grow(self, context: DraftContext, active: Sequence[int], nodes: int) -> _Grown:
+        """The first `nodes` nodes of the shape for the active rows, level by level."""
+        rows, tokens = [context.rows[index] for index in active], [context.tokens[index] for index in active]
+        roots = [row_tokens[-1] for row_tokens in tokens]
+        growers = [self._grower(context, index) for index in active]
+        logits = self._catch_up(rows, tokens)
+        levels, grown = self._shape.levels, list[Children]()
+        ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
+
+        def path(row: int, node: int) -> list[int]:
+            found = list[int]()
+            while node:
+                found.append(int(ids[row, node - 1]))
+                node = self._shape.parents[node - 1]
+            return found[::-1]
+
+        for level, count in zip(levels, self._shape.children, strict=False):
+            grown.append(grow(self._fit(logits), count, growers, level, path))
+            ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
+            if ids.shape[1] >= nodes:
+                break
+            if level.start == 0:
+                self._release_roots(rows)
+            logits = self.model.score(rows, roots, self._partial(ids), start=level.stop).logits
+            self._remember(rows, ids)
+        return _joined(grown, ids, levels)
+
+    def _catch_up(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run what the cache lacks, the root last: its logits (B, 1, V)."""
+        states = [self._rows.setdefault(row, _Row()) for row in rows]
+        for state, row_tokens in zip(states, tokens, strict=True):
+            state.cached, state.run = min(state.cached, len(row_tokens) - 1), None
+        self.model.truncate(rows, [state.cached for state in states])
+        for row, state, row_tokens in zip(rows, states, tokens, strict=True):
+            if len(row_tokens) - state.cached > _CHUNK:
+                self.model.prefill([row], [list(row_tokens[state.cached : -1])])
+                state.cached = len(row_tokens) - 1
+        missing = [list(row_tokens[state.cached :]) for state, row_tokens in zip(states, tokens, strict=True)]
+        logits = self.model.prefill(rows, missing).logits
+        for state, row_tokens in zip(states, tokens, strict=True):
+            state.cached = len(row_tokens)
+        return logits
+
+    def _release_roots(self, rows: Sequence[int]) -> None:
+        """The root becomes node 0 of a tree: it keeps its slot but is no longer committed."""
+        for row in rows:
+            self._rows[row].cached -= 1
+        self.model.truncate(rows, [self._rows[row].cached for row in rows])
+
+    def _grower(self, context: DraftContext, index: int) -> Grower:
+        sampler = context.samplers[index]
+        tokens, prompt = context.tokens[index], context.prompt_lengths[index]
+        if self.config.temperature is not None and not sampler.greedy:
+            sampler = _at_temperature(sampler, self.config.temperature)
+        return Grower(
+            draw=resolve(Draw(self.config.draw), greedy=sampler.greedy, chain=self._shape.chain),
+            sampler=sampler,
+            coins=context.coins[index],
+            output=() if sampler.neutral else tokens[prompt:],
+        )
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """(B, F, V) over the target's ids: padding beyond them is dropped, ids that the draft lacks are impossible."""
+        missing = self._vocabulary - logits.shape[-1]
+        if missing <= 0:
+            return logits[..., : self._vocabulary]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+    def _partial(self, ids: Tensor) -> Draft:
+        """The nodes so far, as the draft model's own target sees them."""
+        batch, size = ids.shape
+        parents = torch.tensor(self._shape.parents[:size], device=ids.device).expand(batch, -1)
+        counts = torch.full((batch,), size, device=ids.device)
+        return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros_like(ids, dtype=torch.uint8))
+
+    def _remember(self, rows: Sequence[int], ids: Tensor) -> None:
+        for row, tokens in zip(rows, ids.tolist(), strict=True):
+            self._rows[row].run = tokens
+
+    def _cut(self, grown: _Grown, active: Sequence[int], within: Sequence[int]) -> Draft:
+        """Each row's share of the tree: the first nodes that its budget allows, whatever they hold."""
+        tokens, drawn, confidence = grown.tokens.tolist(), grown.drawn.tolist(), grown.confidence.tolist()
+        valid = None if grown.valid is None else grown.valid.tolist()
+        builders = [TreeBuilder() for _ in within]
+        for place, index in enumerate(active):
+            ids = {0: 0}
+            for node, parent in enumerate(self._shape.parents[: within[index]], start=1):
+                if parent not in ids or (valid is not None and not valid[place][node - 1]):
+                    continue
+                ids[node] = builders[index].add(
+                    tokens[place][node - 1],
+                    ids[parent],
+                    drawn=Drawn(drawn[place][node - 1]),
+                    confidence=confidence[place][node - 1],
+                )
+                if drawn[place][node - 1] != Drawn.GIVEN:
+                    builders[index].set_law(ids[parent], grown.laws[place][parent])
+        return stack(builders, device=grown.tokens.device)
+
+    def _check_vocabulary(self, setup: DrafterSetup) -> None:
+        theirs = tokenizer_beside(_resolved(self.config.model)) if isinstance(self.config.model, str) else None
+        if setup.tokenizer is not None and theirs is not None:
+            check_tokenizers(setup.tokenizer, theirs)
+        else:
+            check_sizes(setup.target.vocab_size, self.model.vocab_size)
+
+
+def _joined(grown: Sequence[Children], ids: Tensor, levels: Sequence[range]) -> _Grown:
+    batch = ids.shape[0]
+    laws: list[dict[int, Tensor]] = [{} for _ in range(batch)]
+    for children, level in zip(grown, levels, strict=False):
+        for (row, place), law in children.laws.items():
+            laws[row][level[place]] = law
+    valid = None
+    if any(children.valid is not None for children in grown):
+        parts = [torch.ones_like(c.tokens, dtype=torch.bool) if c.valid is None else c.valid for c in grown]
+        valid = torch.cat([part.flatten(1) for part in parts], dim=1)
+    return _Grown(
+        tokens=ids,
+        drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
+        confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
+        valid=valid,
+        laws=laws,
+    )
+
+
+def _kept(parents: Sequence[int], run: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
+    """The longest path among the nodes that were run which holds a beginning of `tokens`."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents[: len(run)], start=1):
+        children.setdefault(parent, []).append(node)
+    frontier = [0]
+    for token in tokens:
+        below = [child for node in frontier for child in children.get(node, []) if run[child - 1] == token]
+        if not below:
+            break
+        frontier = below
+    node, path = frontier[0], list[int]()
+    while node:
+        path.append(node)
+        node = parents[node - 1]
+    return tuple(reversed(path))
+
+
+def _at_temperature(sampler: Sampler, temperature: float) -> Sampler:
+    params = dataclasses.replace(sampler.params, temperature=temperature)
+    return Sampler(params, sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=sampler.bad_words)
+
+
+def _resolved(name: str) -> str:
+    from forerun import demo
+
+    return str(demo.resolve(name))
+
+
+def _load(config: DraftModelConfig, setup: DrafterSetup, shape: Shape) -> Target:
+    from forerun.target import Target
+
+    model = _resolved(config.model) if isinstance(config.model, str) else config.model
+    nodes = len(shape.parents)
+    return Target.load(model, rows=setup.rows, slots=setup.slots + nodes, dtype=config.dtype)

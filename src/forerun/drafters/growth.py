@@ -1,0 +1,234 @@
+"""From a draft law to the children of a node: top-k, iid, without replacement, greedy-k; and the fixed shape of a tree.
+
+Shared by every drafter whose law is known at a node before its children are drawn. What is recorded is what was drawn
+from. Knows no model and no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from forerun.sampling import Coins, Sampler
+from forerun.types import Drawn
+
+
+class Draw(StrEnum):
+    """How the children of a node come about."""
+
+    AUTO = "auto"
+    """Given at temperature 0; above it a chain is drawn iid and a tree without replacement."""
+    GIVEN = "given"
+    """The likeliest tokens."""
+    IID = "iid"
+    WITHOUT_REPLACEMENT = "without_replacement"
+    GREEDY_K = "greedy_k"
+    """The likeliest tokens and one drawn from the law restricted to the others (arXiv 2502.18779)."""
+
+
+def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
+    """What `draw` means for one row; at temperature 0 there is nothing to draw."""
+    if greedy:
+        return Draw.GIVEN
+    if draw is not Draw.AUTO:
+        return draw
+    return Draw.IID if chain else Draw.WITHOUT_REPLACEMENT
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree in which every node of one depth has the same number of children. Nodes are numbered level by level."""
+
+    children: tuple[int, ...]
+    """Children of each node at depth 0, 1, ...; ones make a chain."""
+
+    @property
+    def chain(self) -> bool:
+        return all(count == 1 for count in self.children)
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Node ids of each depth, the root's included."""
+        levels = [range(1)]
+        for count in self.children:
+            levels.append(range(levels[-1].stop, levels[-1].stop + len(levels[-1]) * count))
+        return tuple(levels)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """(K,) parent of node k + 1."""
+        found: list[int] = []
+        for level, count in zip(self.levels, self.children, strict=False):
+            found += [node for node in level for _ in range(count)]
+        return tuple(found)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """(K,) depth of node k + 1."""
+        return tuple(depth for depth, level in enumerate(self.levels) if depth for _ in level)
+
+    def within(self, nodes: int, depth: int) -> int:
+        """How many nodes, from the first, fit a budget: decided by the shape alone, so never by a drawn value."""
+        last = self.levels[min(depth, len(self.children))].stop - 1 if depth > 0 else 0
+        return max(0, min(nodes, last))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grower:
+    """How one row draws."""
+
+    draw: Draw
+    """Never AUTO."""
+    sampler: Sampler
+    """Of the request, so that draft and target laws see the same processors."""
+    coins: Coins
+    output: Sequence[int]
+    """The row's output so far, root included; may be empty where `sampler.neutral`."""
+
+    @property
+    def batchable(self) -> bool:
+        """True if the children are the largest raw logits."""
+        return self.draw is Draw.GIVEN and self.sampler.greedy and self.sampler.neutral
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Children:
+    """The children of a level: F parent nodes in each of B rows, C children each."""
+
+    tokens: Tensor
+    """(B, F, C) int64"""
+    drawn: Tensor
+    """(B, F, C) uint8"""
+    confidence: Tensor
+    """(B, F, C) float32: of a given node its probability; of a drawn one a figure that does not depend on its value."""
+    valid: Tensor | None
+    """(B, F, C) bool: False where the law had no further token; None where all are good."""
+    laws: dict[tuple[int, int], Tensor]
+    """(row, parent's index in the level) -> (V,) the law that its children were drawn from."""
+
+
+def likeliest(logits: Tensor, count: int) -> Children:
+    """The `count` likeliest tokens at each node from raw logits (B, F, V): no law is built, nothing waits for the host."""
+    best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
+    confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
+    drawn = torch.full(best.indices.shape, int(Drawn.GIVEN), dtype=torch.uint8, device=logits.device)
+    return Children(tokens=best.indices, drawn=drawn, confidence=confidence, valid=None, laws={})
+
+
+def grow(
+    logits: Tensor, count: int, growers: Sequence[Grower], level: range, paths: Callable[[int, int], list[int]]
+) -> Children:
+    """Children of every node of a level.
+
+    Args:
+        logits: (B, F, V) raw, over the target's vocabulary.
+        count: C, children per node.
+        growers: (B,) one per row.
+        level: the F node ids.
+        paths: (row, node) -> tokens from the root's child to the node; called only where a processor needs them.
+    """
+    if all(grower.batchable for grower in growers):
+        return likeliest(logits, count)
+    batch, width = logits.shape[:2]
+    found = [
+        [
+            _children(logits[row, place], count, growers[row], node, partial(paths, row, node))
+            for place, node in enumerate(level)
+        ]
+        for row in range(batch)
+    ]
+    laws = {
+        (row, place): node.law
+        for row, nodes in enumerate(found)
+        for place, node in enumerate(nodes)
+        if node.law is not None
+    }
+
+    def pack(name: str, dtype: torch.dtype) -> Tensor:
+        values = [[list(getattr(node, name)) + [0] * (count - len(node.tokens)) for node in nodes] for nodes in found]
+        return torch.tensor(values, dtype=dtype, device=logits.device).view(batch, width, count)
+
+    short = any(len(node.tokens) < count for nodes in found for node in nodes)
+    lengths = torch.tensor([[len(node.tokens) for node in nodes] for nodes in found], device=logits.device)
+    valid = torch.arange(count, device=logits.device) < lengths.unsqueeze(-1) if short else None
+    return Children(
+        tokens=pack("tokens", torch.int64),
+        drawn=pack("drawn", torch.uint8),
+        confidence=pack("confidence", torch.float32),
+        valid=valid,
+        laws=laws,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The children of one node, in the order they were drawn."""
+
+    tokens: list[int]
+    drawn: list[Drawn]
+    confidence: list[float]
+    law: Tensor | None
+    """(V,) what the sampled ones were drawn from; None where all are given."""
+
+
+def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Siblings:
+    sampler = grower.sampler
+    output = [] if sampler.neutral else [*grower.output, *path()]
+    law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
+    return siblings(law, count, grower.draw, lambda law, index: grower.coins.drafted(law, node, index))
+
+
+def siblings(law: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], int]) -> Siblings:
+    """Up to `count` children of one node, fewer where the law's support is smaller.
+
+    Args:
+        law: (V,) float32, what the drafter expects after the node.
+        count: at least 1.
+        draw: never AUTO.
+        pick: (law, child's index) -> token drawn from that law.
+    """
+    if draw is Draw.GIVEN:
+        return _given(law, count)
+    if draw is Draw.IID:
+        tokens = [pick(law, index) for index in range(count)]
+        return Siblings(tokens, [Drawn.IID] * count, [float(law.max())] * count, law)
+    if draw is Draw.WITHOUT_REPLACEMENT:
+        return _without_replacement(law, count, pick)
+    return _greedy_k(law, count, pick)
+
+
+def _given(law: Tensor, count: int) -> Siblings:
+    best = law.topk(min(count, len(law)))
+    pairs = [(token, prob) for token, prob in zip(best.indices.tolist(), best.values.tolist(), strict=True) if prob > 0]
+    return Siblings([token for token, _ in pairs], [Drawn.GIVEN] * len(pairs), [prob for _, prob in pairs], None)
+
+
+def _without_replacement(law: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:
+    """One after the other, the elder ones removed and the rest renormalised."""
+    rest, tokens, confidence = law.clone(), list[int](), list[float]()
+    for index in range(min(count, int((law > 0).sum()))):
+        confidence.append(float(rest.max()))
+        token = pick(rest, index)
+        tokens.append(token)
+        rest[token] = 0.0
+        rest /= rest.sum().clamp_min(torch.finfo(rest.dtype).tiny)
+    return Siblings(tokens, [Drawn.WITHOUT_REPLACEMENT] * len(tokens), confidence, law)
+
+
+def _greedy_k(law: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:
+    """The ``count - 1`` likeliest, and one drawn from the law restricted to the others, which is what is recorded."""
+    best = _given(law, count - 1) if count > 1 else Siblings([], [], [], None)
+    rest = law.clone()
+    rest[best.tokens] = 0.0
+    mass = float(rest.sum())
+    if mass <= 0:
+        return best
+    rest /= rest.sum()
+    token = pick(rest, len(best.tokens))
+    confidence = [*best.confidence, float(rest.max()) * mass]
+    return Siblings([*best.tokens, token], [*best.drawn, Drawn.IID], confidence, rest)

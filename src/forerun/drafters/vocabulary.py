@@ -1,0 +1,65 @@
+"""Whether two models speak the same tokens. Knows tokenizers, no model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forerun.errors import VocabularyMismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REMEDY = (
+    "A draft model needs the target's own tokenizer: take a smaller model of the same family, "
+    "or a drafter that has no vocabulary of its own (ngram)."
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a checkpoint directory, or of a hub id; None where a directory holds none."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
+
+
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse tokenizers that give a token id two meanings.
+
+    Raises:
+        VocabularyMismatchError: saying what differs.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        token = differing[0]
+        raise VocabularyMismatchError(
+            f"the vocabularies of target ({len(ours)} tokens) and draft model ({len(theirs)} tokens) differ in "
+            f"{len(differing)} tokens, for example {token!r}: id {ours.get(token)} and id {theirs.get(token)}. {_REMEDY}"
+        )
+    if set(target.all_special_ids) != set(draft.all_special_ids):
+        raise VocabularyMismatchError(
+            f"the special tokens of target {sorted(target.all_special_ids)} and draft model "
+            f"{sorted(draft.all_special_ids)} differ. {_REMEDY}"
+        )
+
+
+def check_sizes(target: int, draft: int) -> None:
+    """Where a tokenizer is missing the sizes must agree.
+
+    Raises:
+        VocabularyMismatchError: they do not.
+    """
+    if target != draft:
+        raise VocabularyMismatchError(
+            f"the target has {target} token ids and the draft model {draft}, and without both tokenizers nobody can tell "
+            f"whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside both models."
+        )
