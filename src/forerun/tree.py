@@ -50,11 +50,12 @@ def check(draft: Draft, vocabulary: int) -> None:
         tokens, parents = draft.tokens[row, :count].tolist(), draft.parents[row, :count].tolist()
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
             if not 0 <= parent < node:
-                raise InvalidDraftError(
-                    f"row {row}: node {node} has parent {parent}; a parent comes before its child (0..{node - 1}), 0 is the root"
-                )
+                expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
+                raise InvalidDraftError(f"row {row}: node {node} has parent {parent}; {expected}")
             if not 0 <= token < vocabulary:
-                raise InvalidDraftError(f"row {row}: node {node} holds token {token}, outside the vocabulary of {vocabulary}")
+                raise InvalidDraftError(
+                    f"row {row}: node {node} holds token {token}, outside the vocabulary of {vocabulary}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +150,20 @@ class TreeBuilder:
         """Record the law (V,) float32 that the sampled children of `node` were drawn from."""
         self.laws[node] = law
 
+    def tree(self, root: int) -> TokenTree:
+        """What was collected as a tree that a rule can judge; `root` is the last committed token."""
+        return TokenTree(
+            tokens=(root, *self.tokens),
+            parents=(-1, *self.parents),
+            drawn=(Drawn.GIVEN, *self.drawn),
+            laws=self.laws,
+            scouts=frozenset(node for node, scout in enumerate(self.scouts, start=1) if scout),
+        )
 
-def stack(builders: Sequence[TreeBuilder], *, device: torch.device | str = "cpu", law_ids: Tensor | None = None) -> Draft:
+
+def stack(
+    builders: Sequence[TreeBuilder], *, device: torch.device | str = "cpu", law_ids: Tensor | None = None
+) -> Draft:
     """One `Draft` out of one tree per row, padded to the largest."""
     size = max((len(builder) for builder in builders), default=0)
 
@@ -220,19 +233,7 @@ def _wide_law(draft: Draft, row: int, node: int, vocabulary: int | None) -> Tens
 def token_trees(draft: Draft, roots: Sequence[int], vocabulary: int) -> list[TokenTree]:
     """The draft as one host tree per row; `roots` holds each row's last committed token."""
     draft = _to_host(draft)
-    trees = []
-    for row, root in enumerate(roots):
-        builder = rebuild(draft, row, vocabulary)
-        trees.append(
-            TokenTree(
-                tokens=(root, *builder.tokens),
-                parents=(-1, *builder.parents),
-                drawn=(Drawn.GIVEN, *builder.drawn),
-                laws=builder.laws,
-                scouts=frozenset(node for node, scout in enumerate(builder.scouts, start=1) if scout),
-            )
-        )
-    return trees
+    return [rebuild(draft, row, vocabulary).tree(root) for row, root in enumerate(roots)]
 
 
 def _to_host(draft: Draft) -> Draft:

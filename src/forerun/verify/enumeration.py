@@ -1,0 +1,329 @@
+"""Exact laws of the real rules: coins that take every outcome, and toy worlds small enough to enumerate.
+
+A rule that meets `EnumeratingCoins` instead of `Coins` is run once per outcome with that outcome's probability, so its
+emitted law is computed, not estimated. Used by the tests and by ``forerun certify``. Knows no model and no drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isnan
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree, TreeBuilder
+from forerun.types import Drawn, Verdict
+from forerun.verify.base import RULES, Rule, rule_named
+
+T = TypeVar("T")
+
+TOLERANCE = 1e-12
+"""Largest difference between an emitted and the target's joint probability that counts as rounding."""
+
+Laws = Mapping[tuple[int, ...], Tensor]
+"""The law (V,) float64 of the token after each prefix."""
+Shape = tuple["Shape", ...]
+"""A tree's shape: the shapes of a node's children; () is a leaf."""
+Draw = Callable[[Coins], TokenTree]
+"""A toy drafter: one tree, all its randomness from the coins."""
+
+
+class EnumeratingCoins(Coins):
+    """Coins that follow a script of outcomes and multiply their probabilities.
+
+    A key asked twice is an error: real coins would give the same number twice, which is a bias.
+    """
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        super().__init__(seed=0, position=0)
+        self.probability = 1.0
+        """Of all outcomes taken so far."""
+        self.choices: list[tuple[int, int]] = []
+        """(index of the outcome taken, number of outcomes) of every real choice."""
+        self._script = script
+        self._keys: set[tuple[str, int, int]] = set()
+
+    def flip(self, probability: float, node: int) -> bool:
+        """Both outcomes, unless one is certain."""
+        assert not isnan(probability), "a probability is NaN"
+        chance = min(max(probability, 0.0), 1.0)
+        return self._choose(("flip", node, 0), [chance, 1.0 - chance]) == 0
+
+    def draw(self, law: Tensor, depth: int = 0) -> int:
+        """Every token of positive probability."""
+        return self._choose(("draw", depth, 0), _probabilities(law))
+
+    def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
+        """Every token of positive probability."""
+        return self._choose(("drafted", node, index), _probabilities(law))
+
+    def _choose(self, key: tuple[str, int, int], probabilities: list[float]) -> int:
+        assert key not in self._keys, f"the coin {key} was used twice"
+        self._keys.add(key)
+        possible = [outcome for outcome, chance in enumerate(probabilities) if chance > 0]
+        if len(possible) > 1:
+            at = len(self.choices)
+            taken = self._script[at] if at < len(self._script) else 0
+            self.choices.append((taken, len(possible)))
+        else:
+            taken = 0
+        self.probability *= probabilities[possible[taken]]
+        return possible[taken]
+
+
+def _probabilities(law: Tensor) -> list[float]:
+    law = law.double()
+    assert bool(law.isfinite().all()) and bool((law >= 0).all()) and float(law.sum()) > 0, f"this is no law: {law}"
+    probabilities: list[float] = (law / law.sum()).tolist()
+    return probabilities
+
+
+def outcomes(run: Callable[[EnumeratingCoins], T]) -> Iterator[tuple[T, float]]:
+    """Every result of `run` with its probability; `run` must be a function of its coins alone."""
+    script: list[int] | None = []
+    while script is not None:
+        coins = EnumeratingCoins(script)
+        result = run(coins)
+        yield result, coins.probability
+        script = _successor(coins.choices)
+
+
+def _successor(choices: list[tuple[int, int]]) -> list[int] | None:
+    """The next script in lexicographic order; None after the last."""
+    while choices and choices[-1][0] + 1 == choices[-1][1]:
+        choices = choices[:-1]
+    if not choices:
+        return None
+    return [taken for taken, _ in choices[:-1]] + [choices[-1][0] + 1]
+
+
+class PrefixLaws:
+    """A toy target at the nodes of one tree: the law of a node is that of its path's tokens."""
+
+    def __init__(self, laws: Laws, tree: TokenTree) -> None:
+        self.laws, self.tree = laws, tree
+
+    def law(self, node: int) -> Tensor:
+        """(V,) float64."""
+        return self.laws[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
+
+    def argmax(self, node: int) -> int:
+        """The likeliest token."""
+        return int(self.law(node).argmax())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactLaw:
+    """What a rule does over all its randomness and the drafter's."""
+
+    joint: Tensor
+    """(V,) * horizon float64: the law of the next tokens, completed by the target where a step emitted fewer."""
+    accepted: float
+    """Expected number of accepted nodes; one more token is emitted."""
+
+    def error(self, target: Laws) -> float:
+        """Largest absolute difference from the target's own joint law."""
+        return float((self.joint - joint_law(target, (), self.joint.dim())).abs().max())
+
+
+def joint_law(target: Laws, prefix: tuple[int, ...], length: int) -> Tensor:
+    """(V,) * length, the target's law of the next `length` tokens after `prefix`; a scalar 1 for none."""
+    if length == 0:
+        return torch.ones((), dtype=torch.float64)
+    law = target[prefix]
+    rest = [joint_law(target, (*prefix, token), length - 1) for token in range(len(law))]
+    return torch.stack([chance * after for chance, after in zip(law, rest, strict=True)])
+
+
+def exact_law(rule: Rule, target: Laws, draw: Draw, horizon: int) -> ExactLaw:
+    """The exact law of the next `horizon` tokens when `rule` judges what `draw` drafts.
+
+    `horizon` is the tree's depth + 1, so that every emitted block fits; `target` holds every prefix shorter than that.
+    """
+    joint = torch.zeros([len(target[()])] * horizon, dtype=torch.float64)
+    accepted = 0.0
+    rests: dict[tuple[int, ...], Tensor] = {}
+    for tree, chance in outcomes(draw):
+        assert rule.accepts(tree), f"{rule.name} does not accept this tree"
+        for verdict, probability in _verdicts(rule, target, tree):
+            emitted = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
+            if emitted not in rests:
+                rests[emitted] = joint_law(target, emitted, horizon - len(emitted))
+            joint[emitted] += chance * probability * rests[emitted]
+            accepted += chance * probability * len(verdict.path)
+    return ExactLaw(joint=joint, accepted=accepted)
+
+
+def _verdicts(rule: Rule, target: Laws, tree: TokenTree) -> Iterator[tuple[Verdict, float]]:
+    laws = PrefixLaws(target, tree)
+    return outcomes(lambda coins: rule.verify(tree, laws, coins))
+
+
+class Drawing(StrEnum):
+    """How a toy drafter fills a shape."""
+
+    IID = "iid"
+    WITHOUT_REPLACEMENT = "without replacement"
+    GIVEN = "given"
+    """The likeliest tokens."""
+    GREEDY_K = "greedy-k"
+    """The likeliest tokens, and as the last sibling one drawn from the rest."""
+    MIXED = "mixed"
+    """The likeliest token, and the other siblings drawn from the rest without replacement."""
+
+
+def branching(*counts: int) -> Shape:
+    """The balanced shape with so many children per node, by depth; ``branching(1, 1, 1)`` is a chain of three."""
+    return (branching(*counts[1:]),) * counts[0] if counts else ()
+
+
+def shape_depth(shape: Shape) -> int:
+    """Levels below the root."""
+    return max((1 + shape_depth(child) for child in shape), default=0)
+
+
+def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
+    """A drafter that knows `laws` and fills `shape`; where a law runs out of tokens there are fewer siblings."""
+
+    def draw(coins: Coins) -> TokenTree:
+        builder = TreeBuilder()
+        places: list[tuple[int, tuple[int, ...], Shape]] = [(0, (), shape)]
+        for node, prefix, below in places:
+            if not below:
+                continue
+            children = _draw_children(builder, node, (laws[prefix], drawing, len(below)), coins)
+            for child, next_shape in zip(children, below, strict=False):
+                places.append((child, (*prefix, builder.tokens[child - 1]), next_shape))
+        return builder.tree(root=0)
+
+    return draw
+
+
+def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, int], coins: Coins) -> list[int]:
+    law, drawing, count = how
+    given = {Drawing.GIVEN: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
+    best = [int(token) for token in law.argsort(descending=True, stable=True)[:given]]
+    children = [builder.add(token, node) for token in best]
+    rest = law.clone()
+    rest[best] = 0
+    if given == count or float(rest.sum()) <= 0:
+        return children
+    builder.set_law(node, rest / rest.sum())
+    kind = Drawn.IID if drawing is Drawing.IID else Drawn.WITHOUT_REPLACEMENT
+    for index in range(count - given):
+        if float(rest.sum()) <= 0:
+            break
+        token = coins.drafted(rest / rest.sum(), node, index)
+        children.append(builder.add(token, node, drawn=kind))
+        if kind is Drawn.WITHOUT_REPLACEMENT:
+            rest[token] = 0
+    return children
+
+
+class World(StrEnum):
+    """What the target's and the drafter's laws of a toy world are like."""
+
+    RANDOM = "random laws"
+    UNIFORM_DRAFT = "a drafter that knows nothing"
+    OFF_SUPPORT = "a drafter certain of a token that the target never takes"
+    TARGET_ZEROS = "a target cut by top-p"
+    DRAFT_ZEROS = "a drafter with a smaller vocabulary"
+    SAME = "a drafter that is the target"
+    GREEDY_TARGET = "a target at temperature 0"
+
+
+def toy_laws(world: World, *, vocabulary: int, depth: int, seed: int) -> tuple[Laws, Laws]:
+    """The target's and the drafter's laws for every prefix of up to `depth` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prefixes: list[tuple[int, ...]] = [()]
+    for prefix in prefixes:
+        if len(prefix) < depth:
+            prefixes += [(*prefix, token) for token in range(vocabulary)]
+    pairs = {prefix: _toy_pair(world, vocabulary, generator) for prefix in prefixes}
+    return {prefix: pair[0] for prefix, pair in pairs.items()}, {prefix: pair[1] for prefix, pair in pairs.items()}
+
+
+def _toy_pair(world: World, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    noise = torch.randn(2, vocabulary, generator=generator, dtype=torch.float64)
+    target, draft = (1.5 * noise).softmax(-1).unbind()
+    cut = int(torch.randint(vocabulary, (), generator=generator))
+    without_cut = torch.ones(vocabulary, dtype=torch.float64)
+    without_cut[cut] = 0
+    if world in (World.TARGET_ZEROS, World.OFF_SUPPORT):
+        target = target * without_cut / (target * without_cut).sum()
+    if world is World.DRAFT_ZEROS:
+        draft = draft * without_cut / (draft * without_cut).sum()
+    if world is World.GREEDY_TARGET:
+        target = 1 - without_cut if vocabulary == 2 else torch.eye(vocabulary, dtype=torch.float64)[cut]
+    special = {
+        World.UNIFORM_DRAFT: torch.full_like(draft, 1 / vocabulary),
+        World.OFF_SUPPORT: 1 - without_cut,
+        World.SAME: target,
+    }
+    return target, special.get(world, draft)
+
+
+SHAPES: dict[str, Shape] = {
+    "nothing": (),
+    "chain of 1": branching(1),
+    "chain of 3": branching(1, 1, 1),
+    "two siblings": branching(2),
+    "three siblings": branching(3),
+    "tree 2 x 1": branching(2, 1),
+    "tree 2 x 2": branching(2, 2),
+    "deep left, leaf right": (branching(1, 1), ()),
+    "leaf left, deep right": ((), branching(2)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleCheck:
+    """One exact enumeration of one rule."""
+
+    rule: str
+    shape: str
+    drawing: Drawing
+    world: World
+    error: float
+    """Largest absolute error of a joint probability."""
+    accepted: float
+    """Expected accepted nodes per step."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the emitted law is the target's but for rounding."""
+        return self.error <= TOLERANCE
+
+
+def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: int = 0) -> RuleCheck | None:
+    """Enumerate one case over a vocabulary of three; None where the rule does not accept such trees.
+
+    ``argmax_walk`` is a rule for temperature 0 and is asked about no other target.
+    """
+    if rule.name == "argmax_walk" and world is not World.GREEDY_TARGET:
+        return None
+    depth = shape_depth(SHAPES[shape])
+    target, draft = toy_laws(world, vocabulary=3, depth=depth, seed=seed)
+    draw = toy_drafter(draft, SHAPES[shape], drawing)
+    if not all(rule.accepts(tree) for tree, _ in outcomes(draw)):
+        return None
+    law = exact_law(rule, target, draw, depth + 1)
+    error = law.error(target)
+    return RuleCheck(rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=law.accepted)
+
+
+def check_rules(names: Sequence[str] = tuple(RULES), *, seed: int = 0) -> Iterator[RuleCheck]:
+    """Every case of every named lossless rule: shapes x drawings x worlds, as ``forerun certify`` reports them."""
+    for name in names:
+        rule = rule_named(name)
+        if not rule.lossless:
+            continue
+        for shape in SHAPES:
+            for drawing in Drawing:
+                checks = (check_rule(rule, shape, drawing, world, seed=seed) for world in World)
+                yield from (check for check in checks if check is not None)
