@@ -50,7 +50,7 @@ class SlotCache:
         self._window = _Window(torch.zeros(0, dtype=torch.int64), None, 0, 0, 0)
 
     def begin(self, rows: Sequence[int], slot_ids: Tensor, width: int) -> None:
-        """Announce a pass over `rows`: token (b, n) is written to ``slot_ids[b, n]`` (B, N), the first `width` slots are read."""
+        """Announce a pass over `rows`: token (b, n) goes to ``slot_ids[b, n]`` (B, N), `width` slots are read."""
         contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
         index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
         flat = (index.unsqueeze(1) * (self.slots + 1) + slot_ids).flatten()
@@ -60,7 +60,7 @@ class SlotCache:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, N, dim) and return what the layer may read, (B, heads, width, dim) each. Called by transformers."""
+        """Write (B, heads, N, dim); returns what the layer may read, (B, heads, width, dim) each."""
         if layer_idx not in self._stores:
             self._stores[layer_idx] = (self._allocate(keys), self._allocate(values))
         window = self._on(keys.device)
@@ -125,6 +125,7 @@ class SlotCache:
                 raise
             needed = like.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
             raise OutOfMemoryError(
-                f"no room on {like.device} for the KV cache: {needed / 2**20:.0f} MiB more were needed for one half of one layer "
-                f"({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} MiB are allocated. Lower rows or slots."
+                f"no room on {like.device} for the KV cache: {needed / 2**20:.0f} MiB more were needed for one half of "
+                f"one layer ({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} MiB are allocated. "
+                "Lower rows or slots."
             ) from error

@@ -23,7 +23,7 @@ def check_signals(signals: Set[Signal], layers: int) -> None:
 
 @contextmanager
 def captured(layers: nn.ModuleList, signals: Set[Signal]) -> Iterator[dict[Signal, Tensor]]:
-    """While open, the states (B, N, H) at the boundaries in `signals` (`LAST_HIDDEN` left out) land in the yielded dict."""
+    """While open, the states (B, N, H) at the boundaries in `signals` land in the yielded dict, `LAST_HIDDEN` not."""
     caught: dict[Signal, Tensor] = {}
     handles = [_hook(layers, signal, caught) for signal in signals if signal != LAST_HIDDEN]
     try:

@@ -61,13 +61,18 @@ class Block:
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
-    """The mask (B, 1, N, width), 0 where a query may look and the dtype's minimum elsewhere; a dict for mixed layers."""
+    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers.
+
+    A padding query, one that sees no node, looks at slot 0 alone.
+    """
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)
     inside = (relative >= 0) & (relative < block.sees.shape[2])
     index = node.unsqueeze(1).expand(-1, block.sees.shape[1], -1)
     visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
+    padding = ~block.sees.any(2, keepdim=True)
+    visible = torch.where(padding, slots == 0, visible)
     masks = {}
     for name in style.types:
         seen = visible

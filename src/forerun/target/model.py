@@ -6,7 +6,7 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
-from forerun.target import masks
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
+from forerun.target.inputs import Frame, Nodes
 from forerun.target.load import LoadOptions, open_model, refuse_unsupported, text_config
-from forerun.target.nouns import Scored
+from forerun.target.masks import MaskStyle
+from forerun.target.nouns import Plan, Scored
 from forerun.target.parts import OutputHead, base_of, layers_of
-from forerun.tree import ancestor_mask
+from forerun.target.ranges import LayerRanges
 from forerun.types import LAST_HIDDEN, Draft, Signal
 
 PIECE = 512
@@ -52,10 +53,13 @@ class Target:
         """Committed tokens in the cache, by row."""
         self.cache = SlotCache(rows, self.slots)
         self._base = base_of(model)
-        self._layers_name, self._layers = layers_of(self._base, self.num_layers)
+        self.runner: Callable[..., Any] = self._base
+        """The base model's forward, or a compiled equivalent with the same arguments."""
+        name, self._layers = layers_of(self._base, self.num_layers)
+        self._ranges = LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
         self.head = OutputHead(model)
-        self._style = masks.MaskStyle.of(self.config)
+        self._style = MaskStyle.of(self.config)
         self._ran: dict[int, int] = {}
 
     @classmethod
@@ -122,7 +126,7 @@ class Target:
             ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
         """
         counts = [len(chunk) for chunk in tokens]
-        self._check_rows(rows, counts)
+        self._check_room(rows, counts, counts)
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         check_signals(signals, self.num_layers)
@@ -133,7 +137,7 @@ class Target:
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
             states, caught = self._append([rows[index] for index in active], pieces, signals)
             for signal, value in caught.items():
-                _place(kept, signal, value, (active, start, len(rows), max(counts)))
+                _scatter(kept, signal, value, (active, start, len(rows), max(counts)))
             logits = self._prefill_logits(logits, states, (active, start, counts, all_logits))
         assert logits is not None
         return Scored(logits=logits, signals=kept)
@@ -148,7 +152,9 @@ class Target:
         start: int = 0,
         signals: Set[Signal] = frozenset(),
     ) -> Scored:
-        """One forward pass over the nodes ``start .. K`` of each row's tree; node 0 is the root, node k stands in slot lengths + k.
+        """One forward pass over the nodes ``start .. K`` of each row's tree.
+
+        Node 0 is the root; node k stands in slot lengths + k.
 
         With ``start`` > 0 the nodes before it were run earlier in this step. An empty draft is plain decoding.
 
@@ -159,12 +165,55 @@ class Target:
             ArgumentError: the tree does not fit the row's slots or the context.
         """
         check_signals(signals, self.num_layers)
-        states, caught = self._score_states(rows, roots, draft, start, signals)
-        return Scored(logits=self.head(states), signals=caught)
+        nodes = self._tree(rows, roots, draft, start)
+        states, caught = self._forward(self._place(rows, nodes, padded=True), signals)
+        self._note_run(rows, nodes)
+        kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
+        return Scored(logits=self.head(states[:, : nodes.fresh]), signals=kept)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        rows: Sequence[int],
+        roots: Sequence[int],
+        draft: Draft,
+        plan: Plan,
+        *,
+        start: int = 0,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Run the nodes ``start .. K`` through the layers of `plan` only, in the same slots as `score`.
+
+        Args:
+            states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
+
+        Returns:
+            (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
+            logits. Skipped attention writes no keys; run these layers in full before committing.
+
+        Raises:
+            ArgumentError: the plan does not fit the model, or states are missing or misshapen.
+        """
+        plan.check(self.num_layers)
+        nodes = self._tree(rows, roots, draft, start)
+        inputs = self._place(rows, nodes, padded=True)
+        if (states is None) != (plan.start == 0):
+            raise ArgumentError("states are needed to start above boundary 0, and only there")
+        if states is not None:
+            expected = (len(rows), nodes.fresh, self.hidden_size)
+            if tuple(states.shape) != expected:
+                raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
+            states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - nodes.fresh))
+        result = self._ranges.run(plan, inputs, states)
+        if plan.stop == self.num_layers:
+            self._note_run(rows, nodes)
+        return result[:, : nodes.fresh]
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the root and the accepted path (node ids) of each row: gathered into place, lengths grow by 1 + len(path).
+        """Keep the root and the accepted path (node ids) of each row: gathered into place.
+
+        Lengths grow by 1 + len(path).
 
         Raises:
             ArgumentError: a path names a node that was not run in this step, or does not rise.
@@ -180,7 +229,10 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. What stands behind stays until overwritten."""
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it.
+
+        What stands behind them stays in the slots until it is overwritten.
+        """
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
@@ -203,6 +255,21 @@ class Target:
         return embedded
 
     @torch.inference_mode()
+    def final_norm(self, states: Tensor) -> Tensor:
+        """States at the last boundary (.., H) -> LAST_HIDDEN (.., H)."""
+        flat = states.reshape(1, -1, states.shape[-1])
+        size = flat.shape[1]
+        ids = torch.zeros(1, size, dtype=torch.int64, device=self.device)
+        mask = torch.zeros(1, 1, size, size, dtype=self.dtype, device=self.device)
+        inputs = {
+            "input_ids": ids,
+            "position_ids": ids,
+            "attention_mask": dict.fromkeys(self._style.types, mask) if len(self._style.types) > 1 else mask,
+            "use_cache": False,
+        }
+        return self._ranges.finish(flat, inputs).view(states.shape)
+
+    @torch.inference_mode()
     def lm_head(self, states: Tensor) -> Tensor:
         """Raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
         return self.head(states)
@@ -218,70 +285,36 @@ class Target:
         self, rows: Sequence[int], pieces: Sequence[Sequence[int]], signals: Set[Signal]
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
-        size = max(len(piece) for piece in pieces)
-        counts = torch.tensor([len(piece) for piece in pieces])
-        ids = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
-        steps = torch.arange(size)
-        sees = torch.ones(size, size, dtype=torch.bool).tril().expand(len(rows), -1, -1)
-        nodes = _Nodes(ids, steps.expand(len(rows), -1), sees, steps < counts.unsqueeze(1), 0)
-        states, caught = self._forward(rows, nodes, signals, pad=False)
+        result = self._forward(self._place(rows, Nodes.of_prompt(pieces), padded=False), signals)
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
             self._ran.pop(row, None)
-        return states, caught
-
-    def _score_states(
-        self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int, signals: Set[Signal]
-    ) -> tuple[Tensor, dict[Signal, Tensor]]:
-        counts = draft.counts.cpu()
-        self._check_rows(rows, [1 + count for count in counts.tolist()])
-        if not 0 <= start <= draft.size:
-            raise ArgumentError(f"start {start} is not among the nodes 0..{draft.size}")
-        sees = ancestor_mask(draft.parents.cpu())
-        ids = torch.cat([torch.tensor(roots).view(-1, 1), draft.tokens.cpu()], dim=1)
-        real = torch.arange(draft.size + 1) <= counts.unsqueeze(1)
-        nodes = _Nodes(ids, sees.sum(-1) - 1, sees, real, start)
-        result = self._forward(rows, nodes, signals, pad=True)
-        self._ran.update((row, 1 + count) for row, count in zip(rows, counts.tolist(), strict=True))
         return result
 
-    def _forward(
-        self, rows: Sequence[int], nodes: _Nodes, signals: Set[Signal], *, pad: bool
-    ) -> tuple[Tensor, dict[Signal, Tensor]]:
-        """One pass of the base model over the nodes from ``nodes.start`` on; states (B, N - start, H)."""
-        fresh = nodes.ids.shape[1] - nodes.start
-        inputs = self._inputs(rows, nodes, self.buckets.pad_nodes(fresh) if pad else fresh)
+    def _tree(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Nodes:
+        """The nodes of a scoring pass, checked against slots and context."""
+        if not 0 <= start <= draft.size:
+            raise ArgumentError(f"start {start} is not among the nodes 0..{draft.size}")
+        nodes = Nodes.of_draft(roots, draft, start)
+        self._check_room(rows, nodes.real.sum(1).tolist(), nodes.reach())
+        return nodes
+
+    def _place(self, rows: Sequence[int], nodes: Nodes, *, padded: bool) -> dict[str, Any]:
+        frame = Frame(
+            cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
+        )
+        return frame.place(rows, [self.lengths[row] for row in rows], nodes, padded=padded, device=self.device)
+
+    def _forward(self, inputs: dict[str, Any], signals: Set[Signal]) -> tuple[Tensor, dict[Signal, Tensor]]:
+        """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         with captured(self._layers, signals) as caught:
-            states: Tensor = self._base(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
+            states: Tensor = self.runner(**inputs).last_hidden_state
         if LAST_HIDDEN in signals:
             caught[LAST_HIDDEN] = states
-        return states[:, :fresh], {signal: value[:, :fresh] for signal, value in caught.items()}
+        return states, caught
 
-    def _inputs(self, rows: Sequence[int], nodes: _Nodes, size: int) -> dict[str, Any]:
-        """Token ids, positions and mask of a pass padded to `size` tokens; tells the cache where they go."""
-        lengths = torch.tensor([self.lengths[row] for row in rows])
-        used = int((lengths + nodes.real.sum(1)).max())
-        width = self.buckets.pad_width(used, self.slots)
-        positions = (lengths.unsqueeze(1) + nodes.depths).clamp(max=self.max_length - 1)
-        slots = torch.where(nodes.real, lengths.unsqueeze(1) + torch.arange(nodes.ids.shape[1]), self.cache.dump)
-        sees = nodes.sees & nodes.real.unsqueeze(2)
-        query = slice(nodes.start, None)
-        missing = size - (nodes.ids.shape[1] - nodes.start)
-        block = masks.Block(
-            lengths=lengths.to(self.device),
-            sees=nn.functional.pad(sees[:, query], (0, 0, 0, missing)).to(self.device),
-            query_positions=nn.functional.pad(positions[:, query], (0, missing)).to(self.device),
-            node_positions=positions.to(self.device),
-        )
-        self.cache.begin(
-            rows, nn.functional.pad(slots[:, query], (0, missing), value=self.cache.dump).to(self.device), width
-        )
-        mask = masks.build(block, self._style, width, self.dtype)
-        return {
-            "input_ids": nn.functional.pad(nodes.ids[:, query], (0, missing)).to(self.device),
-            "position_ids": block.query_positions,
-            "attention_mask": mask,
-        }
+    def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
+        self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
 
     def _prefill_logits(
         self, logits: Tensor | None, states: Tensor, where: tuple[list[int], int, list[int], bool]
@@ -303,32 +336,23 @@ class Target:
             logits[[active[index] for index in ending]] = values
         return logits if logits is not None else states.new_zeros(0)
 
-    def _check_rows(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+    def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Refuse a pass that needs more than the row's slots or the model's positions."""
         if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):
             raise ArgumentError(f"rows must be distinct and in 0..{self.rows - 1}, got {list(rows)}")
-        for row, count in zip(rows, counts, strict=True):
-            if self.lengths[row] + count > self.slots:
+        for row, count, reach in zip(rows, slots, positions, strict=True):
+            held = self.lengths[row]
+            if held + count > self.slots:
                 raise ArgumentError(
-                    f"row {row} holds {self.lengths[row]} tokens, {count} more do not fit its {self.slots} cache slots; raise slots"
+                    f"row {row} holds {held} tokens; {count} more do not fit its {self.slots} cache slots: raise slots"
+                )
+            if held + reach > self.max_length:
+                raise ArgumentError(
+                    f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
                 )
 
 
-class _Nodes:
-    """The tokens of a pass on the host: committed prompt tokens are a chain."""
-
-    def __init__(self, ids: Tensor, depths: Tensor, sees: Tensor, real: Tensor, start: int) -> None:
-        self.ids = ids
-        """(B, N)"""
-        self.depths = depths
-        """(B, N)"""
-        self.sees = sees
-        """(B, N, N) bool"""
-        self.real = real
-        """(B, N) bool; the rest is padding"""
-        self.start = start
-
-
-def _place(kept: dict[Signal, Tensor], signal: Signal, value: Tensor, where: tuple[list[int], int, int, int]) -> None:
+def _scatter(kept: dict[Signal, Tensor], signal: Signal, value: Tensor, where: tuple[list[int], int, int, int]) -> None:
     active, start, batch, size = where
     if signal not in kept:
         kept[signal] = value.new_zeros(batch, size, value.shape[-1])

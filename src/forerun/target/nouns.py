@@ -41,5 +41,6 @@ class Plan:
         for layer, part in self.skip:
             if part not in ("attn", "mlp") or not self.start <= layer < self.stop:
                 raise ArgumentError(
-                    f"cannot skip {(layer, part)!r}: expected (layer, 'attn' or 'mlp') with {self.start} <= layer < {self.stop}"
+                    f"cannot skip {(layer, part)!r}: expected (layer, 'attn' or 'mlp') with a layer in "
+                    f"{self.start}..{self.stop - 1}"
                 )

@@ -1,0 +1,111 @@
+"""The tokens of one pass as tensors: ids, positions, mask, and where the cache keeps them. Knows no model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from forerun.target import masks
+from forerun.target.buckets import Buckets
+from forerun.target.cache import SlotCache
+from forerun.target.masks import MaskStyle
+from forerun.tree import ancestor_mask
+from forerun.types import Draft
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """The tokens of a pass on the host. A piece of a prompt is a chain."""
+
+    ids: Tensor
+    """(B, N) int64"""
+    depths: Tensor
+    """(B, N) int64, positions behind the row's committed tokens."""
+    sees: Tensor
+    """(B, N, N) bool: who looks at whom."""
+    real: Tensor
+    """(B, N) bool; the rest is padding."""
+    start: int
+    """Nodes before this one were run earlier in the step; they are seen, not run."""
+
+    @classmethod
+    def of_prompt(cls, pieces: Sequence[Sequence[int]]) -> Nodes:
+        """Chains of unequal lengths, padded on the right."""
+        size = max(len(piece) for piece in pieces)
+        steps = torch.arange(size)
+        return cls(
+            ids=torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces]),
+            depths=steps.expand(len(pieces), -1),
+            sees=torch.ones(size, size, dtype=torch.bool).tril().expand(len(pieces), -1, -1),
+            real=steps < torch.tensor([len(piece) for piece in pieces]).unsqueeze(1),
+            start=0,
+        )
+
+    @classmethod
+    def of_draft(cls, roots: Sequence[int], draft: Draft, start: int) -> Nodes:
+        """Each row's root and its tree."""
+        sees = ancestor_mask(draft.parents.cpu())
+        return cls(
+            ids=torch.cat([torch.tensor(roots, dtype=torch.int64).view(-1, 1), draft.tokens.cpu()], dim=1),
+            depths=sees.sum(-1) - 1,
+            sees=sees,
+            real=torch.arange(draft.size + 1) <= draft.counts.cpu().unsqueeze(1),
+            start=start,
+        )
+
+    @property
+    def fresh(self) -> int:
+        """Tokens of a row that this pass runs."""
+        return self.ids.shape[1] - self.start
+
+    def reach(self) -> list[int]:
+        """Per row, positions that its deepest token needs behind the committed ones."""
+        deepest: list[int] = (self.depths * self.real).amax(1).add(1).tolist()
+        return deepest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """What stays the same from pass to pass."""
+
+    cache: SlotCache
+    style: MaskStyle
+    buckets: Buckets
+    max_length: int
+    """Positions that the model was made for."""
+    dtype: torch.dtype
+    """Of the masks."""
+
+    def place(
+        self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, *, padded: bool, device: torch.device
+    ) -> dict[str, Any]:
+        """Keyword arguments for the base model's forward; tells the cache where the tokens go.
+
+        Padding nodes are written to the dump slot and look at slot 0 alone.
+        """
+        size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
+        missing = size - nodes.fresh
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        width = self.buckets.pad_width(int((lengths.squeeze(1) + nodes.real.sum(1)).max()), self.cache.slots)
+        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
+        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        block = masks.Block(
+            lengths=lengths.squeeze(1).to(device),
+            sees=pad((nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :], (0, 0, 0, missing)).to(device),
+            query_positions=pad(positions[:, nodes.start :], (0, missing)).to(device),
+            node_positions=positions.to(device),
+        )
+        fresh_slots = pad(slots[:, nodes.start :], (0, missing), value=self.cache.dump)
+        self.cache.begin(rows, fresh_slots.to(device), width)
+        return {
+            "input_ids": pad(nodes.ids[:, nodes.start :], (0, missing)).to(device),
+            "position_ids": block.query_positions,
+            "attention_mask": masks.build(block, self.style, width, self.dtype),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
