@@ -1,1 +1,55 @@
-"""forerun: speculative decoding that makes language models answer faster without changing what they answer."""
+"""forerun: speculative decoding that makes language models answer faster without changing what they answer.
+
+Names are loaded when first used, so that importing the package (and ``forerun --help``) imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.engine.async_llm import AsyncLLM
+    from forerun.engine.config import SpeculativeConfig
+    from forerun.engine.huggingface import hf
+    from forerun.engine.llm import LLM
+    from forerun.errors import ForerunError
+    from forerun.types import CompletionOutput, RequestOutput, SamplingParams, Source, StepTrace, StreamChunk
+
+_HOMES = {
+    "AsyncLLM": "forerun.engine.async_llm",
+    "CompletionOutput": "forerun.types",
+    "ForerunError": "forerun.errors",
+    "LLM": "forerun.engine.llm",
+    "RequestOutput": "forerun.types",
+    "SamplingParams": "forerun.types",
+    "Source": "forerun.types",
+    "SpeculativeConfig": "forerun.engine.config",
+    "StepTrace": "forerun.types",
+    "StreamChunk": "forerun.types",
+    "hf": "forerun.engine.huggingface",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ForerunError",
+    "RequestOutput",
+    "SamplingParams",
+    "Source",
+    "SpeculativeConfig",
+    "StepTrace",
+    "StreamChunk",
+    "hf",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

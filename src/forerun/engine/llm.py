@@ -7,8 +7,10 @@ import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
 from forerun.engine.core import Engine
@@ -20,8 +22,6 @@ from forerun.target import Target
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class LLM:
         _check_sizes(max_model_len, max_num_seqs)
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         headroom = MAX_SPECULATIVE_TOKENS + 1
+        model = resolve(model) if isinstance(model, str | Path) else model
         self.target = Target.load(
             model,
             rows=max_num_seqs,
@@ -118,8 +119,8 @@ class LLM:
             speculative: for these requests: None as configured, False off, or a configuration.
             trace: keep a `StepTrace` of every step in the outputs.
         """
-        many = _as_list(prompts)
-        params = _as_params(sampling_params, len(many))
+        many = as_list(prompts)
+        params = as_params(sampling_params, len(many))
         ids: list[str] = []
         try:
             for prompt, own in zip(many, params, strict=True):
@@ -218,13 +219,19 @@ class LLM:
         raise AssertionError("a stream ends with its output")
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Many prompts, whether one or many were given; a list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)
 
 
-def _as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One set of parameters per prompt.
+
+    Raises:
+        ArgumentError: the counts differ.
+    """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if len(given) != count:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.demo import resolve
 from forerun.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,11 +28,10 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
             return None
     from transformers import AutoTokenizer
 
-    place = resolve(str(source))
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(source)
     except Exception as error:
         raise CheckpointError(
-            f"no tokenizer could be loaded from {str(place)!r} ({type(error).__name__}: {str(error).splitlines()[0]}); pass "
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]}); pass "
             "tokenizer=..., or tokenizer=False to work on token ids"
         ) from error

@@ -1,0 +1,119 @@
+"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from forerun.engine.llm import LLM, Speculative, as_list, as_params
+from forerun.engine.prompts import Prompt
+from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
+
+    Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
+    """
+
+    def __init__(self, model: Any, **keywords: Any) -> None:
+        self.llm = LLM(model, **keywords)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forerun-engine")
+        self._queues: dict[str, asyncio.Queue[StreamChunk | BaseException]] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> list[RequestOutput]:
+        """`LLM.generate`; cancelling the task aborts its requests."""
+        many = as_list(prompts)
+        params = as_params(sampling_params, len(many))
+        answers = (
+            self._last(self.stream(prompt, own, speculative=speculative, trace=trace))
+            for prompt, own in zip(many, params, strict=True)
+        )
+        return list(await asyncio.gather(*answers))
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
+    ) -> list[RequestOutput]:
+        """`LLM.chat`."""
+        return await self.generate(self.llm.chat_prompt(messages), sampling_params, **keywords)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+    ) -> AsyncIterator[StreamChunk]:
+        """`LLM.stream`; leaving the loop early aborts the request."""
+        params = sampling_params or SamplingParams()
+        request_id = await self._call(
+            lambda: self.llm.submit(prompt, params, speculative=speculative, trace=trace)
+        )
+        queue = self._queues[request_id] = asyncio.Queue()
+        self._wake()
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.output is not None:
+                    return
+        finally:
+            del self._queues[request_id]
+            self._worker.submit(self.llm.abort, request_id)
+
+    async def close(self) -> None:
+        """Finish the step in progress and stop the worker; running requests end with an error."""
+        if self._driver is not None:
+            self._driver.cancel()
+        self._fail(RuntimeError("the engine was closed"))
+        await asyncio.to_thread(self._worker.shutdown)
+
+    def _wake(self) -> None:
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+
+    async def _drive(self) -> None:
+        """Step while there is work; hand each chunk to whoever waits for it."""
+        try:
+            while self._queues and self.llm.engine.busy:
+                for chunk in await self._call(self.llm.engine.step):
+                    queue = self._queues.get(chunk.request_id)
+                    if queue is not None:
+                        queue.put_nowait(chunk)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function)
+
+    @staticmethod
+    async def _last(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
+        async for chunk in chunks:
+            if chunk.output is not None:
+                return chunk.output
+        raise AssertionError("a stream ends with its output")

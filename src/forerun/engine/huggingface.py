@@ -1,0 +1,164 @@
+"""forerun inside transformers: ``model.generate(..., custom_generate=forerun.hf("ngram"))``.
+
+transformers prepares inputs, processors and stopping criteria as always; the decoding loop is ours. Its processors are
+applied at every node of the tree, so whatever it knows (temperature, n-gram bans, forced tokens) holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from forerun.engine.llm import LLM
+from forerun.errors import ArgumentError
+from forerun.types import LogitsProcessor, SamplingParams, StreamChunk
+
+_SLOT_STEP = 512
+_NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
+"""Stopping criteria that the engine itself obeys; all others are asked after every token."""
+
+
+def hf(drafter: str = "ngram", **options: Any) -> HuggingFaceGenerate:
+    """A decoding loop for transformers' ``generate(custom_generate=...)``.
+
+    Args:
+        drafter: a name from ``forerun drafters``.
+        options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
+
+    Example:
+        ``model.generate(**inputs, max_new_tokens=64, custom_generate=forerun.hf("ngram"))``
+    """
+    return HuggingFaceGenerate({"method": drafter, **options})
+
+
+class HuggingFaceGenerate:
+    """Callable with the signature of transformers' own decoding loops. Keeps one engine per model."""
+
+    def __init__(self, speculative_config: dict[str, Any]) -> None:
+        self._config = speculative_config
+        self._engines: WeakKeyDictionary[Any, LLM] = WeakKeyDictionary()
+
+    def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
+        """Token ids (B, S + new), right-padded; or transformers' output object if it was asked for.
+
+        Raises:
+            ArgumentError: beams, or scores and states that a speculative loop does not compute.
+        """
+        _refuse(generation_config)
+        mask = keywords.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+        llm = self._engine(model, len(prompts), generation_config.max_length)
+        processors, streamer = keywords.get("logits_processor") or [], keywords.get("streamer")
+        criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
+        answers: list[list[int]] = [[] for _ in prompts]
+        running: dict[str, int] = {}
+        for index, prompt in enumerate(prompts):
+            padding = input_ids[index, : input_ids.shape[1] - len(prompt)].tolist()
+            params = _params(generation_config, processors, padding, input_ids.shape)
+            running[llm.submit(prompt, params)] = index
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        try:
+            while running:
+                for chunk in llm.engine.step():
+                    self._take(llm, chunk, running, answers, (prompts, criteria, streamer))
+        finally:
+            for request_id in running:
+                llm.abort(request_id)
+        if streamer is not None:
+            streamer.end()
+        return _result(input_ids, answers, generation_config)
+
+    def _take(
+        self, llm: LLM, chunk: StreamChunk, running: dict[str, int], answers: list[list[int]], task: tuple[Any, Any, Any]
+    ) -> None:
+        prompts, criteria, streamer = task
+        if chunk.request_id not in running:
+            return
+        index = running[chunk.request_id]
+        done = chunk.finish_reason is not None
+        for token in chunk.tokens:
+            answers[index].append(token.id)
+            if streamer is not None:
+                streamer.put(torch.tensor([token.id]))
+            ids = torch.tensor([[*prompts[index], *answers[index]]])
+            if any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria):
+                done = True
+                break
+        if done:
+            llm.abort(chunk.request_id)
+            del running[chunk.request_id]
+
+    def _engine(self, model: Any, rows: int, length: int) -> LLM:
+        llm = self._engines.get(model)
+        if llm is None or llm.target.rows < rows or llm.max_model_len < length:
+            context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
+            slots = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
+            llm = LLM(
+                model,
+                tokenizer=False,
+                speculative_config=self._config,
+                max_num_seqs=rows,
+                max_model_len=max(slots, min(length, context)),
+            )
+            self._engines[model] = llm
+        return llm
+
+
+def _refuse(config: Any) -> None:
+    wrong = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "output_scores": config.return_dict_in_generate and config.output_scores,
+        "output_logits": config.return_dict_in_generate and config.output_logits,
+        "output_attentions": config.return_dict_in_generate and config.output_attentions,
+        "output_hidden_states": config.return_dict_in_generate and config.output_hidden_states,
+    }
+    found = [name for name, asked in wrong.items() if asked]
+    if found:
+        raise ArgumentError(f"forerun.hf does not support {', '.join(found)} in generate(); leave it out")
+
+
+def _params(config: Any, processors: Sequence[Any], padding: list[int], shape: Sequence[int]) -> SamplingParams:
+    """Everything that shapes the law comes from transformers' processors; the engine adds nothing of its own."""
+    ends = config.eos_token_id
+    neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return SamplingParams(
+        temperature=1.0 if config.do_sample else 0.0,
+        max_tokens=config.max_length - shape[1],
+        ignore_eos=True,
+        stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
+        seed=int(torch.randint(2**62, (1,))),
+        detokenize=False,
+        logits_processors=(_wrapped(processors, padding, shape[0]),) if len(processors) else (),
+        **neutral,
+    )
+
+
+def _wrapped(processors: Sequence[Any], padding: list[int], batch: int) -> LogitsProcessor:
+    def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        # Some processors hold a state per row and insist on the whole batch: give them this row that many times.
+        ids = torch.tensor([[*padding, *tokens]], device=logits.device).expand(batch, -1)
+        result: Tensor = processors(ids, logits.expand(batch, -1).clone())[0]  # type: ignore[operator]
+        return result
+
+    return process
+
+
+def _result(input_ids: Tensor, answers: list[list[int]], config: Any) -> Any:
+    width = max(len(answer) for answer in answers)
+    pad = config.pad_token_id
+    if pad is None:
+        ends = config.eos_token_id
+        pad = ends[0] if isinstance(ends, list) else ends or 0
+    new = torch.tensor([answer + [pad] * (width - len(answer)) for answer in answers], device=input_ids.device)
+    sequences = torch.cat([input_ids, new.to(input_ids.dtype)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences)
