@@ -1,0 +1,94 @@
+"""Layer ranges on the same cache: parts put together are the whole, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from target.families import FAMILIES, make, random_tokens
+from target.test_families import trees
+
+from forerun.errors import ArgumentError
+from forerun.target import Plan, Target
+from forerun.types import LAST_HIDDEN
+
+ROWS, ROOTS = [0, 1, 2], [4, 5, 6]
+DRAFT = trees(0)
+
+
+def prefilled(name: str) -> Target:
+    target = Target.load(make(name), rows=3, slots=64, self_check=False)
+    target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
+    return target
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranges_are_the_whole_bit_for_bit(name: str) -> None:
+    target = prefilled(name)
+    whole = target.score(ROWS, ROOTS, DRAFT, signals=frozenset({1, 2, 3, 4, LAST_HIDDEN}))
+    for exit_ in (1, 2, 3):
+        target.truncate(ROWS, target.lengths)
+        early = target.run(ROWS, ROOTS, DRAFT, Plan(stop=exit_))
+        assert torch.equal(early, whole.signals[exit_])
+        last = target.run(ROWS, ROOTS, DRAFT, Plan(start=exit_, stop=4), states=early)
+        assert torch.equal(last, whole.signals[4])
+        normed = target.final_norm(last)
+        assert torch.allclose(normed, whole.signals[LAST_HIDDEN], atol=1e-6)
+        assert torch.allclose(target.lm_head(normed), whole.logits, atol=1e-5)
+    target.commit(ROWS, [(1, 3), (), (3,)])
+    assert target.lengths == [6, 10, 19]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_skipping_both_halves_of_a_layer_leaves_the_stream_as_it_was(name: str) -> None:
+    target = prefilled(name)
+    skipped = target.run(ROWS, ROOTS, DRAFT, Plan(stop=4, skip=frozenset({(2, "attn"), (2, "mlp")})))
+    before = target.run(ROWS, ROOTS, DRAFT, Plan(stop=2))
+    after = target.run(ROWS, ROOTS, DRAFT, Plan(start=3, stop=4), states=before)
+    assert torch.equal(skipped, after)
+    half = target.run(ROWS, ROOTS, DRAFT, Plan(stop=4, skip=frozenset({(2, "mlp")})))
+    assert not torch.equal(half, skipped)
+    whole = target.score(ROWS, ROOTS, DRAFT, signals=frozenset({4}))
+    assert not torch.equal(whole.signals[4], half), "the layers must be put back"
+
+
+def test_levels_of_a_tree_may_be_run_one_after_the_other() -> None:
+    target = prefilled("qwen3")
+    whole = target.score(ROWS, ROOTS, DRAFT)
+    target.truncate(ROWS, target.lengths)
+    first = target.score(ROWS, ROOTS, _head(3))
+    rest = target.score(ROWS, ROOTS, DRAFT, start=4)
+    levels = torch.cat([first.logits, rest.logits], dim=1)
+    for row, count in enumerate(DRAFT.counts.tolist()):
+        assert (levels[row, : count + 1] - whole.logits[row, : count + 1]).abs().max() <= 2e-5
+
+
+def _head(nodes: int):  # type: ignore[no-untyped-def]
+    return type(DRAFT)(
+        tokens=DRAFT.tokens[:, :nodes],
+        parents=DRAFT.parents[:, :nodes],
+        counts=DRAFT.counts.clamp(max=nodes),
+        drawn=DRAFT.drawn[:, :nodes],
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(start=2, stop=2),
+        Plan(stop=5),
+        Plan(start=-1, stop=2),
+        Plan(stop=2, skip=frozenset({(2, "attn")})),
+        Plan(stop=2, skip=frozenset({(1, "norm")})),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: Plan) -> None:
+    with pytest.raises(ArgumentError):
+        prefilled("llama").run(ROWS, ROOTS, DRAFT, plan)
+
+
+def test_states_belong_to_a_later_start() -> None:
+    target = prefilled("llama")
+    with pytest.raises(ArgumentError, match="states are needed"):
+        target.run(ROWS, ROOTS, DRAFT, Plan(start=1, stop=2))
+    with pytest.raises(ArgumentError, match=r"expected \(3, 8, 64\)"):
+        target.run(ROWS, ROOTS, DRAFT, Plan(start=1, stop=2), states=torch.zeros(3, 1, 64))
