@@ -1,0 +1,48 @@
+"""Speed for a loaded target, without touching its modelling code: packed linears, folded attention, compilation.
+
+`accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
+nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.target.fast import attention, packing
+from forerun.target.fast.packing import Packing
+
+__all__ = ["Acceleration", "accelerate"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acceleration:
+    """What was done to a model."""
+
+    packing: Packing
+    folded_attention: bool
+    compiled: bool
+
+    def __str__(self) -> str:
+        parts = []
+        if self.packing.layers:
+            parts.append(f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused")
+        if self.folded_attention:
+            parts.append("folded attention")
+        if self.compiled:
+            parts.append("compiled")
+        return ", ".join(parts) or "nothing to accelerate on this device and dtype"
+
+
+def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
+    """Make the passes of a transformers causal LM cheaper, in place.
+
+    Args:
+        model: loaded, in evaluation mode.
+        compile: also compile the base model's forward; the first pass of each shape then takes seconds.
+    """
+    packed = packing.pack(model)
+    folded = packed.layers > 0 and attention.suits(model)
+    if folded:
+        attention.install(model)
+    return Acceleration(packing=packed, folded_attention=folded, compiled=False)

@@ -1,0 +1,100 @@
+"""Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys are not repeated.
+
+At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`. Folding the heads of a group
+into the rows of one problem needs no copy. Few rows run in kernels that sum in another order (one row on an Intel with
+AMX; one, two and three on an AMD with AVX-512), so that a token's bits would depend on how many are scored with it:
+problems of fewer than `MIN_ROWS` rows are filled up with copies.
+
+Knows transformers' `AttentionInterface`. Does not know masks: windows come in them. Soft caps and sinks are refused;
+models that have them keep their own implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from forerun.errors import UnsupportedModelError
+
+NAME = "forerun_fold"
+"""Under which transformers knows it."""
+MIN_ROWS = 4
+"""From this many rows on, every row's bits are the same on every processor that was tried."""
+
+
+def fold_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers asks for it: query (B, heads, N, D), key and value (B, kv_heads, W, D), mask (B, 1, N, W).
+
+    Returns:
+        (B, N, heads, D') and no weights.
+
+    Raises:
+        UnsupportedModelError: the model uses a soft cap or attention sinks.
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")
+    if attention_mask is None or attention_mask.shape[1] != 1:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
+    batch, heads, count, width = query.shape
+    groups = heads // key.shape[1]
+    copies = -(-MIN_ROWS // (groups * count))
+    rows = query.reshape(batch, key.shape[1], groups * count, width)
+    if copies > 1:
+        rows = torch.cat([rows] * copies, dim=2)
+    mask = _MASKS.repeated(attention_mask, groups * copies)
+    seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    seen = seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1])
+    return seen.transpose(1, 2), None
+
+
+class _Repeated:
+    """The last mask and what became of it: all layers of a pass share one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, int, Tensor] | None = None
+
+    def repeated(self, mask: Tensor, times: int) -> Tensor:
+        """(B, 1, N, W) -> (B, 1, times * N, W)."""
+        if times == 1 or torch.compiler.is_compiling():
+            return mask.repeat(1, 1, times, 1) if times > 1 else mask
+        last = self._last
+        if last is None or last[0] is not mask or last[1] != times:
+            last = (mask, times, mask.repeat(1, 1, times, 1))
+            self._last = last
+        return last[2]
+
+
+_MASKS = _Repeated()
+
+
+def suits(model: Any) -> bool:
+    """True if `model` runs transformers' ``sdpa`` on a CPU: then it has neither soft caps nor sinks."""
+    return getattr(model.config, "_attn_implementation", None) == "sdpa" and model.device.type == "cpu"
+
+
+def install(model: Any) -> None:
+    """Make `model` use `fold_attention`; `generate` and plain forwards of it stay right."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, fold_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,193 @@
+"""Linear layers repacked for few rows: weights in oneDNN's own layout, and layers with one input merged into one.
+
+A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 rows on
+every processor that was tried; see `forerun.target.fast`), because a single row runs as two: oneDNN has a separate
+kernel for one row, which sums in another order.
+
+Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+PACK_ROWS = 16
+"""The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Children of one module that read the same input."""
+
+
+class PackedWeight:
+    """One or several (out, in) matrices below each other, in oneDNN's layout."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases).detach() if biases else None
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
+        self.in_features = layers[0].in_features
+        self.sizes = [layer.out_features for layer in layers]
+        self.dtype = weight.dtype
+
+    def apply(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out of all layers); one row runs as two."""
+        rows = states.reshape(-1, self.in_features)
+        single = rows.shape[0] == 1
+        if single:
+            rows = torch.cat((rows, rows))
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        if single:
+            result = result[:1]
+        return result.view(*states.shape[:-1], result.shape[-1])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
+        return self  # never written to, and oneDNN's tensors cannot be copied
+
+    def nbytes(self) -> int:
+        """Bytes of the packed weights, padding of the layout not counted."""
+        return sum(self.sizes) * self.in_features * self.dtype.itemsize
+
+
+class _Packed(nn.Module):
+    """What stands where an `nn.Linear` stood: part `index` of a packed weight."""
+
+    def __init__(self, layer: nn.Linear, packed_weight: PackedWeight, index: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.packed_weight, self.index = packed_weight, index
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in), unpacked anew at each call."""
+        return torch.split(self.packed_weight.packed.to_dense(), self.packed_weight.sizes)[self.index]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,) or None."""
+        bias = self.packed_weight.bias
+        return None if bias is None else torch.split(bias, self.packed_weight.sizes)[self.index]
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        """A packed model saves what the plain one would."""
+        destination[f"{prefix}weight"] = self.weight.clone()
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias.clone()
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class PackedLinear(_Packed):
+    """An `nn.Linear` whose weight lies in oneDNN's layout."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer, PackedWeight([layer]), 0)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        return self.packed_weight.apply(states)
+
+
+class FusedGroup:
+    """Layers that read the same input, computed together at the first call and handed out one by one."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.packed_weight = PackedWeight(layers)
+        self._input: Tensor | None = None
+        self._results: dict[int, Tensor] = {}
+
+    def take(self, states: Tensor, index: int) -> Tensor:
+        """The output of layer `index`. Another input than last time, or a second call, computes anew."""
+        if self._input is not states or index not in self._results:
+            parts = torch.split(self.packed_weight.apply(states), self.packed_weight.sizes, dim=-1)
+            self._input, self._results = states, dict(enumerate(parts))
+        result = self._results.pop(index)
+        if not self._results:
+            self._input = None
+        return result
+
+
+class FusedLinear(_Packed):
+    """One layer of a `FusedGroup`; stands where the `nn.Linear` stood."""
+
+    def __init__(self, layer: nn.Linear, group: FusedGroup, index: int) -> None:
+        super().__init__(layer, group.packed_weight, index)
+        self.group = group
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        return self.group.take(states, self.index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """What `pack` did."""
+
+    layers: int
+    """Linear layers that were repacked."""
+    fused: int
+    """Groups that were merged."""
+    nbytes: int
+    """Bytes of packed weights; no parameter of the model holds them any longer."""
+
+
+def packable(layer: nn.Module) -> bool:
+    """True for a plain `nn.Linear` in bf16 or fp16 on a CPU whose oneDNN has a fast path for that dtype."""
+    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or layer._forward_hooks:
+        return False
+    if hasattr(layer, "_hf_hook") or layer._forward_pre_hooks:
+        return False
+    return cpu_packs(layer.weight.dtype)
+
+
+def cpu_packs(dtype: torch.dtype) -> bool:
+    """True if this processor has a oneDNN path for linears of that dtype."""
+    if not torch._C._has_mkldnn or not torch.backends.mkldnn.enabled:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+@torch.no_grad()
+def pack(model: nn.Module) -> Packing:
+    """Replace every packable linear layer of `model`, in place; the plain weights are freed, a tied embedding stays."""
+    layers = fused = size = 0
+    for parent in list(_parents(model)):
+        for names in GROUPS:
+            members = [parent._modules.get(name) for name in names]
+            linears = [member for member in members if isinstance(member, nn.Linear) and packable(member)]
+            if len(linears) == len(names) and _alike(linears):
+                group = FusedGroup(linears)
+                for index, name in enumerate(names):
+                    setattr(parent, name, FusedLinear(linears[index], group, index))
+                layers, fused, size = layers + len(names), fused + 1, size + group.packed_weight.nbytes()
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and packable(child):
+                packed = PackedLinear(child)
+                setattr(parent, name, packed)
+                layers, size = layers + 1, size + packed.packed_weight.nbytes()
+    return Packing(layers=layers, fused=fused, nbytes=size)
+
+
+def _parents(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose children may be replaced: not the inside of an adapter, which reads its base layer's weight."""
+    for module in model.modules():
+        if not hasattr(module, "base_layer"):
+            yield module
+
+
+def _alike(layers: Sequence[nn.Linear]) -> bool:
+    first = layers[0]
+    return all(
+        layer.in_features == first.in_features
+        and layer.weight.dtype == first.weight.dtype
+        and (layer.bias is None) == (first.bias is None)
+        for layer in layers
+    )
