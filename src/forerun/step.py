@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class Row:
     """Tokens that may still be emitted, at least 1."""
     rule: str | None = None
     """A rule asked for by name; None takes the best one for how the draft was drawn."""
+    traced: bool = False
+    """Whether each node's probabilities are wanted in the `StepTrace`."""
     steps: int = 0
     """Steps done so far."""
 
@@ -200,9 +203,7 @@ def step(target: Target, rows: Sequence[Row], groups: Sequence[Group], *, check:
     _teach(rows, groups, verdicts, scores, scored.signals)
     clock.lap()
     names = {index: group.name for group in groups for index in group.members}
-    return [
-        _emitted(row, scores, index, judged[index], clock, names.get(index)) for index, row in enumerate(rows)
-    ]
+    return [_emitted(row, scores, index, judged[index], clock, names.get(index)) for index, row in enumerate(rows)]
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor) -> list[Emitted]:
@@ -236,6 +237,13 @@ def context_for(
     )
 
 
+@lru_cache(maxsize=256)
+def warn_drafter(name: str, task: str, error: str) -> None:
+    """Say, once per kind of failure, that a drafter failed: it loses its drafts, never the step."""
+    log.warning("drafter %r failed %s: %s", name, task, error)
+    log.debug("drafter %r", name, exc_info=True)
+
+
 def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check: bool) -> Draft:
     drafts = []
     for group in groups:
@@ -248,8 +256,8 @@ def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check
             trees.check(draft, target.vocab_size)
             if check:
                 _check_laws(draft)
-        except Exception:
-            log.exception("drafter %r failed; this step decodes plainly", group.name)
+        except Exception as error:
+            warn_drafter(group.name, "to propose; its rows decode plainly", repr(error))
             continue
         drafts.append((group.members, draft))
     return trees.gather(drafts, len(rows)) if drafts else empty_draft(len(rows))
@@ -270,7 +278,7 @@ _Judgement = tuple[Verdict, str, RowScores]
 
 
 def _judge(row: Row, scores: Scores, index: int) -> _Judgement:
-    """The row's verdict, cut at a stop token so that nothing is committed behind it; the rule; the laws it asked for."""
+    """The row's verdict, cut at a stop token so that nothing is committed behind it; the rule; the laws asked for."""
     tree, laws = scores.trees[index], scores.row(index)
     name = default_rule(tree, greedy=row.sampler.greedy)
     if row.rule is not None and tree.size and rule_named(row.rule).accepts(tree):
@@ -298,8 +306,8 @@ def _teach(
         try:
             group.drafter.observe(context, chosen, scores)
             group.drafter.extend(context)
-        except Exception:
-            log.exception("drafter %r failed to learn from a step", group.name)
+        except Exception as error:
+            warn_drafter(group.name, "to learn from a step", repr(error))
 
 
 def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verdict]) -> Tensor:
@@ -316,23 +324,12 @@ def _emitted(
     verdict, rule, laws = judgement
     tree = scores.trees[index]
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-    accepted = set(verdict.path)
-    nodes = tuple(
-        TracedNode(
-            token=tree.tokens[node],
-            parent=tree.parents[node],
-            draft_prob=float(tree.laws[tree.parents[node]][tree.tokens[node]]) if tree.parents[node] in tree.laws else None,
-            target_prob=laws.known(tree.parents[node], tree.tokens[node]),
-            accepted=node in accepted,
-        )
-        for node in range(1, tree.size + 1)
-    )
     trace = StepTrace(
         step=row.steps,
         position=len(row.tokens) - len(tokens) if tree.size or drafter else len(row.tokens),
         drafter=drafter,
         rule=rule,
-        nodes=nodes,
+        nodes=_traced_nodes(tree, laws, set(verdict.path)) if row.traced else (),
         path=verdict.path,
         next_token=verdict.next_token,
         kind=verdict.kind,
@@ -351,13 +348,30 @@ def _emitted(
     )
 
 
-def _logprobs(
-    row: Row, scores: Scores, index: int, verdict: Verdict, tokens: list[int]
-) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]] | None:
+def _traced_nodes(tree: TokenTree, laws: RowScores, accepted: set[int]) -> tuple[TracedNode, ...]:
+    nodes = []
+    for node in range(1, tree.size + 1):
+        token, parent = tree.tokens[node], tree.parents[node]
+        nodes.append(
+            TracedNode(
+                token=token,
+                parent=parent,
+                draft_prob=float(tree.laws[parent][token]) if parent in tree.laws else None,
+                target_prob=laws.known(parent, token),
+                accepted=node in accepted,
+            )
+        )
+    return tuple(nodes)
+
+
+_Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
+
+
+def _logprobs(row: Row, scores: Scores, index: int, verdict: Verdict, tokens: list[int]) -> _Logprobs | None:
     params = row.sampler.params
     if params.logprobs is None:
         return None
-    result = []
+    result: _Logprobs = []
     for node, token in zip((0, *verdict.path), tokens, strict=True):
         logits = scores.logits[index, node]
         if params.logprobs_mode == "processed_logprobs":

@@ -127,7 +127,7 @@ class Answer:
         )
 
     def _check_end(self, token: int, piece: str, length: int) -> None:
-        """Set `finish_reason` if the token that made the answer `length` long ends it: stop id, stop string, no room."""
+        """Set `finish_reason` if the token that made the answer `length` long ends it."""
         params = self.request.params
         self.row.room -= 1
         stop = self.text.add(piece, search=length >= params.min_tokens)

@@ -65,9 +65,7 @@ class AsyncLLM:
     ) -> AsyncIterator[StreamChunk]:
         """`LLM.stream`; leaving the loop early aborts the request."""
         params = sampling_params or SamplingParams()
-        request_id = await self._call(
-            lambda: self.llm.submit(prompt, params, speculative=speculative, trace=trace)
-        )
+        request_id = await self._call(lambda: self.llm.submit(prompt, params, speculative=speculative, trace=trace))
         queue = self._queues[request_id] = asyncio.Queue()
         self._wake()
         try:

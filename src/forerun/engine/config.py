@@ -111,7 +111,9 @@ def _method(values: dict[str, Any]) -> str:
     if method is None:
         raise ArgumentError(f"the speculative configuration names no method; there are {', '.join(DRAFTERS)}")
     if method not in DRAFTERS:
-        raise ArgumentError(f"unknown drafter {method!r}; there are {', '.join(DRAFTERS)}.{nearest(str(method), DRAFTERS)}")
+        raise ArgumentError(
+            f"unknown drafter {method!r}; there are {', '.join(DRAFTERS)}.{nearest(str(method), DRAFTERS)}"
+        )
     return str(method)
 
 

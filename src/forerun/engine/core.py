@@ -35,7 +35,8 @@ class Engine:
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
         self._free = list(range(target.rows))
-        self._unread: list[tuple[list[Answer], dict[Signal, Tensor]]] = []
+        self._requests: dict[str, Request] = {}
+        self._unread: list[tuple[list[Answer], Mapping[Signal, Tensor]]] = []
 
     @property
     def busy(self) -> bool:
@@ -66,7 +67,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """Admit what fits and emit its first tokens; else advance every running answer. One chunk per answer touched."""
+        """Admit what fits and emit its first tokens; else advance every running answer. One chunk an answer."""
         admitted = self._admit()
         if admitted:
             chunks = self._prefill(admitted)

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from forerun.step import Group, Row, context_for
+from forerun.step import Group, Row, context_for, warn_drafter
 from forerun.types import Signal, SpeculationStats
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ class Drafting:
         context = context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], signals)
         try:
             self._active[key].drafter.extend(context)
-        except Exception:
-            log.exception("drafter %r failed to read the prompt", self._active[key].config.method)
+        except Exception as error:
+            warn_drafter(self._active[key].config.method, "to read the prompt", repr(error))
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrank to these lengths, 0 for those that are free."""
@@ -91,7 +91,7 @@ class Drafting:
             if rate < _CHANCE_RATE:
                 active.warned = True
                 log.warning(
-                    "drafter %r is at the level of chance: %.1f %% of its first drafted tokens were kept over %d steps. "
+                    "drafter %r is at the level of chance: %.1f %% of its first drafted tokens were kept in %d steps. "
                     "Was it trained for this target and tokenizer? The output is right, but plain decoding is faster.",
                     active.config.method,
                     100 * rate,

@@ -59,7 +59,7 @@ class HuggingFaceGenerate:
         running: dict[str, int] = {}
         for index, prompt in enumerate(prompts):
             padding = input_ids[index, : input_ids.shape[1] - len(prompt)].tolist()
-            params = _params(generation_config, processors, padding, input_ids.shape)
+            params = _params(generation_config, processors, padding, (index, input_ids.shape))
             running[llm.submit(prompt, params)] = index
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -75,7 +75,12 @@ class HuggingFaceGenerate:
         return _result(input_ids, answers, generation_config)
 
     def _take(
-        self, llm: LLM, chunk: StreamChunk, running: dict[str, int], answers: list[list[int]], task: tuple[Any, Any, Any]
+        self,
+        llm: LLM,
+        chunk: StreamChunk,
+        running: dict[str, int],
+        answers: list[list[int]],
+        task: tuple[Any, Any, Any],
     ) -> None:
         prompts, criteria, streamer = task
         if chunk.request_id not in running:
@@ -123,27 +128,31 @@ def _refuse(config: Any) -> None:
         raise ArgumentError(f"forerun.hf does not support {', '.join(found)} in generate(); leave it out")
 
 
-def _params(config: Any, processors: Sequence[Any], padding: list[int], shape: Sequence[int]) -> SamplingParams:
+def _params(
+    config: Any, processors: Sequence[Any], padding: list[int], place: tuple[int, Sequence[int]]
+) -> SamplingParams:
     """Everything that shapes the law comes from transformers' processors; the engine adds nothing of its own."""
     ends = config.eos_token_id
     neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return SamplingParams(
         temperature=1.0 if config.do_sample else 0.0,
-        max_tokens=config.max_length - shape[1],
+        max_tokens=config.max_length - place[1][1],
         ignore_eos=True,
         stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
         seed=int(torch.randint(2**62, (1,))),
         detokenize=False,
-        logits_processors=(_wrapped(processors, padding, shape[0]),) if len(processors) else (),
+        logits_processors=(_wrapped(processors, padding, (place[0], place[1][0])),) if len(processors) else (),
         **neutral,
     )
 
 
-def _wrapped(processors: Sequence[Any], padding: list[int], batch: int) -> LogitsProcessor:
+def _wrapped(processors: Sequence[Any], padding: list[int], place: tuple[int, int]) -> LogitsProcessor:
+    index, batch = place
+
     def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
         # Some processors hold a state per row and insist on the whole batch: give them this row that many times.
         ids = torch.tensor([[*padding, *tokens]], device=logits.device).expand(batch, -1)
-        result: Tensor = processors(ids, logits.expand(batch, -1).clone())[0]  # type: ignore[operator]
+        result: Tensor = processors(ids, logits.expand(batch, -1).clone())[index]  # type: ignore[operator]
         return result
 
     return process

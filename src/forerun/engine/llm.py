@@ -29,7 +29,17 @@ log = logging.getLogger(__name__)
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
 """A request's wish: None as the engine is configured, False off, or a configuration of its own."""
 
-_LOADING = ("device_map", "tp_plan", "adapter", "revision", "trust_remote_code", "token", "self_check", "repack", "compile")
+_LOADING = (
+    "device_map",
+    "tp_plan",
+    "adapter",
+    "revision",
+    "trust_remote_code",
+    "token",
+    "self_check",
+    "repack",
+    "compile",
+)
 
 
 class LLM:
@@ -38,7 +48,7 @@ class LLM:
     Args:
         model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
         tokenizer: directory, hub id or object; None takes the model's own. ``False`` works on token ids alone.
-        speculative_config: vLLM's dict, e.g. ``{"method": "ngram", "num_speculative_tokens": 8}``; None decodes plainly.
+        speculative_config: vLLM's dict, e.g. ``{"method": "ngram", "num_speculative_tokens": 8}``; None is plain.
         dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"``, ``"float16"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
         max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
@@ -86,7 +96,9 @@ class LLM:
         )
         self.max_model_len = min(self.target.max_length, self.target.slots - headroom)
         if max_model_len is not None and max_model_len > self.target.max_length:
-            raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}")
+            raise ArgumentError(
+                f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}"
+            )
         self.tokenizer = load_tokenizer(model, tokenizer)
         self._reader = PromptReader(
             tokenizer=self.tokenizer,
@@ -95,9 +107,7 @@ class LLM:
             context=self.max_model_len,
             default_seed=seed,
         )
-        setup = DrafterSetup(
-            target=self.target, tokenizer=self.tokenizer, rows=max_num_seqs, slots=self.target.slots
-        )
+        setup = DrafterSetup(target=self.target, tokenizer=self.tokenizer, rows=max_num_seqs, slots=self.target.slots)
         self.engine = Engine(self.target, Drafting(setup), check=check)
         self.engine.drafting.ensure(self.speculative)
         self._ids = itertools.count()
@@ -223,7 +233,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Many prompts, whether one or many were given; a list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -32,6 +32,6 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:
         raise CheckpointError(
-            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]}); pass "
-            "tokenizer=..., or tokenizer=False to work on token ids"
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]});"
+            " pass tokenizer=..., or tokenizer=False to work on token ids"
         ) from error

@@ -56,7 +56,7 @@ class PromptReader:
             raise ArgumentError(f"prompt token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
         if len(ids) >= self.context:
             raise ArgumentError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.context} for prompt and answer together; "
+                f"the prompt has {len(ids)} tokens, but the context holds {self.context} for prompt and answer; "
                 "shorten the prompt, or raise max_model_len if the model allows it"
             )
         return text, ids
@@ -83,7 +83,7 @@ class PromptReader:
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
-        values = {}
+        values: dict[str, Any] = {}
         for name, neutral in _NEUTRAL.items():
             if getattr(params, name) is None:
                 configured = getattr(self.generation_config, name, None)
@@ -109,7 +109,9 @@ class PromptReader:
         if not isinstance(prompt, str):
             return None, [int(token) for token in prompt]
         if self.tokenizer is None:
-            raise ArgumentError("the model has no tokenizer: pass token ids ({'prompt_token_ids': [...]}) or a tokenizer")
+            raise ArgumentError(
+                "the model has no tokenizer: pass token ids ({'prompt_token_ids': [...]}) or a tokenizer"
+            )
         return prompt, list(self.tokenizer(prompt)["input_ids"])
 
     def _answer(self, request: Request, index: int, seed: int, drafter: str | None) -> Answer:
@@ -127,6 +129,7 @@ class PromptReader:
             stop_ids=stop_ids,
             room=left if params.max_tokens is None else min(left, params.max_tokens),
             rule=request.speculative.rule if request.speculative is not None else None,
+            traced=request.trace,
         )
         return Answer(
             request=request,
@@ -154,4 +157,6 @@ class PromptReader:
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                raise ArgumentError(f"{name} holds token id {token}, outside the model's vocabulary of {self.vocab_size}")
+                raise ArgumentError(
+                    f"{name} holds token id {token}, outside the model's vocabulary of {self.vocab_size}"
+                )
