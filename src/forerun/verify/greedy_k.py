@@ -51,7 +51,7 @@ class GreedyK:
         if all(tree.drawn[child] is Drawn.GIVEN for child in tree.children[node]):
             return None, law
         exact = normalised(law)
-        child, draft_probs = next(drafted_children(tree, node, exact))
+        child, draft_probs = next(drafted_children(tree, node, exact), (0, exact))
         if tree.drawn[child] is Drawn.GIVEN:
             return None, law
         if coins.flip(ratio(exact, draft_probs, tree.tokens[child]), child):

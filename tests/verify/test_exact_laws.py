@@ -1,0 +1,126 @@
+"""Every lossless rule emits exactly the target's law: all outcomes enumerated, over shapes, drawings and worlds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.verify import RULES, rule_named
+from forerun.verify.enumeration import (
+    SHAPES,
+    TOLERANCE,
+    Drawing,
+    EnumeratingCoins,
+    World,
+    branching,
+    check_rule,
+    check_rules,
+    exact_law,
+    joint_law,
+    outcomes,
+    toy_drafter,
+    toy_laws,
+)
+
+LOSSLESS = [name for name in RULES if rule_named(name).lossless]
+EVERY_DRAWING = {"sample_walk", "recursive_rejection", "traversal"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_emitted_law_is_the_targets(name: str, shape: str) -> None:
+    rule = rule_named(name)
+    checks = [check_rule(rule, shape, drawing, world, seed=1) for drawing in Drawing for world in World]
+    judged = [check for check in checks if check is not None]
+    assert judged or (name in ("block", "token_rejection") and len(SHAPES[shape]) > 1)
+    assert name not in EVERY_DRAWING or len(judged) == len(Drawing) * len(World)
+    for check in judged:
+        assert check.passed, check
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("traversal", (3, 1)), ("recursive_rejection", (3, 1)), ("greedy_k", (3, 1))]
+)
+def test_wide_trees(name: str, shape: tuple[int, ...]) -> None:
+    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=3)
+    drawing = Drawing.GREEDY_K if name == "greedy_k" else Drawing.WITHOUT_REPLACEMENT
+    law = exact_law(rule_named(name), target, toy_drafter(draft, branching(*shape), drawing), 3)
+    assert law.error(target) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT])
+def test_traversal_is_block_verification_on_a_chain(seed: int, drawing: Drawing) -> None:
+    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=seed)
+    for tree, _ in outcomes(toy_drafter(draft, branching(1, 1, 1), drawing)):
+        assert verdict_law("block", tree, target) == pytest.approx(verdict_law("traversal", tree, target), abs=1e-14)
+
+
+def verdict_law(name, tree, target):
+    from forerun.verify.enumeration import PrefixLaws
+
+    law: dict[tuple, float] = {}
+    laws = PrefixLaws(target, tree)
+    for verdict, chance in outcomes(lambda coins: rule_named(name).verify(tree, laws, coins)):
+        key = (verdict.path, verdict.next_token, verdict.kind)
+        law[key] = law.get(key, 0.0) + chance
+    return {key: chance for key, chance in law.items() if chance > 0}
+
+
+def test_typical_acceptance_is_labelled_lossy_because_it_is() -> None:
+    rule = rule_named("typical")
+    assert not rule.lossless
+    errors = [check_rule(rule, "chain of 3", Drawing.IID, World.RANDOM, seed=seed).error for seed in range(3)]
+    assert max(errors) > 0.05
+    exact = check_rule(rule, "chain of 3", Drawing.IID, World.GREEDY_TARGET)
+    assert exact.error <= TOLERANCE, "at temperature 0 it accepts the argmax and nothing else"
+
+
+def test_check_rules_covers_every_lossless_rule_and_no_other() -> None:
+    first = {}
+    for check in check_rules(["argmax_walk", "typical", "token_rejection"]):
+        first.setdefault(check.rule, check)
+    assert set(first) == {"argmax_walk", "token_rejection"}
+
+
+def test_the_enumeration_sees_every_outcome_once() -> None:
+    law = torch.tensor([0.5, 0.0, 0.5])
+
+    def run(coins: EnumeratingCoins) -> tuple:
+        if coins.flip(0.25, 1):
+            return ("kept", coins.draw(law, 0))
+        return ("lost", coins.drafted(law, 0, 1), coins.flip(1.0, 2), coins.flip(0.0, 3))
+
+    seen = list(outcomes(run))
+    assert dict(seen) == {
+        ("kept", 0): 0.125,
+        ("kept", 2): 0.125,
+        ("lost", 0, True, False): 0.375,
+        ("lost", 2, True, False): 0.375,
+    }
+    assert len(seen) == 4
+
+
+def test_a_coin_used_twice_is_refused() -> None:
+    with pytest.raises(AssertionError, match="used twice"):
+        list(outcomes(lambda coins: (coins.flip(0.5, 1), coins.flip(0.5, 1))))
+
+
+def test_joint_law_is_the_product_of_the_conditionals() -> None:
+    target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=0)
+    joint = joint_law(target, (), 3)
+    assert joint.sum().item() == pytest.approx(1.0, abs=1e-15)
+    assert joint[2, 0, 1].item() == pytest.approx(float(target[()][2] * target[(2,)][0] * target[(2, 0)][1]), abs=1e-17)
+
+
+@pytest.mark.parametrize("world", World)
+def test_toy_worlds_are_what_they_say(world: World) -> None:
+    target, draft = toy_laws(world, vocabulary=3, depth=2, seed=5)
+    assert len(target) == len(draft) == 1 + 3 + 9
+    for prefix, law in target.items():
+        assert law.sum().item() == pytest.approx(1.0) and draft[prefix].sum().item() == pytest.approx(1.0)
+    overlap = [float(torch.minimum(target[prefix], draft[prefix]).sum()) for prefix in target]
+    assert world is not World.OFF_SUPPORT or max(overlap) == 0.0
+    assert world is not World.SAME or min(overlap) == pytest.approx(1.0)
+    zeros = {World.TARGET_ZEROS: target, World.DRAFT_ZEROS: draft}.get(world)
+    assert zeros is None or all((law == 0).sum() == 1 for law in zeros.values())

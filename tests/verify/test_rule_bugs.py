@@ -1,0 +1,293 @@
+"""Bugs that shipped elsewhere, planted here: each must be caught by the exact law or by the exact acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree, TreeBuilder
+from forerun.types import Drawn, NodeLaws, Source, Verdict
+from forerun.verify import block, recursive_rejection, rule_named, traversal
+from forerun.verify.enumeration import (
+    TOLERANCE,
+    Drawing,
+    Laws,
+    World,
+    branching,
+    exact_law,
+    outcomes,
+    toy_drafter,
+    toy_laws,
+)
+from forerun.verify.laws import normalised, ratio, residual
+from forerun.verify.token_rejection import TokenRejection
+
+CLEARLY_WRONG = 1e-3
+"""Largest error of a joint probability; rounding is 1e-15."""
+
+
+def worst_error(rule, counts: tuple[int, ...], drawing: Drawing = Drawing.IID) -> float:
+    worst = 0.0
+    for seed in range(4):
+        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=len(counts), seed=seed)
+        draw = toy_drafter(draft, branching(*counts), drawing)
+        worst = max(worst, exact_law(rule, target, draw, len(counts) + 1).error(target))
+    return worst
+
+
+class UnnormalisedResidual(recursive_rejection.RecursiveRejection):
+    """The second sibling is judged against [p - q]_+ as it stands."""
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        law = normalised(target.law(0))
+        for child in tree.children[0]:
+            draft_probs = normalised(tree.laws[0])
+            if coins.flip(ratio(law, draft_probs, tree.tokens[child]), child):
+                return Verdict(path=(child,), next_token=coins.draw(target.law(child), 1), kind=Source.BONUS)
+            left, mass = residual(law, draft_probs)
+            law = left if mass > 0 else law
+        return Verdict(path=(), next_token=coins.draw(law), kind=Source.RECOVERED)
+
+
+def test_residual_not_normalised() -> None:
+    assert worst_error(UnnormalisedResidual(), (2,)) > CLEARLY_WRONG
+    assert worst_error(rule_named("recursive_rejection"), (2,)) <= TOLERANCE
+
+
+class NoResidual(TokenRejection):
+    """After a rejection the target's own law is drawn from."""
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        law, child = normalised(target.law(0)), 1
+        if coins.flip(ratio(law, normalised(tree.laws[0]), tree.tokens[child]), child):
+            return Verdict(path=(child,), next_token=coins.draw(target.law(child), 1), kind=Source.BONUS)
+        return Verdict(path=(), next_token=coins.draw(law), kind=Source.RECOVERED)
+
+
+def test_residual_not_subtracted() -> None:
+    assert worst_error(NoResidual(), (1,)) > CLEARLY_WRONG
+
+
+class MissingBonus(TokenRejection):
+    """A chain kept whole emits its last token as the step's own, and nothing after it."""
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        verdict = super().verify(tree, target, coins)
+        if verdict.kind is not Source.BONUS:
+            return verdict
+        return Verdict(path=verdict.path[:-1], next_token=tree.tokens[verdict.path[-1]], kind=Source.RECOVERED)
+
+
+def test_missing_bonus_token_shows_in_the_acceptance_only() -> None:
+    assert worst_error(MissingBonus(), (1, 1)) <= TOLERANCE, "fewer tokens, the right law: no law test can see it"
+    prefixes = [(), *[(a,) for a in range(2)], *[(a, b) for a in range(2) for b in range(2)]]
+    target: Laws = {prefix: torch.tensor([1 / 3, 2 / 3], dtype=torch.float64) for prefix in prefixes}
+    draft: Laws = {prefix: torch.tensor([2 / 3, 1 / 3], dtype=torch.float64) for prefix in prefixes}
+    draw = toy_drafter(draft, branching(1, 1), Drawing.IID)
+    right = exact_law(rule_named("token_rejection"), target, draw, 3).accepted
+    assert right == pytest.approx(10 / 9)
+    assert exact_law(MissingBonus(), target, draw, 3).accepted == pytest.approx(10 / 9 - 4 / 9)
+
+
+class StaleBonus(TokenRejection):
+    """The bonus token is drawn one position too early."""
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        verdict = super().verify(tree, _Earlier(target, tree), coins)
+        return verdict
+
+
+class _Earlier:
+    def __init__(self, target: NodeLaws, tree: TokenTree) -> None:
+        self.target, self.tree = target, tree
+
+    def law(self, node: int) -> Tensor:
+        return self.target.law(node if self.tree.children[node] else self.tree.parents[node])
+
+    def argmax(self, node: int) -> int:
+        return int(self.law(node).argmax())
+
+
+def test_bonus_from_the_wrong_position() -> None:
+    assert worst_error(StaleBonus(), (1, 1)) > CLEARLY_WRONG
+
+
+def test_argmax_fallback_at_positive_temperature() -> None:
+    assert worst_error(rule_named("argmax_walk"), (1, 1)) > CLEARLY_WRONG
+    assert worst_error(rule_named("argmax_walk"), (2,), Drawing.GIVEN) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("name", ["recursive_rejection", "traversal"])
+def test_merged_sampled_duplicates(name: str) -> None:
+    """Two draws of one token merged into one node: the second draw is forgotten."""
+
+    def merged(draw: Callable[[Coins], TokenTree]) -> Callable[[Coins], TokenTree]:
+        def draw_merged(coins: Coins) -> TokenTree:
+            tree, builder = draw(coins), TreeBuilder()
+            for token in dict.fromkeys(tree.tokens[1:]):
+                builder.add(token, 0, drawn=Drawn.IID)
+            builder.set_law(0, tree.laws[0])
+            return builder.tree(0)
+
+        return draw_merged
+
+    errors, honest = [], []
+    for seed in range(4):
+        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed)
+        draw = toy_drafter(draft, branching(3), Drawing.IID)
+        errors.append(exact_law(rule_named(name), target, merged(draw), 2).error(target))
+        honest.append(exact_law(rule_named(name), target, draw, 2).error(target))
+    assert max(errors) > CLEARLY_WRONG
+    assert max(honest) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["token_rejection", "block", "recursive_rejection", "traversal", "greedy_k"])
+def test_law_recorded_before_processing(name: str) -> None:
+    """transformers #47932: the draft samples after top-k, the rule is told the law before it."""
+
+    def draw_top_2(draft: Laws) -> Callable[[Coins], TokenTree]:
+        def draw(coins: Coins) -> TokenTree:
+            law = draft[()]
+            cut = torch.where(law < law.topk(2).values[-1], 0.0, law)
+            builder = TreeBuilder()
+            builder.add(coins.drafted(cut, 0), 0, drawn=Drawn.IID)
+            builder.set_law(0, law)
+            return builder.tree(0)
+
+        return draw
+
+    worlds = [toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed) for seed in range(4)]
+    errors = [exact_law(rule_named(name), target, draw_top_2(draft), 2).error(target) for target, draft in worlds]
+    assert max(errors) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("name", ["recursive_rejection", "traversal"])
+def test_without_replacement_told_as_independent(name: str) -> None:
+    """Siblings without replacement that the draft calls independent."""
+
+    def relabelled(draw: Callable[[Coins], TokenTree]) -> Callable[[Coins], TokenTree]:
+        def draw_relabelled(coins: Coins) -> TokenTree:
+            tree = draw(coins)
+            drawn = (Drawn.GIVEN, *[Drawn.IID] * tree.size)
+            return TokenTree(tokens=tree.tokens, parents=tree.parents, drawn=drawn, laws=tree.laws)
+
+        return draw_relabelled
+
+    errors = []
+    for seed in range(4):
+        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed)
+        draw = relabelled(toy_drafter(draft, branching(2), Drawing.WITHOUT_REPLACEMENT))
+        errors.append(exact_law(rule_named(name), target, draw, 2).error(target))
+    assert max(errors) > CLEARLY_WRONG
+
+
+def test_argmax_told_as_sampled() -> None:
+    """Apple ReDrafter #6, dilab-zju: the likeliest token is drafted and judged as if drawn from the law."""
+
+    def draw(_coins: Coins) -> TokenTree:
+        builder = TreeBuilder()
+        builder.add(2, 0, drawn=Drawn.IID)
+        builder.set_law(0, torch.tensor([0.2, 0.3, 0.5]))
+        return builder.tree(0)
+
+    target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
+    for name in ("token_rejection", "block", "traversal", "recursive_rejection"):
+        assert exact_law(rule_named(name), target, draw, 2).error(target) > CLEARLY_WRONG
+    assert exact_law(rule_named("sample_walk"), target, draw, 2).error(target) <= TOLERANCE, "exact for anything"
+
+
+@pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT])
+def test_wrong_traversal_weight(monkeypatch: pytest.MonkeyPatch, drawing: Drawing) -> None:
+    """subspec_v2: S over the (renormalised) mass that the draft has left, instead of S / (S + 1 - r)."""
+    assert worst_error(rule_named("traversal"), (2, 1), drawing) <= TOLERANCE
+    monkeypatch.setattr(traversal, "share", lambda mass, weight: min(mass, 1.0))
+    assert worst_error(rule_named("traversal"), (2, 1), drawing) > CLEARLY_WRONG
+
+
+class UncappedRatios(block.BlockVerification):
+    """Joint ratios capped only where they are used, not on the way (HSD's last ratio)."""
+
+    last_only = False
+
+    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Tensor, Tensor]]]:
+        nodes, weights, laws = super()._weigh(tree, target)
+        joint = [1.0]
+        for (target_probs, draft_probs), node in zip(laws, nodes[1:], strict=True):
+            joint.append(joint[-1] * ratio(target_probs, draft_probs, tree.tokens[node]))
+        uncapped = [min(weight, 1.0) for weight in joint]
+        return nodes, [*weights[:-1], uncapped[-1]] if self.last_only else uncapped, laws
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+def test_uncapped_ratio_of_hierarchical_decoding(last_only: bool) -> None:
+    rule = UncappedRatios()
+    rule.last_only = last_only
+    assert worst_error(rule, (1, 1)) > CLEARLY_WRONG
+    assert worst_error(rule_named("block"), (1, 1)) <= TOLERANCE
+
+
+class StopsAtFirstMiss(block.BlockVerification):
+    """Block verification that stops at the first prefix that does not hold instead of keeping the longest that does."""
+
+    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        nodes, weights, laws = self._weigh(tree, target)
+        at = 0
+        while at + 1 < len(nodes):
+            weight = weights[at + 1]
+            if at + 2 < len(nodes):
+                mass = residual(*laws[at + 1], weight)[1]
+                weight = mass / (mass + 1 - weight) if mass else weight
+            if not coins.flip(weight, nodes[at + 1]):
+                break
+            at += 1
+        node = nodes[at]
+        if at + 1 == len(nodes):
+            return Verdict(path=tree.path(node), next_token=coins.draw(target.law(node), at), kind=Source.BONUS)
+        left, mass = residual(*laws[at], weights[at])
+        token = coins.draw(left if mass > 0 else laws[at][0], at)
+        return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
+
+
+def test_block_verification_that_stops_at_the_first_miss() -> None:
+    assert worst_error(StopsAtFirstMiss(), (1, 1, 1)) > CLEARLY_WRONG
+
+
+def test_retrospective_pruning_is_biased() -> None:
+    """DSpark's counterexample: p = (.7, .3), q = (.5, .5); dropping a token after it was drawn gives (.85, .15)."""
+
+    def draw(coins: Coins) -> TokenTree:
+        builder = TreeBuilder()
+        token = coins.drafted(torch.tensor([0.5, 0.5]), 0)
+        if token == 0:
+            builder.add(token, 0, drawn=Drawn.IID)
+            builder.set_law(0, torch.tensor([0.5, 0.5], dtype=torch.float64))
+        return builder.tree(0)
+
+    prefixes: list[tuple[int, ...]] = [(), (0,), (1,)]
+    target: Laws = {prefix: torch.tensor([0.7, 0.3], dtype=torch.float64) for prefix in prefixes}
+    law = exact_law(rule_named("token_rejection"), target, draw, 2)
+    assert law.joint.sum(1).tolist() == pytest.approx([0.85, 0.15])
+
+
+def test_one_number_for_two_decisions_is_refused() -> None:
+    """A shared generator: every sibling asks for the same coin."""
+
+    class SharedCoin(recursive_rejection.RecursiveRejection):
+        def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+            flip = coins.flip
+            coins.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]
+            return super().verify(tree, target, coins)
+
+    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
+    with pytest.raises(AssertionError, match="used twice"):
+        exact_law(SharedCoin(), target, toy_drafter(draft, branching(2), Drawing.IID), 2)
+
+
+def test_the_honest_rules_on_the_same_worlds() -> None:
+    for name in ("token_rejection", "block"):
+        assert worst_error(rule_named(name), (1, 1)) <= TOLERANCE
+    assert sum(1 for _ in outcomes(lambda coins: coins.flip(0.5, 1))) == 2

@@ -1,0 +1,297 @@
+"""What a rule promises besides its law: the next token's kind, T = 0, real vocabularies, float32, scouts, defaults."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import ArgumentError
+from forerun.sampling import Coins
+from forerun.tree import TokenTree, TreeBuilder
+from forerun.types import Drawn, Source
+from forerun.verify import RULES, default_rule, rule_named
+from forerun.verify.enumeration import SHAPES, Drawing, PrefixLaws, World, outcomes, toy_drafter, toy_laws
+
+VOCABULARY = 150_000
+
+
+class FixedLaws:
+    """The same law at every node, counting who asks."""
+
+    def __init__(self, laws: dict[int, Tensor]) -> None:
+        self.laws, self.asked = laws, []
+
+    def law(self, node: int) -> Tensor:
+        self.asked.append(node)
+        return self.laws[node]
+
+    def argmax(self, node: int) -> int:
+        return int(self.laws[node].argmax())
+
+
+def peaked(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(vocabulary, generator=generator)).softmax(-1)
+
+
+def sampled_tree(counts: list[int], drawn: Drawn, coins: Coins, vocabulary: int = VOCABULARY) -> TokenTree:
+    """A tree that grows from the first child at every depth, drawn from `peaked` float32 laws."""
+    builder, node = TreeBuilder(), 0
+    for depth, count in enumerate(counts):
+        law = peaked(100 + depth, vocabulary)
+        builder.set_law(node, law)
+        rest, children = law, []
+        for index in range(count):
+            token = coins.drafted(rest, node, index)
+            children.append(builder.add(token, node, drawn=drawn))
+            if drawn is Drawn.WITHOUT_REPLACEMENT:
+                rest = rest.clone()
+                rest[token] = 0
+        node = children[0]
+    return builder.tree(0)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_empty_tree_is_plain_decoding(name: str) -> None:
+    verdict = rule_named(name).verify(TreeBuilder().tree(5), FixedLaws({0: torch.tensor([0.0, 1.0])}), Coins(1, 1))
+    assert (verdict.path, verdict.next_token, verdict.kind) == ((), 1, Source.TARGET)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_kind_of_the_next_token(name: str) -> None:
+    """BONUS exactly where the path ends at a leaf; the path is a path of the tree from the root."""
+    for world in (World.RANDOM, World.GREEDY_TARGET):
+        target, draft = toy_laws(world, vocabulary=3, depth=3, seed=2)
+        for shape in (SHAPES["chain of 3"], SHAPES["deep left, leaf right"]):
+            for tree, _ in outcomes(toy_drafter(draft, shape, Drawing.IID)):
+                rule, laws = rule_named(name), PrefixLaws(target, tree)
+                if not rule.accepts(tree):
+                    continue
+                for verdict, _ in outcomes(
+                    lambda coins, rule=rule, tree=tree, laws=laws: rule.verify(tree, laws, coins)
+                ):
+                    last = verdict.path[-1] if verdict.path else 0
+                    assert verdict.path == tree.path(last)
+                    assert verdict.kind is (Source.RECOVERED if tree.children[last] else Source.BONUS)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("drawing", list(Drawing))
+def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Drawing) -> None:
+    target, draft = toy_laws(World.GREEDY_TARGET, vocabulary=3, depth=3, seed=4)
+    rule = rule_named(name)
+    for tree, _ in outcomes(toy_drafter(draft, SHAPES["deep left, leaf right"], drawing)):
+        if not rule.accepts(tree):
+            continue
+        laws = PrefixLaws(target, tree)
+        greedy = rule_named("argmax_walk").verify(tree, laws, Coins(0, 0))
+        for verdict, _ in outcomes(lambda coins, tree=tree, laws=laws: rule.verify(tree, laws, coins)):
+            tokens = [tree.tokens[node] for node in verdict.path]
+            assert tokens == [tree.tokens[node] for node in greedy.path]
+            assert verdict.next_token == greedy.next_token
+
+
+@pytest.mark.parametrize("name", ["recursive_rejection", "traversal", "sample_walk", "typical"])
+@pytest.mark.parametrize("drawn", [Drawn.IID, Drawn.WITHOUT_REPLACEMENT])
+def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
+    tree = sampled_tree([4, 3, 2], drawn, Coins(3, 7))
+    laws = FixedLaws({node: peaked(node) for node in range(tree.size + 1)})
+    before = {node: law.clone() for node, law in [*laws.laws.items()]}
+    recorded = {node: law.clone() for node, law in tree.laws.items()}
+    for seed in range(3):
+        verdict = rule_named(name).verify(tree, laws, Coins(seed, 7))
+        assert laws.laws[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
+    assert all(torch.equal(law, before[node]) for node, law in laws.laws.items()), (
+        "a rule reads laws, it does not write"
+    )
+    assert all(torch.equal(law, recorded[node]) for node, law in tree.laws.items())
+
+
+@pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
+def test_chains_at_a_real_vocabulary(name: str) -> None:
+    tree = sampled_tree([1] * 7, Drawn.IID, Coins(3, 7))
+    laws = FixedLaws({node: peaked(100 + node) for node in range(8)})
+    verdicts = [rule_named(name).verify(tree, laws, Coins(seed, 7)) for seed in range(3)]
+    assert all(len(verdict.path) == 7 and verdict.kind is Source.BONUS for verdict in verdicts), (
+        "draft law = target law"
+    )
+
+
+@pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection"])
+def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> None:
+    """Residuals of rounding size: whatever is left must lie inside the target's support."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        target = torch.rand(50, generator=generator)
+        target[torch.randperm(50, generator=generator)[:45]] = 0
+        target = target / target.sum()
+        draft = (target * (1 + 1e-6 * torch.randn(50, generator=generator))).clamp_(min=0)
+        builder = TreeBuilder()
+        for node in range(3):
+            builder.add(int(target.argmax()), node, drawn=Drawn.WITHOUT_REPLACEMENT)
+            builder.set_law(node, draft / draft.sum())
+        tree = builder.tree(0)
+        laws = FixedLaws(dict.fromkeys(range(4), target))
+        for _, verdict in _every_verdict(name, tree, laws):
+            assert target[verdict.next_token] > 0
+
+
+def _every_verdict(name: str, tree: TokenTree, laws: FixedLaws):
+    return ((chance, verdict) for verdict, chance in outcomes(lambda coins: rule_named(name).verify(tree, laws, coins)))
+
+
+@pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
+def test_exhausted_and_contradicting_laws_are_survived(name: str) -> None:
+    """More siblings than the law has tokens, and a token to which its law gives nothing: never kept, never a crash."""
+    builder = TreeBuilder()
+    siblings = 1 if name in ("token_rejection", "block", "greedy_k") else 3
+    for _ in range(siblings):
+        builder.add(1, 0, drawn=Drawn.WITHOUT_REPLACEMENT)
+    builder.set_law(0, torch.tensor([1.0, 0.0, 0.0]))
+    tree = builder.tree(0)
+    laws = FixedLaws(dict.fromkeys(range(siblings + 1), torch.tensor([0.5, 0.25, 0.25])))
+    law = [0.0, 0.0, 0.0]
+    for chance, verdict in _every_verdict(name, tree, laws):
+        assert verdict.path == ()
+        law[verdict.next_token] += chance
+    assert law == pytest.approx([0.5, 0.25, 0.25], abs=1e-12)
+
+
+def test_the_walk_asks_only_for_the_laws_it_needs() -> None:
+    builder = TreeBuilder()
+    builder.add_path([1, 0, 1])
+    builder.add_path([0, 0, 0])
+    laws = FixedLaws(dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
+    verdict = rule_named("sample_walk").verify(builder.tree(0), laws, Coins(0, 0))
+    assert (laws.asked, verdict.path, verdict.kind) == ([0, 1], (1,), Source.RECOVERED)
+
+
+@pytest.mark.parametrize("name", ["sample_walk", "argmax_walk"])
+def test_walks_follow_all_nodes_that_hold_the_same_tokens(name: str) -> None:
+    """The first of two duplicates is a leaf; the walk goes on below the second."""
+    builder = TreeBuilder()
+    builder.set_law(0, torch.tensor([0.0, 1.0]))
+    builder.add(1, 0, drawn=Drawn.IID)
+    second = builder.add(1, 0, drawn=Drawn.IID)
+    last = builder.add(1, second)
+    laws = FixedLaws(dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
+    verdict = rule_named(name).verify(builder.tree(0), laws, Coins(0, 0))
+    assert (verdict.path, verdict.kind) == ((second, last), Source.BONUS)
+
+
+def test_the_walk_reproduces_plain_decoding_for_a_seed() -> None:
+    """Whatever is drafted, the text is the one that draws by absolute position give."""
+    target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=6, seed=9)
+    for seed in range(20):
+        plain = _walk_text(target, seed, lambda _text: ())
+        assert _walk_text(target, seed, lambda text: [(text[-1] + 1) % 3 if text else 0] * 2) == plain
+        assert _walk_text(target, seed, lambda _text: (1, 1, 2)) == plain
+
+
+def _walk_text(target, seed: int, drafter) -> list[int]:
+    text: list[int] = []
+    while len(text) < 6:
+        builder = TreeBuilder()
+        builder.add_path(list(drafter(text))[: 5 - len(text)])
+        tree = builder.tree(0)
+        laws = FixedLaws(
+            {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)}
+        )
+        verdict = rule_named("sample_walk").verify(tree, laws, Coins(seed, 10 + len(text)))
+        text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    return text
+
+
+def test_scouts_are_never_accepted() -> None:
+    builder = TreeBuilder()
+    builder.add(1, 0, scout=True)
+    tree = builder.tree(0)
+    for name in RULES:
+        verdict = rule_named(name).verify(
+            tree, FixedLaws(dict.fromkeys(range(2), torch.tensor([0.0, 1.0]))), Coins(0, 0)
+        )
+        assert (verdict.path, verdict.kind) == ((), Source.BONUS)
+
+
+def test_a_sampled_scout_is_only_walked() -> None:
+    builder = TreeBuilder()
+    builder.set_law(0, torch.tensor([0.5, 0.5]))
+    builder.add(1, 0, drawn=Drawn.IID)
+    builder.add(1, 0, drawn=Drawn.IID, scout=True)
+    tree = builder.tree(0)
+    refusing = {name for name in RULES if not rule_named(name).accepts(tree)}
+    assert refusing == {"token_rejection", "block", "recursive_rejection", "traversal", "greedy_k"}
+    assert default_rule(tree, greedy=False) == "sample_walk"
+
+
+def tree_with(*siblings: Drawn, below: Drawn | None = None, recorded: bool = True) -> TokenTree:
+    builder = TreeBuilder()
+    for token, kind in enumerate(siblings):
+        builder.add(token, 0, drawn=kind)
+    if recorded and set(siblings) - {Drawn.GIVEN}:
+        builder.set_law(0, torch.full((4,), 0.25))
+    if below is not None:
+        builder.add(0, 1, drawn=below)
+        builder.set_law(1, torch.full((4,), 0.25))
+    return builder.tree(0)
+
+
+GIVEN, IID, WITHOUT = Drawn.GIVEN, Drawn.IID, Drawn.WITHOUT_REPLACEMENT
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        (tree_with(), "sample_walk"),
+        (tree_with(GIVEN), "sample_walk"),
+        (tree_with(GIVEN, GIVEN), "sample_walk"),
+        (tree_with(IID), "block"),
+        (tree_with(IID, below=IID), "block"),
+        (tree_with(GIVEN, below=IID), "block"),
+        (tree_with(IID, IID), "traversal"),
+        (tree_with(WITHOUT, WITHOUT, below=IID), "traversal"),
+        (tree_with(GIVEN, GIVEN, IID), "greedy_k"),
+        (tree_with(GIVEN, GIVEN, WITHOUT, below=WITHOUT), "greedy_k"),
+        (tree_with(GIVEN, WITHOUT, WITHOUT), "traversal"),
+        (tree_with(IID, IID, recorded=False), "sample_walk"),
+    ],
+)
+def test_default_rule(tree: TokenTree, rule: str) -> None:
+    assert default_rule(tree, greedy=False) == rule
+    assert rule_named(rule).accepts(tree)
+    assert rule_named(rule).lossless
+    assert default_rule(tree, greedy=True) == "argmax_walk"
+
+
+def test_chain_rules_refuse_trees_and_greedy_k_two_sampled_siblings() -> None:
+    assert not rule_named("block").accepts(tree_with(GIVEN, GIVEN))
+    assert not rule_named("token_rejection").accepts(tree_with(IID, IID))
+    assert not rule_named("greedy_k").accepts(tree_with(GIVEN, IID, IID))
+
+
+def test_every_rule_says_what_it_is() -> None:
+    for name in RULES:
+        rule = rule_named(name)
+        assert rule.name == name
+        assert rule.lossless == (name != "typical")
+        assert rule.summary
+        assert rule.lossless or "LOSSY" in rule.summary
+
+
+def test_unknown_rule_names_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match="Did you mean 'traversal'"):
+        rule_named("traversl")
+
+
+def test_typical_acceptance_thresholds() -> None:
+    """A flat law lowers the bar (entropy term), a peaked one is held to epsilon."""
+    builder = TreeBuilder()
+    builder.add(1, 0)
+    tree = builder.tree(0)
+    flat = torch.full((100,), 0.01)
+    peaked_law = torch.tensor([0.95, 0.05])
+    rule = rule_named("typical")
+    verdict = rule.verify(tree, FixedLaws({0: flat, 1: flat}), Coins(0, 0))
+    assert verdict.path == (1,), "0.01 > 0.3 * exp(-ln 100) = 0.003"
+    assert rule.verify(tree, FixedLaws({0: peaked_law, 1: peaked_law}), Coins(0, 0)).path == (), "0.05 < 0.09"
