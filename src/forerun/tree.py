@@ -39,23 +39,50 @@ def depths(parents: Tensor) -> Tensor:
 
 
 def check(draft: Draft, vocabulary: int) -> None:
-    """Refuse a draft that is no tree or leaves the vocabulary.
+    """Refuse a draft that is no tree, leaves the vocabulary, or was sampled without telling from which law.
 
     Raises:
         InvalidDraftError: naming the row, the node and what is wrong with it.
     """
+    _check_laws(draft, vocabulary)
+    all_tokens, all_parents, all_drawn = draft.tokens.tolist(), draft.parents.tolist(), draft.drawn.tolist()
     for row, count in enumerate(draft.counts.tolist()):
         if not 0 <= count <= draft.size:
             raise InvalidDraftError(f"row {row}: count {count} is not in 0..{draft.size}")
-        tokens, parents = draft.tokens[row, :count].tolist(), draft.parents[row, :count].tolist()
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+        nodes = zip(all_tokens[row][:count], all_parents[row][:count], all_drawn[row][:count], strict=True)
+        for node, (token, parent, drawn) in enumerate(nodes, start=1):
+            where = f"row {row}: node {node}"
             if not 0 <= parent < node:
                 expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
-                raise InvalidDraftError(f"row {row}: node {node} has parent {parent}; {expected}")
+                raise InvalidDraftError(f"{where} has parent {parent}; {expected}")
             if not 0 <= token < vocabulary:
-                raise InvalidDraftError(
-                    f"row {row}: node {node} holds token {token}, outside the vocabulary of {vocabulary}"
-                )
+                raise InvalidDraftError(f"{where} holds token {token}, outside the vocabulary of {vocabulary}")
+            if drawn not in _KINDS:
+                raise InvalidDraftError(f"{where} was drawn in the unknown way {drawn}; it must be a Drawn")
+            if drawn != Drawn.GIVEN and draft.laws is None:
+                raise InvalidDraftError(f"{where} was sampled, but the draft records no laws; set Draft.laws")
+
+
+_KINDS = frozenset(int(kind) for kind in Drawn)
+
+
+def _check_laws(draft: Draft, vocabulary: int) -> None:
+    if draft.laws is None:
+        return
+    width = draft.laws.shape[-1]
+    if draft.laws.shape[:2] != (len(draft.counts), draft.size + 1):
+        expected = f"({len(draft.counts)}, {draft.size + 1}, V)"
+        raise InvalidDraftError(
+            f"the laws have shape {tuple(draft.laws.shape)}, expected {expected}: one per node, root first"
+        )
+    if draft.law_ids is None and width > vocabulary:
+        raise InvalidDraftError(f"the laws are over {width} tokens, the target's vocabulary has {vocabulary}")
+    if draft.law_ids is not None and (
+        draft.law_ids.shape != (width,) or not 0 <= int(draft.law_ids.min()) <= int(draft.law_ids.max()) < vocabulary
+    ):
+        raise InvalidDraftError(
+            f"law_ids must hold {width} target token ids below {vocabulary}, one per entry of the laws"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +173,13 @@ class TreeBuilder:
             parent = self.add(token, parent, confidence=confidence)
         return parent
 
+    def index_given(self) -> None:
+        """Learn which GIVEN nodes there are, after the lists were filled directly; later twins are merged again."""
+        self._given.clear()
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
+            if self.drawn[node - 1] is Drawn.GIVEN and not self.scouts[node - 1]:
+                self._given.setdefault((parent, token), node)
+
     def set_law(self, node: int, law: Tensor) -> None:
         """Record the law (V,) float32 that the sampled children of `node` were drawn from."""
         self.laws[node] = law
@@ -184,29 +218,52 @@ def stack(
 
 
 def _stack_laws(builders: Sequence[TreeBuilder], size: int, device: torch.device | str) -> Tensor | None:
-    widths = {len(law) for builder in builders for law in builder.laws.values()}
-    if not widths:
+    """(B, N, V): laws of different width, where drafters know vocabularies of different size, are padded with zeros."""
+    width = max((len(law) for builder in builders for law in builder.laws.values()), default=0)
+    if not width:
         return None
-    laws = torch.zeros(len(builders), size + 1, widths.pop(), device=device)
+    laws = torch.zeros(len(builders), size + 1, width, device=device)
     for row, builder in enumerate(builders):
         for node, law in builder.laws.items():
-            laws[row, node] = law
+            laws[row, node, : len(law)] = law
     return laws
 
 
 def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
-    """One draft for `batch` rows out of several: each comes with the rows it speaks for; other rows draft nothing."""
+    """One draft for `batch` rows out of several: each comes with the rows it speaks for; other rows draft nothing.
+
+    Laws stay narrow where all drafts that have laws share one `law_ids`; else they are widened to token ids.
+    """
     if len(drafts) == 1 and list(drafts[0][0]) == list(range(batch)):
         return drafts[0][1]
+    law_ids = _shared_law_ids([draft for _, draft in drafts])
     builders = [TreeBuilder() for _ in range(batch)]
     for rows, draft in drafts:
         for index, row in enumerate(rows):
-            builders[row] = rebuild(draft, index)
-    return stack(builders)
+            builders[row] = rebuild(draft, index, widen=law_ids is None)
+    return stack(builders, device=drafts[0][1].tokens.device if drafts else "cpu", law_ids=law_ids)
 
 
-def rebuild(draft: Draft, row: int, vocabulary: int | None = None) -> TreeBuilder:
-    """One row of a draft as a builder again, laws widened to the target's vocabulary where `law_ids` maps them."""
+def _shared_law_ids(drafts: Sequence[Draft]) -> Tensor | None:
+    """The one `law_ids` of all drafts that have laws; None if they differ or there is none."""
+    ids = [draft.law_ids for draft in drafts if draft.laws is not None]
+    first = ids[0] if ids else None
+    same = first is not None and all(other is not None and torch.equal(other, first) for other in ids)
+    return first if same else None
+
+
+def rebuild(draft: Draft, row: int, vocabulary: int | None = None, *, widen: bool = True) -> TreeBuilder:
+    """One row of a draft as a builder again.
+
+    Args:
+        draft: with rows as they were stacked.
+        row: which of them.
+        vocabulary: laws are padded with zeros to this width; None leaves them as wide as their largest token id asks.
+        widen: map laws through `law_ids` to token ids; False keeps them over `law_ids`.
+
+    Raises:
+        InvalidDraftError: a node has sampled children but the draft records no law for it.
+    """
     builder = TreeBuilder()
     count = int(draft.counts[row])
     builder.tokens = draft.tokens[row, :count].tolist()
@@ -214,20 +271,23 @@ def rebuild(draft: Draft, row: int, vocabulary: int | None = None) -> TreeBuilde
     builder.drawn = [Drawn(kind) for kind in draft.drawn[row, :count].tolist()]
     builder.confidence = [1.0] * count if draft.confidence is None else draft.confidence[row, :count].tolist()
     builder.scouts = [False] * count if draft.scouts is None else draft.scouts[row, :count].tolist()
+    builder.index_given()
     sampled = {parent for parent, kind in zip(builder.parents, builder.drawn, strict=True) if kind is not Drawn.GIVEN}
-    for node in sampled:
-        builder.laws[node] = _wide_law(draft, row, node, vocabulary)
+    for node in sorted(sampled):
+        if draft.laws is None:
+            raise InvalidDraftError(f"row {row}: node {node} has sampled children but the draft records no law for it")
+        law = draft.laws[row, node]
+        builder.laws[node] = _wide_law(law, draft.law_ids, vocabulary) if widen else law
     return builder
 
 
-def _wide_law(draft: Draft, row: int, node: int, vocabulary: int | None) -> Tensor:
-    if draft.laws is None:
-        raise InvalidDraftError(f"row {row}: node {node} has sampled children but the draft records no law for it")
-    law = draft.laws[row, node]
-    if draft.law_ids is None:
-        return law
-    wide = law.new_zeros(vocabulary if vocabulary is not None else int(draft.law_ids.max()) + 1)
-    return wide.index_copy_(0, draft.law_ids, law)
+def _wide_law(law: Tensor, law_ids: Tensor | None, vocabulary: int | None) -> Tensor:
+    """The law over token ids, zero where the drafter does not know the token."""
+    if law_ids is None:
+        missing = 0 if vocabulary is None else vocabulary - len(law)
+        return torch.nn.functional.pad(law, (0, missing)) if missing > 0 else law
+    wide = law.new_zeros(vocabulary if vocabulary is not None else int(law_ids.max()) + 1)
+    return wide.index_copy_(0, law_ids.to(law.device), law)
 
 
 def token_trees(draft: Draft, roots: Sequence[int], vocabulary: int) -> list[TokenTree]:
