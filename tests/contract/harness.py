@@ -1,0 +1,261 @@
+"""What the contract suite runs on: tiny models, every registered drafter, exact laws of outcomes, chi-square.
+
+A new drafter is tested without a line here. Where it needs options to run on the tiny target, or has several ways of
+drawing, `VARIANTS` names them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from scipy import stats
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.drafters import DRAFTERS, Entry, drafter_class
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.sampling import Sampler
+from forerun.tree import TokenTree, token_trees
+from forerun.types import Budget, Draft, RequestOutput
+from forerun.verify.base import RULES, default_rule, rule_named
+
+VOCABULARY = 12
+NEVER = 6
+"""A token that the law under test never gives."""
+SLOTS = 128
+PROMPT = [1, 5, 3, 1, 5, 7, 2, 1, 5]
+"""Its end occurred twice before, with different continuations: a copying drafter has something to copy."""
+PROMPTS = [PROMPT, [3], [4, 9, 4, 9, 4], [2, 2, 2, 2, 2, 2], [11, 0, 7, 6, 5, 4, 3, 2, 1, 0, 11, 0, 7]]
+SAMPLED = SamplingParams(
+    temperature=0.8,
+    top_k=4,
+    top_p=0.95,
+    min_p=0.05,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.4,
+    allowed_token_ids=[token for token in range(VOCABULARY) if token != NEVER],
+    max_tokens=4,
+)
+"""Everything on, and few enough outcomes to count them all."""
+FAMILY = 1e-6
+"""Chance that a right implementation fails anywhere in the suite."""
+TESTS = 128
+"""More than there are statistical tests."""
+_greedy_answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
+LEVEL = FAMILY / TESTS
+
+
+@functools.cache
+def model(seed: int = 0) -> LlamaForCausalLM:
+    """A random Llama in float32 whose laws are neither flat nor peaked."""
+    generator = torch.Generator().manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SLOTS,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    made = LlamaForCausalLM(config).eval().to(torch.float32)
+    for name, parameter in made.named_parameters():
+        if "norm" not in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
+    return made
+
+
+@functools.cache
+def relative(noise: float = 0.04) -> LlamaForCausalLM:
+    """A model that often, but not always, agrees with `model()`: the draft model."""
+    generator = torch.Generator().manual_seed(1)
+    made = copy.deepcopy(model())
+    for parameter in made.parameters():
+        parameter.data += noise * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One drafter with options. Compared by its name alone."""
+
+    method: str
+    label: str = "default"
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def config(self, rule: str | None = None) -> dict[str, Any]:
+        """As `LLM` takes it."""
+        return {"method": self.method, "rule": rule, **self.options}
+
+    def __str__(self) -> str:
+        return f"{self.method}-{self.label}"
+
+
+def _draft_model(label: str, **options: Any) -> Variant:
+    return Variant("draft_model", label, {"model": relative(), **options})
+
+
+VARIANTS: dict[str, list[Variant]] = {
+    "ngram": [
+        Variant("ngram", "chain", {"num_speculative_tokens": 3}),
+        Variant("ngram", "trie", {"num_speculative_tokens": 3, "max_branches": 3}),
+    ],
+    "draft_model": [
+        _draft_model("chain", num_speculative_tokens=3),
+        _draft_model("given", num_speculative_tokens=3, draw="given"),
+        _draft_model("tree", shape=(3, 2, 1)),
+        _draft_model("iid-tree", shape=(3, 2, 1), draw="iid"),
+        _draft_model("given-tree", shape=(3, 2, 1), draw="given"),
+        _draft_model("greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
+        _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
+    ],
+}
+
+
+def variants() -> list[Variant]:
+    """Every registered drafter, in each way that `VARIANTS` knows."""
+    return [variant for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])]
+
+
+@functools.cache
+def oracle(depth: int = 3) -> Variant:
+    """A drafter that is always right: the target itself."""
+    return Variant("draft_model", "oracle", {"model": model(), "num_speculative_tokens": depth})
+
+
+def llm(variant: Variant | None, *, rule: str | None = None, rows: int = 8, check: bool = True) -> LLM:
+    """An engine on the tiny target."""
+    config = None if variant is None else variant.config(rule)
+    return LLM(model(), tokenizer=False, speculative_config=config, max_num_seqs=rows, max_model_len=64, check=check)
+
+
+def as_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain_greedy(prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """What transformers' own forward and the processors say at temperature 0: no cache, no tree, no engine."""
+    key = (tuple(prompt), repr(params))
+    if key not in _greedy_answers:
+        _greedy_answers[key] = _plain_greedy(prompt, params)
+    return _greedy_answers[key]
+
+
+def _plain_greedy(prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    sampler, output = Sampler(params, prompt), list[int]()
+    for _ in range(params.max_tokens or 0):
+        with torch.inference_mode():
+            logits = model()(torch.tensor([[*prompt, *output]])).logits[0, -1]
+        output.append(int(sampler.process(logits, output).argmax()))
+    return output
+
+
+def exact_outcomes(prompt: Sequence[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every possible answer, from plain forwards without a cache."""
+    sampler = Sampler(params, prompt)
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(params.max_tokens or 0):
+        heads = list(outcomes)
+        with torch.inference_mode():
+            logits = model()(torch.tensor([[*prompt, *head] for head in heads])).logits[:, -1]
+        grown = {}
+        for head, row in zip(heads, logits, strict=True):
+            law = sampler.law(row, list(head)).double()
+            for token in torch.nonzero(law).flatten().tolist():
+                grown[(*head, token)] = outcomes[head] * float(law[token])
+        outcomes = grown
+    return outcomes
+
+
+@functools.cache
+def expected() -> dict[tuple[int, ...], float]:
+    """The law of the answers to `PROMPT` under `SAMPLED`."""
+    return exact_outcomes(PROMPT, SAMPLED)
+
+
+def sample(engine: LLM, draws: int) -> Counter[tuple[int, ...]]:
+    """Answers to `PROMPT` under `SAMPLED`, one for each seed."""
+    params = [replace(SAMPLED, seed=seed) for seed in range(draws)]
+    outputs = engine.generate(as_prompts([PROMPT] * draws), params)
+    return Counter(tuple(tokens) for tokens in tokens_of(outputs))
+
+
+def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
+    """Chi-square of counted answers against their law; 0 where an impossible answer came out. Rare answers are pooled."""
+    if any(answer not in law for answer in counts):
+        return 0.0
+    draws = sum(counts.values())
+    observed, wanted, rare_observed, rare_wanted = list[float](), list[float](), 0.0, 0.0
+    for answer, probability in law.items():
+        if probability * draws >= 5:
+            observed.append(counts.get(answer, 0))
+            wanted.append(probability * draws)
+        else:
+            rare_observed += counts.get(answer, 0)
+            rare_wanted += probability * draws
+    if rare_wanted > 0:
+        observed.append(rare_observed)
+        wanted.append(rare_wanted)
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in zip(observed, wanted, strict=True))
+    return float(stats.chi2.sf(statistic, len(observed) - 1))
+
+
+def trees_of(variant: Variant, params: SamplingParams = SAMPLED) -> list[TokenTree]:
+    """The trees of one answer's steps, as the rules see them."""
+    found: list[TokenTree] = []
+    cls = drafter_class(variant.method)
+
+    class Spy(cls):  # type: ignore[misc, valid-type]
+        def propose(self, context: DraftContext, budget: Budget) -> Draft:
+            draft = super().propose(context, budget)
+            found.extend(token_trees(draft, [tokens[-1] for tokens in context.tokens], VOCABULARY))
+            return draft
+
+    with installed(variant.method, Spy):
+        llm(variant).generate(as_prompts([PROMPT]), replace(params, seed=0, max_tokens=12))
+    return [tree for tree in found if tree.size]
+
+
+@contextmanager
+def installed(name: str, cls: type[Drafter]) -> Iterator[None]:
+    """`cls` stands in for, or beside, the registered drafters while the context is open."""
+    module = types.ModuleType("contract_installed")
+    module.Drafter = cls  # type: ignore[attr-defined]
+    before = dict(DRAFTERS)
+    sys.modules[module.__name__] = module
+    DRAFTERS[name] = Entry(path=f"{module.__name__}:Drafter", summary="of a test")
+    try:
+        yield
+    finally:
+        del sys.modules[module.__name__]
+        DRAFTERS.clear()
+        DRAFTERS.update(before)
+
+
+@functools.cache
+def rules_for(variant: Variant) -> list[str]:
+    """The lossless rules that accept what the variant draws at a temperature above 0, the default one first."""
+    found = trees_of(variant)
+    usable = [
+        name
+        for name in RULES
+        if name != "argmax_walk" and rule_named(name).lossless and all(rule_named(name).accepts(tree) for tree in found)
+    ]
+    default = default_rule(found[0], greedy=False)
+    return [default, *(name for name in usable if name != default)]

@@ -1,0 +1,96 @@
+"""An answer ends where plain decoding ends it, also when the end falls inside an accepted block."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from contract.harness import PROMPT, VOCABULARY, Variant, as_prompts, llm, model, oracle, plain_greedy, variants
+from forerun import LLM, SamplingParams
+from forerun.types import CompletionOutput
+
+LENGTH = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, frequency_penalty=0.5)
+EVERYONE = [oracle(5), *variants()]
+everyone = pytest.mark.parametrize("variant", EVERYONE, ids=str)
+
+
+def answer(engine: LLM, params: SamplingParams) -> CompletionOutput:
+    return engine.generate(as_prompts([PROMPT]), params)[0].outputs[0]
+
+
+def text_of_the_target() -> list[int]:
+    """The greedy answer, long enough to be cut anywhere."""
+    return plain_greedy(PROMPT, GREEDY)
+
+
+def test_the_oracle_accepts_whole_blocks() -> None:
+    found = answer(llm(oracle(5)), GREEDY)
+    assert found.speculation.mean_acceptance_length > 4
+    assert len(set(found.token_ids)) > 4, "an answer of one token could end anywhere"
+
+
+@everyone
+def test_max_tokens(variant: Variant) -> None:
+    engine = llm(variant)
+    for length in range(1, LENGTH + 1):
+        found = answer(engine, replace(GREEDY, max_tokens=length))
+        assert found.token_ids == text_of_the_target()[:length]
+        assert found.finish_reason == "length"
+
+
+@everyone
+def test_stop_token_ids(variant: Variant) -> None:
+    engine, whole = llm(variant), text_of_the_target()
+    for stop in sorted(set(whole)):
+        found = answer(engine, replace(GREEDY, stop_token_ids=[stop]))
+        assert found.token_ids == whole[: whole.index(stop) + 1]
+        assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+
+
+@everyone
+def test_end_of_text(variant: Variant) -> None:
+    whole = text_of_the_target()
+    for stop in sorted(set(whole))[::2]:
+        ending = copy.deepcopy(model())
+        ending.generation_config.eos_token_id = [stop]
+        engine = LLM(ending, tokenizer=False, speculative_config=variant.config(), max_model_len=64)
+        found = answer(engine, GREEDY)
+        assert found.token_ids == whole[: whole.index(stop) + 1]
+        assert (found.finish_reason, found.stop_reason) == ("stop", None)
+        assert answer(engine, replace(GREEDY, ignore_eos=True)).token_ids == whole
+
+
+@everyone
+def test_min_tokens_forbid_the_end_at_each_node(variant: Variant) -> None:
+    engine, stop = llm(variant), text_of_the_target()[2]
+    params = replace(GREEDY, stop_token_ids=[stop], min_tokens=5)
+    found = answer(engine, params)
+    assert found.token_ids == engine.generate(as_prompts([PROMPT]), params, speculative=False)[0].outputs[0].token_ids
+    assert stop not in found.token_ids[:5]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{index:02}": index for index in range(VOCABULARY)}, unk_token="w00"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@everyone
+def test_stop_strings(variant: Variant, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = LLM(model(), tokenizer=tokenizer, speculative_config=variant.config(), max_model_len=64)
+    whole = answer(engine, GREEDY).text
+    for start in range(0, len(whole) - 6, 5):
+        stop = whole[start : start + 6]
+        found = answer(engine, replace(GREEDY, stop=stop))
+        assert found.text == whole[: whole.index(stop)]
+        assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+        kept = answer(engine, replace(GREEDY, stop=stop, include_stop_str_in_output=True))
+        assert kept.text == whole[: whole.index(stop) + len(stop)]

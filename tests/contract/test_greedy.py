@@ -1,0 +1,34 @@
+"""In float32 greedy output is the target's own, token by token, as transformers' forward without a cache says it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from contract.harness import PROMPTS, Variant, as_prompts, llm, plain_greedy, tokens_of, variants
+from forerun import SamplingParams
+
+LENGTH = 40
+NEUTRAL = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+PENALISED = replace(NEUTRAL, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.3, logit_bias={3: 1.0})
+
+
+def reference(params: SamplingParams) -> list[list[int]]:
+    """The answers to `PROMPTS`."""
+    return [plain_greedy(prompt, params) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("params", [NEUTRAL, PENALISED], ids=["neutral", "penalised"])
+@pytest.mark.parametrize("variant", [None, *variants()], ids=str)
+def test_greedy_output_is_the_targets(variant: Variant | None, params: SamplingParams) -> None:
+    outputs = llm(variant, rows=3).generate(as_prompts(PROMPTS), params)
+    assert tokens_of(outputs) == reference(params)
+
+
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_rows_that_differ_in_everything_do_not_disturb_each_other(variant: Variant) -> None:
+    params = [replace(NEUTRAL, max_tokens=length) for length in (3, 17, 1, 9, 25)]
+    outputs = llm(variant, rows=2).generate(as_prompts(PROMPTS), params)
+    wanted = [tokens[: own.max_tokens] for tokens, own in zip(reference(NEUTRAL), params, strict=True)]
+    assert tokens_of(outputs) == wanted

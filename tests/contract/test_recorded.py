@@ -1,0 +1,137 @@
+"""What a drafter records is what it drew from, and whether a node is submitted never depends on its own value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from contract.harness import PROMPTS, SAMPLED, VOCABULARY, Variant, as_prompts, installed, llm, trees_of, variants
+from forerun.drafters import drafter_class
+from forerun.drafters.base import DraftContext
+from forerun.sampling import Coins
+from forerun.tree import TreeBuilder, rebuild
+from forerun.types import Budget, Draft, Drawn
+
+PARAMS = replace(SAMPLED, max_tokens=12, seed=3)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One draw as the coins saw it."""
+
+    law: Tensor
+    token: int
+
+
+class LoggedCoins(Coins):
+    """Coins that remember every draw of a drafter, and can make one of them come out differently."""
+
+    def __init__(self, coins: Coins, altered: int | None = None) -> None:
+        super().__init__(coins.seed, coins.position, coins.draft_stream)
+        self.log: list[Drawing] = []
+        self._altered = altered
+
+    def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
+        token = super().drafted(law, node, index)
+        if len(self.log) == self._altered:
+            others = [other for other in torch.nonzero(law).flatten().tolist() if other != token]
+            token = others[-1] if others else token
+        self.log.append(Drawing(law.clone(), token))
+        return token
+
+
+def conditional_laws(builder: TreeBuilder) -> Iterator[tuple[int, Tensor]]:
+    """(token, recorded law given the elder siblings) of every sampled node."""
+    rest: dict[int, Tensor] = {}
+    for token, parent, kind in zip(builder.tokens, builder.parents, builder.drawn, strict=True):
+        if kind is Drawn.GIVEN:
+            continue
+        law = rest.setdefault(parent, builder.laws[parent].clone())
+        yield token, law.clone()
+        if kind is Drawn.WITHOUT_REPLACEMENT:
+            law[token] = 0
+            law /= law.sum().clamp_min(1e-30)
+
+
+def check_recorded(draft: Draft, coins: list[LoggedCoins]) -> int:
+    """Assert that every sampled node was drawn from its recorded law; how many there were."""
+    count = 0
+    for row, own in enumerate(coins):
+        unused = list(own.log)
+        for token, law in conditional_laws(rebuild(draft, row, VOCABULARY)):
+            match = [d for d in unused if d.token == token and torch.allclose(d.law, law, atol=1e-5)]
+            assert match, f"row {row}: token {token} was not drawn from the law that was recorded for it"
+            unused.remove(match[0])
+            count += 1
+    return count
+
+
+def check_not_anticipating(base: Draft, altered: Draft) -> None:
+    """Assert that the first node whose value changed stands where it stood, with the confidence that it had."""
+    width = min(base.size, altered.size)
+    counts = int(base.counts[0]), int(altered.counts[0])
+    differing = torch.nonzero(base.tokens[0, :width] != altered.tokens[0, :width]).flatten().tolist()
+    if not differing:
+        assert counts[0] == counts[1], "a drawn value decided whether a node is submitted"
+        return
+    first = differing[0]
+    assert first < min(counts), "a drawn value decided whether its own node is submitted"
+    for name in ("parents", "drawn", "confidence"):
+        before, after = getattr(base, name), getattr(altered, name)
+        if before is not None:
+            kept = before[0, : first + 1].float(), after[0, : first + 1].float()
+            assert torch.allclose(*kept, atol=1e-4), f"{name} of a node changed with its own value"
+
+
+@dataclass
+class Watched:
+    """What came of watching a drafter's proposals. A drafter that raises is silenced by the step, so failures are kept."""
+
+    checked: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def watch(variant: Variant, prompts: Sequence[Sequence[int]], alterations: int = 0) -> Watched:
+    """Run `variant`, checking every proposal; with `alterations`, also each proposal with one of its draws changed."""
+    cls = drafter_class(variant.method)
+    watched = Watched()
+
+    class Spy(cls):  # type: ignore[misc, valid-type]
+        def propose(self, context: DraftContext, budget: Budget) -> Draft:
+            coins = [LoggedCoins(own) for own in context.coins]
+            draft = super().propose(replace(context, coins=coins), budget)
+            try:
+                watched.checked += check_recorded(draft, coins)
+                for place in range(min(len(coins[0].log), alterations)):
+                    other = [LoggedCoins(context.coins[0], altered=place)]
+                    check_not_anticipating(draft, super().propose(replace(context, coins=other), budget))
+            except AssertionError as error:
+                watched.problems.append(str(error))
+            return draft
+
+    with installed(variant.method, Spy):
+        llm(variant).generate(as_prompts(prompts), PARAMS)
+    return watched
+
+
+def draws_anything(variant: Variant) -> bool:
+    """Whether any of its nodes is sampled."""
+    return any(kind is not Drawn.GIVEN for tree in trees_of(variant) for kind in tree.drawn)
+
+
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_the_recorded_law_is_the_law_that_was_drawn_from(variant: Variant) -> None:
+    watched = watch(variant, PROMPTS)
+    assert not watched.problems
+    assert (watched.checked > 0) == draws_anything(variant)
+
+
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_no_node_is_submitted_for_its_own_value(variant: Variant) -> None:
+    watched = watch(variant, PROMPTS[:1], alterations=8)
+    assert not watched.problems
+    assert (watched.checked > 0) == draws_anything(variant)

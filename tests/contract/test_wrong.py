@@ -1,0 +1,22 @@
+"""However wrong a drafter is, and however it fails, answers stay what they were."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.harness import LEVEL, PROMPTS, Variant, as_prompts, expected, installed, llm, p_value, sample, tokens_of
+from contract.test_greedy import NEUTRAL, reference
+from contract.wrong import WRONG
+
+pytestmark = pytest.mark.parametrize("name", WRONG)
+
+
+def test_the_law_stays(name: str) -> None:
+    with installed("wrong", WRONG[name]):
+        assert p_value(sample(llm(Variant("wrong"), rows=64, check=False), 600), expected()) > LEVEL
+
+
+def test_greedy_output_stays(name: str) -> None:
+    with installed("wrong", WRONG[name]):
+        outputs = llm(Variant("wrong"), rows=3, check=False).generate(as_prompts(PROMPTS), NEUTRAL)
+    assert tokens_of(outputs) == reference(NEUTRAL)

@@ -1,0 +1,136 @@
+"""Drafters that are as wrong as can be. None of them may change an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from contract.harness import NEVER, VOCABULARY
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft, Drawn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """Nothing to choose."""
+
+
+class Wrong(Drafter):
+    """Draws the same sort of chain for every row, whatever was read."""
+
+    name = "wrong"
+    Config = NoOptions
+
+    def __init__(self, config: NoOptions, setup: DrafterSetup) -> None:
+        self.calls = 0
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        self.calls += 1
+        return stack([self.chain(context, row, depth) for row, depth in enumerate(budget.depth)])
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        """One row's draft."""
+        raise NotImplementedError
+
+
+def _sampled_chain(context: DraftContext, row: int, depth: int, law: torch.Tensor) -> TreeBuilder:
+    builder = TreeBuilder()
+    for node in range(min(depth, 3)):
+        builder.set_law(node, law)
+        builder.add(context.coins[row].drafted(law, node), node, drawn=Drawn.IID)
+    return builder
+
+
+class Uniform(Wrong):
+    """Every token is as likely as any other."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        return _sampled_chain(context, row, depth, torch.full((VOCABULARY,), 1 / VOCABULARY))
+
+
+class OffSupport(Wrong):
+    """Certain of a token that the target never gives."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        return _sampled_chain(context, row, depth, torch.nn.functional.one_hot(torch.tensor(NEVER), VOCABULARY).float())
+
+
+class Given(Wrong):
+    """Deterministic, and always wrong."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        builder = TreeBuilder()
+        builder.add_path([NEVER] * min(depth, 3))
+        return builder
+
+
+class Whimsical(Wrong):
+    """Half of the vocabulary, the half depending on the last token."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        law = torch.zeros(VOCABULARY)
+        law[context.tokens[row][-1] % 2 :: 2] = 2 / VOCABULARY
+        return _sampled_chain(context, row, depth, law)
+
+
+class Raising(Wrong):
+    """Fails in every second proposal."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        if self.calls % 2:
+            raise RuntimeError("as planned")
+        return Uniform.chain(self, context, row, depth)  # type: ignore[arg-type]
+
+
+class Deaf(Uniform):
+    """Fails whenever it is shown something."""
+
+    def extend(self, context: DraftContext) -> None:
+        raise RuntimeError("as planned")
+
+    def observe(self, *_: object) -> None:
+        raise RuntimeError("as planned")
+
+
+class Overlong(Wrong):
+    """Heeds no budget."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        builder = TreeBuilder()
+        builder.add_path(list(context.tokens[row][-1:]) * 9)
+        return builder
+
+
+def _spoiled(spoil: Callable[[TreeBuilder], None]) -> type[Wrong]:
+    class Spoiled(Uniform):
+        def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+            builder = super().chain(context, row, depth)
+            if builder.tokens:
+                spoil(builder)
+            return builder
+
+    return Spoiled
+
+
+def _cycle(builder: TreeBuilder) -> None:
+    builder.parents[0] = 1
+
+
+def _alien(builder: TreeBuilder) -> None:
+    builder.tokens[0] = VOCABULARY
+
+
+WRONG: dict[str, type[Wrong]] = {
+    "uniform": Uniform,
+    "off-support": OffSupport,
+    "given": Given,
+    "whimsical": Whimsical,
+    "raising": Raising,
+    "deaf": Deaf,
+    "overlong": Overlong,
+    "cycle": _spoiled(_cycle),
+    "outside-the-vocabulary": _spoiled(_alien),
+}
