@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from target.families import FAMILIES, make, plain, random_tokens
 
 from forerun.target import Buckets, Target
 from forerun.tree import TokenTree, TreeBuilder, stack, token_trees
 from forerun.types import LAST_HIDDEN, Draft, Drawn
+from target.families import FAMILIES, make, plain, random_tokens
 
 TOLERANCE = 2e-5
 SHAPES = [[0, 0, 1, 1, 2, 5, 0], [0, 1, 2, 2], [0, 0, 0, 3, 3, 5]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from target.families import FAMILIES, make, random_tokens
-from target.test_families import trees
 
 from forerun.errors import ArgumentError
 from forerun.target import Plan, Target
 from forerun.types import LAST_HIDDEN
+from target.families import FAMILIES, make, random_tokens
+from target.test_families import trees
 
 ROWS, ROOTS = [0, 1, 2], [4, 5, 6]
 DRAFT = trees(0)

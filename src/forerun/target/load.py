@@ -1,60 +1,228 @@
-"""Opens a checkpoint as a transformers causal LM and refuses what is broken or cannot be verified. First version."""
+"""Opens a checkpoint as a transformers causal LM, and refuses what is missing, broken or does not fit.
+
+transformers itself only warns about missing, unexpected and misshapen tensors and then runs with random weights.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import CheckpointError, UnsupportedModelError
+import torch
+
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.target.headers import weight_bytes
+from forerun.target.support import refuse_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How to open a checkpoint; what transformers' ``from_pretrained`` calls the same."""
+    """How to open a checkpoint; named as in transformers' ``from_pretrained``."""
 
     dtype: Any = "auto"
+    """torch dtype or its name; "auto" is the checkpoint's own."""
     device: Any = None
+    """None: the first CUDA device, else the CPU."""
     device_map: Any = None
+    """Where each module goes (several GPUs, CPU or disk offload); excludes `device`."""
     tp_plan: Any = None
-    adapter: str | None = None
+    """"auto" under torchrun: tensor parallel."""
+    adapter: str | Path | None = None
+    """Directory or hub id of a PEFT adapter."""
     revision: str | None = None
     trust_remote_code: bool = False
     token: str | bool | None = None
+    """Hugging Face token; None: ``HF_TOKEN`` or the one that is stored."""
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """Arguments of every access to the hub."""
+        return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
+
+    def first_device(self) -> torch.device:
+        """Where the model goes if no map says otherwise."""
+        if self.device is not None:
+            return torch.device(self.device)
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def open_model(name: str | Path, options: LoadOptions) -> Any:
-    """The model, in evaluation mode."""
+def read_config(name: str | Path, options: LoadOptions) -> Any:
+    """The configuration of a directory or hub id, refused if it cannot be verified.
+
+    Raises:
+        CheckpointError: missing, corrupt or gated.
+        UnsupportedModelError: of a kind that forerun does not verify.
+    """
+    from transformers import AutoConfig
+
+    check_directory(name)
+    try:
+        config = AutoConfig.from_pretrained(name, **options.hub)
+    except Exception as error:
+        raise explained(name, error) from error
+    refuse_config(config)
+    return config
+
+
+def check_directory(name: str | Path) -> None:
+    """Raise CheckpointError if `name` is meant as a directory and is none, or holds no configuration."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            hint = " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
+            found = hint if (path / "adapter_config.json").is_file() else ""
+            raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
+    elif isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        raise CheckpointError(
+            f"there is no directory {path}: expected a transformers checkpoint or a hub id (owner/name)"
+        )
+
+
+def open_model(name: str | Path, options: LoadOptions, config: Any) -> Any:
+    """The model with its adapter, in evaluation mode.
+
+    Raises:
+        CheckpointError: unreadable, or its tensors are not the ones that its configuration announces.
+    """
     from transformers import AutoModelForCausalLM
 
+    placed = options.device_map
+    if placed is None and options.tp_plan is None:
+        placed = {"": str(options.first_device())}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             name,
+            config=config,
             dtype=options.dtype,
-            device_map=options.device_map,
-            revision=options.revision,
-            trust_remote_code=options.trust_remote_code,
-            token=options.token,
+            device_map=placed,
+            tp_plan=options.tp_plan,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options.hub,
         )
-    except OSError as error:
-        raise CheckpointError(f"cannot open {name}: {error}") from error
-    if options.device is not None and options.device_map is None:
-        model = model.to(options.device)
-    return model.eval()
+    except ForerunError:
+        raise
+    except Exception as error:
+        raise explained(name, error) from error
+    _check_tensors(name, found)
+    return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
-def text_config(model: Any) -> Any:
-    """The configuration of the decoder."""
-    return model.config.get_text_config(decoder=True)
+def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int | None:
+    """Bytes that the weights will take, from the headers of a local checkpoint; None where they cannot be known before.
+
+    Raises:
+        CheckpointError: a weight file is missing, truncated or corrupt.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return None
+    resolved = resolved_dtype(options, config)
+    quantised = getattr(config, "quantization_config", None) is not None
+    return weight_bytes(path, None if resolved is None or quantised else resolved.itemsize)
 
 
-def refuse_unsupported(model: Any) -> None:
-    """Raise UnsupportedModelError for an encoder-decoder or a model with recurrent state."""
-    if model.config.is_encoder_decoder:
+def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
+    """The floating type that the weights will have; None where neither the caller nor the configuration says."""
+    dtype = options.dtype if options.dtype not in ("auto", None) else getattr(config, "dtype", None)
+    named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if named is not None and not isinstance(named, torch.dtype):
+        raise ArgumentError(f"{dtype!r} is no dtype; expected 'auto', 'float32', 'bfloat16' or 'float16'")
+    return named
+
+
+def attach_adapter(model: Any, options: LoadOptions) -> Any:
+    """The model with a PEFT adapter's layers in place, not merged.
+
+    Raises:
+        CheckpointError: no adapter there, it lacks tensors, or belongs to another model.
+        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise CheckpointError("adapter= needs the package peft: pip install peft") from error
+    name = str(options.adapter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            wrapped = PeftModel.from_pretrained(model, name, revision=options.revision, token=options.token)
+        except Exception as error:
+            raise CheckpointError(f"the adapter {name} cannot be attached to this model: {error}") from error
+    lacking = [str(entry.message) for entry in caught if "missing adapter keys" in str(entry.message)]
+    if lacking:
+        raise CheckpointError(f"the adapter {name} does not fit this model: {lacking[0]}")
+    return without_wrapper(wrapped)
+
+
+def without_wrapper(model: Any) -> Any:
+    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is.
+
+    Raises:
+        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
+    """
+    if not hasattr(model, "active_peft_config"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
         raise UnsupportedModelError(
-            f"{model.config.model_type} is an encoder-decoder model; forerun verifies decoders only"
+            f"the adapter is of type {model.active_peft_config.peft_type}, which adds virtual tokens; only adapters "
+            "that change weights can be verified"
         )
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{model.config.model_type} keeps a recurrent state, which cannot be rolled back to a tree node"
+    return model.get_base_model()
+
+
+def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
+    """Raise CheckpointError, naming them, for tensors that are missing, unexpected or misshapen."""
+    complaints = [
+        f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",
+        f"unexpected: {_some(found['unexpected_keys'])}" if found["unexpected_keys"] else "",
+        f"of the wrong shape: {_some(_misshapen(found['mismatched_keys']))}" if found["mismatched_keys"] else "",
+        "; ".join(map(str, found.get("error_msgs") or ())),
+    ]
+    if any(complaints):
+        raise CheckpointError(
+            f"the tensors of {name} are not those that its config.json announces. "
+            f"{'. '.join(filter(None, complaints))}. "
+            "The checkpoint is incomplete, or its config.json is another model's."
         )
+
+
+def _misshapen(entries: Any) -> list[str]:
+    return [f"{key} {tuple(stored)}, expected {tuple(wanted)}" for key, stored, wanted in entries]
+
+
+def _some(names: Any, most: int = 6) -> str:
+    listed = sorted(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def explained(name: str | Path, error: Exception) -> ForerunError:
+    """What went wrong while opening `name`, as an error that says what to do."""
+    kinds = {type(link).__name__ for link in _chain(error)}
+    text = str(error).strip() or type(error).__name__
+    if "GatedRepoError" in kinds or "gated repo" in text:
+        return CheckpointError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then set HF_TOKEN to a token of "
+            "that account (or pass token=)"
+        )
+    if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
+        return CheckpointError(
+            f"there is no directory and no public model {name} on the hub; for a private model set HF_TOKEN "
+            "(or pass token=)"
+        )
+    if "does not recognize this architecture" in text:
+        return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
+    if "trust_remote_code" in text:
+        return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
+    return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -18,47 +18,59 @@ from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
 from forerun.target.inputs import Frame, Nodes
-from forerun.target.load import LoadOptions, open_model, refuse_unsupported, text_config
+from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
 from forerun.target.nouns import Plan, Scored
-from forerun.target.parts import OutputHead, base_of, layers_of
+from forerun.target.parts import OutputHead, base_of, device_of, layers_of
+from forerun.target.prepare import Sizes, Speed, default_slots, prepare
 from forerun.target.ranges import LayerRanges
+from forerun.target.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Draft, Signal
 
 PIECE = 512
 """Most prompt tokens of a row in one pass."""
-DEFAULT_SLOTS = 4096
-"""Cache slots of a row where nobody asked for a number and the context is longer."""
 
 
 class Target:
     """A causal LM with a cache of `rows` x `slots` tokens."""
 
     def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a model that is already loaded; most callers want `load`."""
-        refuse_unsupported(model)
+        """Wrap a loaded model without checking it; most callers want `load`.
+
+        Raises:
+            UnsupportedModelError: the model cannot be driven as a token tree.
+            ArgumentError: rows or slots are below 1.
+        """
+        if rows < 1 or (slots is not None and slots < 1):
+            raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
+        refuse_stateful(type(model), model.config.model_type)
         self.model = model
         self.config = text_config(model)
-        self.generation_config = model.generation_config
+        self.generation_config = getattr(model, "generation_config", None)
         self.name_or_path: str = str(model.name_or_path)
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.max_length: int = self.config.max_position_embeddings
-        """Most positions that the model was made for."""
+        self.max_length: int = context_length(self.config)
+        """Most positions of a sequence."""
         self.rows = rows
-        self.slots = slots if slots is not None else min(self.max_length, DEFAULT_SLOTS)
-        self.buckets = buckets if buckets is not None else Buckets()
+        self.slots = default_slots(self.max_length) if slots is None else slots
+        self.buckets = Buckets() if buckets is None else buckets
+        """What passes are padded to; may be replaced between steps."""
         self.lengths: list[int] = [0] * rows
         """Committed tokens in the cache, by row."""
         self.cache = SlotCache(rows, self.slots)
+        self.head = OutputHead(model)
+        self.dtype: torch.dtype = model.dtype
+        """Of hidden states and masks."""
         self._base = base_of(model)
         self.runner: Callable[..., Any] = self._base
         """The base model's forward, or a compiled equivalent with the same arguments."""
         name, self._layers = layers_of(self._base, self.num_layers)
         self._ranges = LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self.head = OutputHead(model)
+        self.device = device_of(self._embedding)
+        """Where token ids go in."""
         self._style = MaskStyle.of(self.config)
         self._ran: dict[int, int] = {}
 
@@ -73,39 +85,47 @@ class Target:
         device: Any = None,
         device_map: Any = None,
         tp_plan: Any = None,
-        adapter: str | None = None,
+        adapter: str | Path | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         token: str | bool | None = None,
         self_check: bool = True,
         repack: bool | None = None,
         compile: bool = False,
+        reserve_bytes: int = 0,
     ) -> Target:
-        """Open a directory or hub id, or wrap a model that is already loaded (which is then left alone)."""
-        if isinstance(model, (str, Path)):
-            options = LoadOptions(
-                dtype=dtype,
-                device=device,
-                device_map=device_map,
-                tp_plan=tp_plan,
-                adapter=adapter,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                token=token,
-            )
-            model = open_model(model, options)
-        return cls(model.eval(), rows=rows, slots=slots)
+        """Open a directory or hub id, or wrap a transformers model that is already loaded.
 
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in."""
-        return next(self._embedding.parameters()).device
+        Args:
+            model: a loaded model is left alone: nothing is moved or repacked unless `repack` is True.
+            rows: sequences that the cache holds.
+            slots: tokens of a row, drafted ones included; default: the context, at most `DEFAULT_SLOTS`.
+            self_check: compare a small tree with plain forwards first; see `self_check`.
+            repack: make the modules faster in place (`fast.accelerate`); default: only what was loaded here.
+            compile: compile the step; takes a while at each new shape.
+            reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states and masks."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+        The other arguments are those of transformers' ``from_pretrained``; `adapter` is a PEFT adapter.
+
+        Raises:
+            CheckpointError: missing, corrupt, gated, or not what its configuration announces.
+            UnsupportedModelError: recurrent state, an encoder, or a failed self-check.
+            OutOfMemoryError: weights and cache do not fit; says how much was needed and what to lower.
+            ArgumentError: an argument is out of range or makes no sense for a loaded model.
+        """
+        options = LoadOptions(
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            tp_plan=tp_plan,
+            adapter=adapter,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            token=token,
+        )
+        sizes = Sizes(rows=rows, slots=slots, reserve=reserve_bytes)
+        speed = Speed(repack=repack, compile=compile)
+        return prepare(cls, model, options, sizes, speed, check=self_check)
 
     @torch.inference_mode()
     def prefill(

@@ -17,13 +17,14 @@ from forerun.errors import UnsupportedModelError
 def shallow(module: nn.Module) -> nn.Module:
     """A copy that shares every parameter and submodule, whose children may be replaced without touching the original.
 
-    A forward that accelerate put on the instance is dropped: it would call the original.
+    A forward that accelerate or a compiler put on the instance is dropped: it would call the original.
     """
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
     for name in ("forward", "_hf_hook", "_old_forward"):
         twin.__dict__.pop(name, None)
+    twin.__dict__["_compiled_call_impl"] = None
     return twin
 
 
@@ -43,6 +44,15 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return name, child
     raise UnsupportedModelError(f"{type(base).__name__} has no list of {count} layers among its children")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes, also if accelerate keeps its weights elsewhere between calls."""
+    hook = getattr(module, "_hf_hook", None)
+    placed = getattr(hook, "execution_device", None)
+    if placed is not None:
+        return torch.device("cuda", placed) if isinstance(placed, int) else torch.device(placed)
+    return next(module.parameters()).device
 
 
 class _States:
@@ -80,6 +90,6 @@ class OutputHead:
     def __call__(self, states: Tensor) -> Tensor:
         """(.., H) -> (.., V)."""
         self._stub.states = states if states.dim() == 3 else states.reshape(1, -1, states.shape[-1])
-        logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits
+        logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits.to(states.device)
         del self._stub.states
         return logits if states.dim() == 3 else logits.view(*states.shape[:-1], -1)
