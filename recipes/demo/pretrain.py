@@ -6,7 +6,6 @@ Knows how a Llama of a given size is trained and resumed. Does not know where th
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
 
 PHASES = ((0.60, 512), (0.30, 1024), (0.10, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
@@ -36,6 +35,8 @@ class Schedule:
     adam_rate: float = 3.0e-3
     """Peak learning rate of embeddings and norms."""
     warmup_steps: int = 60
+    decay_share: float = 0.35
+    """Share of the steps, at the end, in which the rate falls."""
     weight_decay: float = 0.1
     distill_weight: float = 0.0
     """Share of the loss that follows the teacher's law instead of the text."""
@@ -47,11 +48,9 @@ class Schedule:
         return self.tokens // self.batch_tokens
 
     def rate(self, step: int) -> float:
-        """Learning-rate factor in [0, 1]: linear warm-up, then a cosine to 2 %."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+        """Learning-rate factor in [0, 1]: linear warm-up, constant, then linear to 2 % over the last part."""
+        left = (self.steps - step) / (self.decay_share * self.steps)
+        return min((step + 1) / self.warmup_steps, max(0.02, left), 1.0)
 
     def context(self, step: int) -> int:
         done = step / self.steps
@@ -63,7 +62,10 @@ class Schedule:
 
 
 class TokenStream:
-    """An endless stream of shuffled documents; `batch` depends on the step alone, so a resumed run sees the same data."""
+    """An endless stream of shuffled documents, cut into pieces that are shuffled again.
+
+    `batch` depends on its arguments alone, so a resumed run sees the same data.
+    """
 
     def __init__(self, documents: list[list[int]], separator: int, seed: int) -> None:
         self.documents, self.separator, self.seed = documents, separator, seed
@@ -71,21 +73,38 @@ class TokenStream:
         self._epoch = -1
         self._tokens = torch.empty(0, dtype=torch.int64)
 
+    def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
+        """Token ids (batch_tokens // context, context), each row from another place of the epoch."""
+        pieces = self.epoch_tokens // context
+        rows = batch_tokens // context
+        epoch, first = divmod(step * rows, pieces - rows)
+        self._load(epoch)
+        order = torch.randperm(pieces, generator=torch.Generator().manual_seed(self.seed + epoch))
+        starts = order[first : first + rows] * context
+        return self._tokens[starts[:, None] + torch.arange(context)]
+
     def _load(self, epoch: int) -> None:
         if epoch != self._epoch:
             order = torch.randperm(len(self.documents), generator=torch.Generator().manual_seed(self.seed + epoch))
             flat = [token for index in order.tolist() for token in (*self.documents[index], self.separator)]
             self._tokens, self._epoch = torch.tensor(flat), epoch
 
-    def batch(self, step: int, batch_tokens: int, context: int) -> Tensor:
-        """Token ids (batch_tokens // context, context)."""
-        start = step * batch_tokens
-        epoch, offset = divmod(start, self.epoch_tokens)
-        self._load(epoch)
-        tokens = self._tokens[offset : offset + batch_tokens]
-        if len(tokens) < batch_tokens:
-            tokens = torch.cat([tokens, self._tokens[: batch_tokens - len(tokens)]])
-        return tokens.view(-1, context)
+
+def causal_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: object
+) -> tuple[Tensor, None]:
+    """Plain causal attention with the heads of a group folded into rows: on this CPU twice as fast as the flash kernel.
+
+    Args:
+        query: (B, heads, S, D); key and value: (B, groups, S, D).
+    """
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    folded = query.reshape(batch, groups, -1, width)
+    scores = (folded @ key.transpose(-1, -2)).mul_(width**-0.5).view(batch, groups, -1, length, length)
+    future = torch.full((length, length), -torch.inf, dtype=scores.dtype).triu(1)
+    law = (scores + future).softmax(-1).view(batch, groups, -1, length)
+    return (law @ value).view(batch, heads, length, width).transpose(1, 2).contiguous(), None
 
 
 def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
@@ -123,6 +142,8 @@ def train(
 ) -> None:
     """Train in place; resumes from ``folder/state.pt`` where one exists. Writes ``folder/log.jsonl``."""
     folder.mkdir(parents=True, exist_ok=True)
+    AttentionInterface.register("recipe_causal", causal_attention)
+    model.set_attn_implementation("recipe_causal")
     optimizers = optimizers_for(model, schedule)
     first = _resume(folder, model, optimizers)
     saved = time.monotonic()

@@ -1,0 +1,301 @@
+"""The public face: what users of vLLM and transformers type, and that speculation changes nothing of what comes out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forerun import LLM, SamplingParams
+from forerun.errors import ArgumentError, ForerunError
+from forerun.types import Source
+
+PROMPTS = ["the cat sat on the", "the dog and the dog and the", "log", "on the mat the cat on the mat the"]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> LLM:
+    return LLM(str(checkpoint), max_num_seqs=3, dtype="float32", check=True)
+
+
+@pytest.fixture(scope="module")
+def ngram(checkpoint: Path) -> LLM:
+    return LLM(str(checkpoint), max_num_seqs=3, dtype="float32", speculative_config=NGRAM, check=True)
+
+
+@pytest.fixture(scope="module")
+def drafted(checkpoint: Path, draft_checkpoint: Path) -> LLM:
+    config = {"model": str(draft_checkpoint), "num_speculative_tokens": 3}
+    return LLM(str(checkpoint), max_num_seqs=3, dtype="float32", speculative_config=config, check=True)
+
+
+def ids(llm: LLM, prompts: Any, params: Any, **keywords: Any) -> list[list[int]]:
+    return [answer.token_ids for output in llm.generate(prompts, params, **keywords) for answer in output.outputs]
+
+
+def test_plain_greedy_is_what_transformers_generates(checkpoint: Path, plain: LLM) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for prompt, found in zip(PROMPTS, ids(plain, PROMPTS, GREEDY), strict=True):
+        given = tokenizer(prompt, return_tensors="pt")
+        expected = model.generate(
+            given.input_ids, attention_mask=given.attention_mask, max_new_tokens=24, do_sample=False, eos_token_id=None
+        )
+        assert found == expected[0, given.input_ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("speculating", ["ngram", "drafted"])
+def test_speculation_changes_no_greedy_token(plain: LLM, speculating: str, request: pytest.FixtureRequest) -> None:
+    llm = request.getfixturevalue(speculating)
+    assert ids(llm, PROMPTS, GREEDY) == ids(plain, PROMPTS, GREEDY)
+    statistics = llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].speculation
+    assert statistics.num_spec_steps > 0
+    assert statistics.mean_acceptance_length > 1.0
+
+
+def test_deterministic_drafts_leave_the_sampled_text_of_a_seed_unchanged(plain: LLM, ngram: LLM) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, frequency_penalty=0.4, seed=7, max_tokens=30)
+    assert ids(ngram, PROMPTS, params) == ids(plain, PROMPTS, params)
+
+
+def test_an_answer_does_not_depend_on_who_else_is_in_the_batch(drafted: LLM) -> None:
+    params = [
+        SamplingParams(temperature=0.8, seed=index, max_tokens=8 + 5 * index, repetition_penalty=1.0 + 0.1 * index)
+        for index in range(6)
+    ]
+    prompts = [PROMPTS[index % 4] for index in range(6)]
+    together = ids(drafted, prompts, params)
+    assert together == [ids(drafted, prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
+
+
+def test_n_answers_differ_and_repeat_with_the_seed(plain: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=10)
+    first, again = ids(plain, PROMPTS[0], params), ids(plain, PROMPTS[0], params)
+    assert first == again
+    assert len({tuple(answer) for answer in first}) > 1
+    assert [answer.index for answer in plain.generate(PROMPTS[0], params)[0].outputs] == [0, 1, 2, 3]
+
+
+def test_a_stream_adds_up_to_the_answer_and_every_token_knows_its_source(ngram: LLM) -> None:
+    chunks = list(ngram.stream(PROMPTS[1], GREEDY, trace=True))
+    output = chunks[-1].output
+    assert output is not None
+    answer = output.outputs[0]
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert [token.id for chunk in chunks for token in chunk.tokens] == answer.token_ids
+    assert answer.tokens[0].source is Source.TARGET
+    drafted = sum(token.source is Source.DRAFT for token in answer.tokens)
+    assert drafted == answer.speculation.num_accepted_draft_tokens > 0
+    assert sum(trace.emitted for trace in answer.trace) >= len(answer.token_ids) - 1
+
+
+def test_a_request_may_switch_speculation_off_or_bring_its_own(ngram: LLM, draft_checkpoint: Path) -> None:
+    off = ngram.generate(PROMPTS[1], GREEDY, speculative=False)[0].outputs[0]
+    assert off.speculation.num_spec_steps == 0
+    assert {token.source for token in off.tokens} == {Source.TARGET}
+    own = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 2}
+    other = ngram.generate(PROMPTS[1], GREEDY, speculative=own)[0].outputs[0]
+    assert other.token_ids == off.token_ids
+    assert len(other.speculation.drafted_per_depth) == 2
+
+
+def test_closing_a_stream_frees_its_row(ngram: LLM) -> None:
+    stream = ngram.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    assert ngram.engine.running == 1
+    stream.close()
+    assert not ngram.engine.busy
+    assert ids(ngram, PROMPTS, GREEDY)
+
+
+def test_log_probabilities_equal_those_of_plain_decoding(plain: LLM, drafted: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    expected, found = plain.generate(PROMPTS[3], params)[0], drafted.generate(PROMPTS[3], params)[0]
+    for left, right in zip(expected.outputs[0].tokens, found.outputs[0].tokens, strict=True):
+        assert left.logprob is not None and right.logprob is not None and right.top_logprobs is not None
+        assert left.logprob.logprob == pytest.approx(right.logprob.logprob, abs=1e-4)
+        assert left.logprob.rank == right.logprob.rank == 1
+        assert len(right.top_logprobs) == 3
+    assert found.prompt_logprobs is not None and expected.prompt_logprobs is not None
+    assert found.prompt_logprobs[0] is None
+    assert len(found.prompt_logprobs) == len(found.prompt_token_ids)
+    model = AutoModelForCausalLM.from_pretrained(plain.target.name_or_path, dtype=torch.float32)
+    laws = model(torch.tensor([found.prompt_token_ids])).logits[0].detach().log_softmax(-1)
+    for place, entry in enumerate(found.prompt_logprobs[1:]):
+        token = found.prompt_token_ids[place + 1]
+        assert entry is not None
+        assert entry[token].logprob == pytest.approx(float(laws[place, token]), abs=1e-4)
+
+
+def test_processed_log_probabilities_are_those_of_the_law_that_was_sampled(plain: LLM) -> None:
+    params = SamplingParams(
+        temperature=0.7, top_k=3, seed=1, max_tokens=8, logprobs=5, logprobs_mode="processed_logprobs"
+    )
+    for token in plain.generate(PROMPTS[0], params)[0].outputs[0].tokens:
+        assert token.top_logprobs is not None
+        mass = sum(entry.logprob for entry in token.top_logprobs.values() if entry.logprob > -50)
+        assert mass < 0
+        kept = [entry for entry in token.top_logprobs.values() if entry.logprob > float("-inf")]
+        assert len(kept) == 3
+        assert sum(torch.tensor(entry.logprob).exp() for entry in kept) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_stop_strings_stop_ids_and_lengths_hold_inside_an_accepted_block(plain: LLM, ngram: LLM) -> None:
+    text = plain.generate(PROMPTS[1], GREEDY)[0].outputs[0]
+    for place in range(2, 20):
+        stop_id = text.token_ids[place]
+        cut = text.token_ids.index(stop_id)
+        by_id = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop_token_ids=[stop_id])
+        answer = ngram.generate(PROMPTS[1], by_id)[0].outputs[0]
+        assert answer.token_ids == text.token_ids[: cut + 1]
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop_id)
+        short = SamplingParams(temperature=0.0, max_tokens=place, ignore_eos=True)
+        answer = ngram.generate(PROMPTS[1], short)[0].outputs[0]
+        assert answer.token_ids == text.token_ids[:place]
+        assert answer.finish_reason == "length"
+
+
+def test_a_stop_string_cuts_text_and_tokens_as_plain_decoding_does(plain: LLM, ngram: LLM) -> None:
+    text = plain.generate(PROMPTS[1], GREEDY)[0].outputs[0].text
+    for start in range(0, len(text) - 3, 2):
+        stop = text[start : start + 3]
+        for include in (False, True):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=24, ignore_eos=True, stop=stop, include_stop_str_in_output=include
+            )
+            left, right = plain.generate(PROMPTS[1], params)[0].outputs[0], ngram.generate(PROMPTS[1], params)[0].outputs[0]
+            assert (left.text, left.token_ids, left.stop_reason) == (right.text, right.token_ids, stop)
+            assert left.text == text[: text.index(stop) + (len(stop) if include else 0)]
+            streamed = "".join(chunk.text for chunk in ngram.stream(PROMPTS[1], params))
+            assert streamed == left.text
+
+
+def test_min_tokens_keeps_stop_ids_away_at_every_node(plain: LLM, ngram: LLM) -> None:
+    stops = plain.generate(PROMPTS[1], GREEDY)[0].outputs[0].token_ids[:3]
+    params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=9, stop_token_ids=stops)
+    answers = [llm.generate(PROMPTS[1], params)[0].outputs[0].token_ids for llm in (plain, ngram)]
+    assert answers[0] == answers[1]
+    assert not set(stops) & set(answers[0][:9])
+
+
+def test_the_generation_config_is_honoured(checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    free = LLM(model, tokenizer=False).generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+    model.generation_config.eos_token_id = [1, free[4]]
+    model.generation_config.temperature = 0.0
+    answer = LLM(model, tokenizer=False).generate([[5, 6, 7]], SamplingParams(max_tokens=24))[0].outputs[0]
+    assert answer.token_ids == free[: free.index(free[4]) + 1]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+
+
+def test_the_four_spellings_of_tutorials(checkpoint: Path, draft_checkpoint: Path, plain: LLM) -> None:
+    expected = ids(plain, PROMPTS[1], GREEDY)
+    spellings: list[dict[str, Any]] = [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
+        {"speculative_config": {"model": str(draft_checkpoint), "num_speculative_tokens": 5}},
+        {"speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 4},
+        {"speculative_model": str(draft_checkpoint), "num_speculative_tokens": 5},
+    ]
+    for keywords in spellings:
+        llm = LLM(model=str(checkpoint), dtype="float32", **keywords)
+        outputs = llm.generate([PROMPTS[1]], GREEDY)
+        assert outputs[0].outputs[0].token_ids == expected[0]
+        assert outputs[0].outputs[0].speculation.num_spec_steps > 0
+
+
+def test_a_chat_goes_through_the_template(plain: LLM) -> None:
+    output = plain.chat([{"role": "user", "content": "the cat"}], GREEDY)[0]
+    assert output.prompt == "user: the cat\nassistant: "
+    assert output.outputs[0].token_ids == ids(plain, output.prompt, GREEDY)[0]
+
+
+def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
+    tokens = plain.tokenizer(PROMPTS[0])["input_ids"]  # type: ignore[misc]
+    forms: list[Any] = [PROMPTS[0], tokens, {"prompt": PROMPTS[0]}, {"prompt_token_ids": tokens}]
+    answers = [ids(plain, form, GREEDY)[0] for form in forms]
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "empty"), ([5] * 300, "300 tokens"), ([9999], "9999"), ({"text": "x"}, "prompt_token_ids")],
+)
+def test_a_bad_prompt_is_named(plain: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        plain.generate(prompt, GREEDY)
+    assert not plain.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "ngrm"}, "ngram"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 1000}, "128"),
+        ({"method": "ngram", "prompt_lookup_mux": 3}, "prompt_lookup_max"),
+        ("{not json", "JSON"),
+        ({"num_speculative_tokens": 3}, "method"),
+        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+    ],
+)
+def test_a_bad_speculative_config_is_named(plain: LLM, config: Any, message: str) -> None:
+    with pytest.raises(ForerunError, match=message):
+        plain.generate(PROMPTS[0], GREEDY, speculative=config)
+
+
+def test_an_unknown_argument_names_the_nearest(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match="max_model_len"):
+        LLM(str(checkpoint), max_modellen=3)
+
+
+def test_out_of_range_sizes_and_sampling(checkpoint: Path) -> None:
+    for keywords in ({"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 10_000}):
+        with pytest.raises(ArgumentError):
+            LLM(str(checkpoint), **keywords)  # type: ignore[arg-type]
+    for wrong in ({"temperature": -1}, {"top_p": 0}, {"n": 0}, {"max_tokens": 0}, {"stop": ""}, {"logprobs": -2}):
+        with pytest.raises(ArgumentError):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_raises_loses_its_drafts_not_the_answer(
+    plain: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from forerun.drafters.ngram import NgramDrafter
+
+    def broken(self: NgramDrafter, *_: object) -> None:
+        raise RuntimeError("out of ideas")
+
+    monkeypatch.setattr(NgramDrafter, "propose", broken)
+    llm = LLM(str(checkpoint), dtype="float32", speculative_config=NGRAM)
+    with caplog.at_level(logging.WARNING):
+        assert ids(llm, PROMPTS, GREEDY) == ids(plain, PROMPTS, GREEDY)
+    assert "out of ideas" in caplog.text
+
+
+def test_acceptance_at_the_level_of_chance_is_said_once(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.engine.conftest import tiny_llama, tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tiny_llama(99, tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(str(checkpoint), dtype="float32", speculative_config={"model": str(tmp_path)}, max_num_seqs=8)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            llm.generate([[index + 3, 9] for index in range(8)], params)
+    assert caplog.text.count("level of chance") == 1
+
+
+def test_the_context_ends_an_answer(plain: LLM) -> None:
+    output = plain.generate([[5] * 200], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))[0]
+    answer = output.outputs[0]
+    assert len(answer.token_ids) == plain.max_model_len - 200
+    assert answer.finish_reason == "length"
