@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import forerun
 
 
+def order(name: str) -> tuple[bool, bool, str]:
+    """Constants, then classes, then functions, each by name: ruff's order."""
+    return not name.isupper(), not name[0].isupper(), name
+
+
 def test_all_is_complete_sorted_and_resolvable() -> None:
-    assert list(forerun.__all__) == sorted(forerun.__all__)
+    assert list(forerun.__all__) == sorted(forerun.__all__, key=order)
     for name in forerun.__all__:
         assert getattr(forerun, name) is not None
     assert set(forerun.__all__) <= set(dir(forerun))
 
 
-def test_every_error_is_public() -> None:
-    from forerun import errors
-
-    kinds = {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.ForerunError)
+def test_what_type_checkers_see_is_what_there_is() -> None:
+    module = ast.parse(Path(forerun.__file__).read_text(encoding="utf-8"))
+    seen = {
+        alias.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun")
+        for alias in node.names
     }
-    assert kinds <= set(forerun.__all__)
+    assert seen == set(forerun.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="LLLM"):
+        _ = forerun.LLLM
 
 
 @pytest.mark.parametrize(

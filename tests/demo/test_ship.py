@@ -56,7 +56,7 @@ def work(ship: ModuleType, tmp_path: Path) -> Path:
         )
         LlamaForCausalLM(config).save_pretrained(tmp_path / role)
         (tmp_path / f"{role}-training").mkdir()
-        lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(10)]
+        lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(100)]
         (tmp_path / f"{role}-training" / "log.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
 
@@ -76,7 +76,7 @@ def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: P
         assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "import os"
         assert "<|assistant|>" in tokenizer.chat_template
         card = (package / role / "README.md").read_text()
-        assert "0.1 M tokens" in card and "nats per token" in card and "{" not in card
+        assert "0.4 M tokens" in card and "nats per token" in card and "{" not in card
     assert (package / "prompts" / "xml--sax--x.py.txt").read_text() == "import os\n" * 30
     assert "PSF" in (package / "prompts" / "README.md").read_text()
     assert not list(package.glob(".*")) and not (package / "target" / "stale.bin").exists()

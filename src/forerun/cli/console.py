@@ -6,10 +6,9 @@ that a redirected stream is the one that is used.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,15 +37,20 @@ def warn(message: str) -> None:
 
 
 def write_json(value: Any) -> None:
-    """One JSON document on stdout; dataclasses become objects."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2, default=_plain) + "\n")
+    """One JSON document on stdout."""
+    sys.stdout.write(pretty(value) + "\n")
     sys.stdout.flush()
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value)
+def pretty(value: Any, indent: str = "") -> str:
+    """`value` as JSON: one line per entry of an object, lists of plain values on one line."""
+    deeper = indent + "  "
+    if isinstance(value, dict) and value:
+        entries = [f"{deeper}{json.dumps(str(key))}: {pretty(entry, deeper)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+    if isinstance(value, list | tuple) and any(isinstance(entry, dict) for entry in value):
+        return "[\n" + ",\n".join(deeper + pretty(entry, deeper) for entry in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 @contextmanager
@@ -58,3 +62,14 @@ def working(message: str) -> Iterator[None]:
         return
     with console.status(message):
         yield
+
+
+@contextmanager
+def telling(beginning: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr whose words can be changed; silent where stderr is no terminal."""
+    console = log()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(beginning) as status:
+        yield lambda words: status.update(f"{beginning}: {words}")

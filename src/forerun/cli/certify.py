@@ -1,0 +1,106 @@
+"""``forerun certify MODEL --drafter X``: the proof that speculation changes nothing, on the user's own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cli import console
+from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from forerun.certify import Report
+
+
+def certify(
+    model: str,
+    *,
+    prompt_file: Path | None = None,
+    temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (0.0, 1.0),
+    prompts: int = 6,
+    max_tokens: int = 96,
+    samples: int = 1500,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    speculation: SpeculationOptions = SPECULATION,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Prove on your own model that speculation changes nothing. Exit code 1 if a check fails.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of a Hugging Face causal LM.
+    prompt_file
+        File with one prompt per line; by default held-out source files that ship with forerun.
+    temperature
+        0 for the greedy checks, any other for a chi-square test at that temperature; may be repeated.
+    prompts
+        Prompts of the greedy checks.
+    max_tokens
+        Tokens of each greedy answer.
+    samples
+        Answers drawn for each chi-square test.
+    json
+        One JSON object on stdout instead of the table.
+    """
+    config = speculation.config()
+    if config is None:
+        raise ArgumentError("certify needs a drafter to examine; add --drafter NAME (see: forerun drafters)")
+    if prompts < 1 or max_tokens < 1 or samples < 1:
+        raise ArgumentError("--prompts, --max-tokens and --samples must be at least 1")
+    texts = _texts(prompt_file)
+    from forerun.certify import Plan
+    from forerun.certify import certify as examine
+    from forerun.cli import session
+
+    llm = session.load(model, loading, config)
+    plan = Plan(prompts=prompts, max_tokens=max_tokens, samples=samples, temperatures=tuple(temperature))
+    with console.telling("certifying") as tell:
+        report = examine(llm, texts, plan, tell)
+    if json:
+        console.write_json(report.record())
+    else:
+        show_report(report)
+    return 0 if report.passed else 1
+
+
+def _texts(prompt_file: Path | None) -> list[str]:
+    if prompt_file is None:
+        from forerun import demo
+
+        texts = [prompt.text for prompt in demo.prompts()]
+        if not texts:
+            raise DataError("the shipped prompts are missing; give --prompt-file FILE with one prompt per line")
+        return texts
+    try:
+        lines = prompt_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read prompts from {prompt_file}: {error}") from error
+    return [line for line in lines if line.strip()]
+
+
+def show_report(report: Report) -> None:
+    """The report as a table and a verdict on stdout."""
+    out = console.out()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.add_column("")
+    table.add_column("check", no_wrap=True)
+    table.add_column("evidence")
+    for check in report.checks:
+        mark = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
+        table.add_row(mark, check.name, check.summary)
+    out.print(table)
+    failed = sum(not check.passed for check in report.checks)
+    what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
+    if report.passed:
+        out.print(Text("certified: ", "bold green").append(what, ""))
+    else:
+        out.print(
+            Text("not certified: ", "bold red").append(f"{failed} of {len(report.checks)} checks failed; {what}", "")
+        )
