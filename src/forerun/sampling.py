@@ -1,11 +1,12 @@
 """Logits to law, and all randomness: the only place where either happens.
 
 `Sampler` turns raw logits at a node into the law that the request asked for, penalties seeing that node's own path.
-`Coins` are counter-based, so a draw depends on (seed, position, stream, index) alone and not on who else is in the batch.
+`Coins` are counter-based: a draw depends on (seed, position, stream, index) alone and not on who else is in the batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import NumericError
+from forerun.errors import ArgumentError, NumericError
 from forerun.types import SamplingParams, TokenLogprob
 
 
@@ -94,7 +95,8 @@ class Sampler:
         self.prompt = list(prompt)
         self.banned_until_min = list(banned_until_min)
         self.bad_words = [list(word) for word in bad_words]
-        self._prompt_set = sorted(set(prompt))
+        self._prompt_set = frozenset(prompt)
+        self._checked_vocabulary = -1
 
     @property
     def greedy(self) -> bool:
@@ -116,15 +118,21 @@ class Sampler:
         )
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """Everything before the temperature: (V,) float32 from raw (V,), `output` being the node's own path from the prompt's end.
+        """Everything before the temperature: (V,) float32 from raw (V,).
+
+        Args:
+            logits: raw, of one node.
+            output: the node's own path from the prompt's end, itself included.
 
         Raises:
             NumericError: the raw logits hold NaN.
+            ArgumentError: a token id among the parameters is outside the vocabulary.
         """
         logits = logits.float().clone()
-        if bool(torch.isnan(logits).any()):
+        if bool(torch.isnan(logits.max())):
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
         p = self.params
+        self._check_ids(len(logits))
         if p.allowed_token_ids:
             allowed = torch.full_like(logits, -torch.inf)
             ids = torch.as_tensor(list(p.allowed_token_ids), device=logits.device)
@@ -139,23 +147,36 @@ class Sampler:
             logits = processor([*self.prompt, *output], logits)
         return logits
 
+    def _check_ids(self, vocabulary: int) -> None:
+        """Refuse token ids outside the vocabulary, once."""
+        if vocabulary == self._checked_vocabulary:
+            return
+        named = {"allowed_token_ids": self.params.allowed_token_ids or (), "logit_bias": self.params.logit_bias or ()}
+        for name, ids in named.items():
+            wrong = [token for token in ids if not 0 <= token < vocabulary]
+            if wrong:
+                raise ArgumentError(f"{name} holds token id {wrong[0]}; the vocabulary has ids 0 to {vocabulary - 1}")
+        self._checked_vocabulary = vocabulary
+
     def law(self, logits: Tensor, output: Sequence[int]) -> Tensor:
         """The law (V,) float32 of the next token; at temperature 0 a point mass on the largest processed logit."""
         return law_of(self.process(logits, output), self.params)
 
     def _banned(self, output: Sequence[int]) -> list[int]:
         banned = list(self.banned_until_min) if len(output) < self.params.min_tokens else []
+        longest = max((len(word) - 1 for word in self.bad_words), default=0)
+        from_prompt = max(len(self.prompt) - max(longest - len(output), 0), 0)
+        tail = [*self.prompt[from_prompt:], *output]
         for word in self.bad_words:
             head = word[:-1]
-            context = [*self.prompt, *output] if len(output) < len(head) else output
-            if not head or list(context[-len(head) :]) == head:
+            if not head or tail[-len(head) :] == head:
                 banned.append(word[-1])
         return banned
 
     def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
         p = self.params
         if p.repetition_penalty not in (None, 1.0):
-            seen = torch.as_tensor(sorted({*self._prompt_set, *output}), device=logits.device)
+            seen = torch.as_tensor(sorted(self._prompt_set.union(output)), device=logits.device)
             values = logits[seen]
             logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
         if (p.presence_penalty or p.frequency_penalty) and output:
@@ -166,14 +187,23 @@ class Sampler:
 
 
 def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, min-p, top-k and top-p: (V,) law from processed logits (V,), in the logits' own precision."""
+    """Temperature, min-p, top-k and top-p: (V,) law from processed logits (V,), in the logits' own precision.
+
+    Raises:
+        NumericError: the largest logit is NaN or infinite, or every token is banned.
+    """
+    highest = logits.max()
+    if not math.isfinite(float(highest)):
+        raise NumericError(_no_law(float(highest)))
     if params.greedy:
         law = torch.zeros_like(logits)
         law[int(logits.argmax())] = 1.0
         return law
-    scaled = logits / (params.temperature if params.temperature is not None else 1.0)
+    scaled = logits - highest
+    if params.temperature is not None:
+        scaled /= params.temperature
     if params.min_p:
-        scaled = scaled.masked_fill(scaled < scaled.max() + float(np.log(params.min_p)), -torch.inf)
+        scaled = scaled.masked_fill(scaled < math.log(params.min_p), -torch.inf)
     if params.top_k is not None and 0 < params.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
     law = scaled.softmax(-1)
@@ -182,12 +212,34 @@ def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
     return law
 
 
+def _no_law(highest: float) -> str:
+    if highest == -math.inf:
+        return "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
+    return f"the largest processed logit is {highest}; check logit_bias, the processors and the checkpoint"
+
+
+_LIKELY = 1024
+"""Tokens that are sorted at first: the nucleus rarely has more, and a whole vocabulary takes milliseconds to sort."""
+
+
 def _nucleus(law: Tensor, top_p: float) -> Tensor:
-    """The smallest likeliest set whose mass reaches `top_p`, renormalised; ties at the border are broken by token id."""
-    ordered, ids = law.sort(descending=True, stable=True)
-    kept = ordered.cumsum(0) - ordered < top_p
-    law = torch.zeros_like(law).index_copy_(0, ids, ordered * kept)
-    return law / law.sum()
+    """The smallest likeliest set whose mass reaches `top_p`, renormalised; a tie at its border goes to the lower id."""
+    ids = _likeliest(law)
+    ordered, order = law[ids].sort(descending=True, stable=True)
+    before = ordered.cumsum(0, dtype=torch.float64) - ordered
+    if len(ids) < len(law) and float(before[-1]) < top_p:
+        ids = torch.arange(len(law), device=law.device)
+        ordered, order = law.sort(descending=True, stable=True)
+        before = ordered.cumsum(0, dtype=torch.float64) - ordered
+    kept = torch.zeros_like(law).index_copy_(0, ids[order], ordered * (before < top_p))
+    return kept / kept.sum()
+
+
+def _likeliest(law: Tensor) -> Tensor:
+    """Ids, ascending, of the likeliest tokens with all ties; all ids where sorting is cheap."""
+    if law.device.type != "cpu" or len(law) <= _LIKELY:
+        return torch.arange(len(law), device=law.device)
+    return torch.nonzero(law >= law.topk(_LIKELY).values[-1]).flatten()
 
 
 def logprobs_of(logits: Tensor, token: int, top: int) -> tuple[TokenLogprob, dict[int, TokenLogprob]]:
@@ -198,4 +250,6 @@ def logprobs_of(logits: Tensor, token: int, top: int) -> tuple[TokenLogprob, dic
     if best is None:
         return chosen, {}
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return chosen, {token_id: TokenLogprob(logprob=value, rank=rank) for rank, (token_id, value) in enumerate(pairs, start=1)}
+    return chosen, {
+        token_id: TokenLogprob(logprob=value, rank=rank) for rank, (token_id, value) in enumerate(pairs, start=1)
+    }

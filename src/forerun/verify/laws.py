@@ -1,6 +1,6 @@
 """The arithmetic that the law-reading rules share: ratios, residuals, and the law each sibling was really drawn from.
 
-Works in float64 (float32 where the device has none): a residual is a difference of nearly equal numbers. Knows no rule.
+Works in float64: a residual is a difference of nearly equal numbers. Knows no rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.types import Drawn
 
 def normalised(law: Tensor) -> Tensor:
     """The law (V,) in float64 with sum one: exactly what a draw by inverse of the cumulated law follows."""
-    law = law.to(torch.float32 if law.device.type == "mps" else torch.float64)
+    law = law.double()
     return law / law.sum()
 
 

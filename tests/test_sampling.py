@@ -1,0 +1,353 @@
+"""Logits to law against a plain reference, processors exact per path, and coins: fair, keyed, independent."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from forerun.errors import ArgumentError, NumericError
+from forerun.sampling import Coins, Sampler, Stream, _inverse, law_of, logprobs_of
+from forerun.types import SamplingParams
+
+ALPHA = 1e-6
+"""Family-wise error of the statistical tests; seeds are fixed, so they pass or fail for good."""
+
+
+def reference_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """The documented order, one token at a time: temperature, min-p, top-k, top-p."""
+    tokens = range(len(logits))
+    if params.temperature == 0:
+        return [float(token == max(tokens, key=lambda token: (logits[token], -token))) for token in tokens]
+    temperature = 1.0 if params.temperature is None else params.temperature
+    weights = [math.exp((value - max(logits)) / temperature) for value in logits]
+    kept = set(tokens)
+    if params.min_p:
+        kept = {token for token in kept if weights[token] >= params.min_p * max(weights) * (1 - 1e-9)}
+    if params.top_k is not None and 0 < params.top_k < len(logits):
+        border = sorted((weights[token] if token in kept else 0.0 for token in tokens), reverse=True)[params.top_k - 1]
+        kept = {token for token in kept if weights[token] >= border}
+    law = [weights[token] if token in kept else 0.0 for token in tokens]
+    law = [weight / sum(law) for weight in law]
+    if params.top_p is not None and params.top_p < 1:
+        mass = 0.0
+        for token in sorted(tokens, key=lambda token: (-law[token], token)):
+            before, mass = mass, mass + law[token]
+            law[token] = law[token] if before < params.top_p else 0.0
+    return [weight / sum(law) for weight in law]
+
+
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.01, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [None, -1, 0, 1, 3, 50])
+@pytest.mark.parametrize("top_p", [None, 1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("min_p", [None, 0.0, 0.1, 1.0])
+def test_law_against_the_reference(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for seed in range(3):
+        logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        law = law_of(logits, params)
+        assert law.tolist() == pytest.approx(reference_law(logits.tolist(), params), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"top_k": 2}, [0, 1, 2]),
+        ({"top_k": 1}, [0]),
+        ({"min_p": math.exp(-1.0)}, [0, 1, 2]),
+        ({"top_p": 0.6}, [0, 1]),
+        ({"temperature": 0.0}, [0]),
+    ],
+)
+def test_ties_at_the_border(changes: dict, kept: list[int]) -> None:
+    """Top-k and min-p keep all that are tied; top-p keeps the lower token ids; greedy takes the first."""
+    law = law_of(torch.tensor([2.0, 1.0, 1.0, 0.0], dtype=torch.float64), SamplingParams(**changes))
+    assert torch.nonzero(law).flatten().tolist() == kept
+    assert float(law.sum()) == pytest.approx(1.0)
+
+
+def test_greedy_ties_take_the_lower_id() -> None:
+    assert int(law_of(torch.tensor([0.0, 3.0, 3.0, 1.0]), SamplingParams(temperature=0.0)).argmax()) == 1
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.95, 0.9999999])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 2.0, 8.0])
+def test_nucleus_of_a_real_vocabulary(scale: float, top_p: float) -> None:
+    """The short cut that sorts only the likeliest tokens gives what sorting all of them gives, ties included."""
+    logits = (scale * torch.randn(20_000, generator=torch.Generator().manual_seed(7))).mul(8).round().div(8)
+    law = logits.softmax(-1)
+    ordered, ids = law.sort(descending=True, stable=True)
+    before = ordered.double().cumsum(0) - ordered
+    expected = torch.zeros_like(law).index_copy_(0, ids, ordered * (before < top_p))
+    assert torch.allclose(law_of(logits, SamplingParams(top_p=top_p)), expected / expected.sum(), rtol=1e-6, atol=0)
+
+
+def test_a_tiny_temperature_is_a_point_mass_and_not_nan() -> None:
+    law = law_of(torch.tensor([50.0, 80.0, 79.9]), SamplingParams(temperature=1e-30))
+    assert law.tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_law_keeps_the_logits_precision(dtype: torch.dtype) -> None:
+    assert law_of(torch.randn(5, dtype=dtype), SamplingParams(top_p=0.5, top_k=3)).dtype == dtype
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_gives_no_law_is_refused(temperature: float) -> None:
+    sampler = Sampler(SamplingParams(temperature=temperature), [1])
+    with pytest.raises(NumericError, match="NaN"):
+        sampler.law(torch.tensor([0.0, math.nan]), [])
+    with pytest.raises(NumericError, match="inf"):
+        sampler.law(torch.tensor([0.0, math.inf]), [])
+    with pytest.raises(NumericError, match="every token is banned"):
+        Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).law(torch.zeros(2), [])
+    to_nan = SamplingParams(temperature=temperature, logits_processors=[lambda _tokens, logits: logits * math.nan])
+    with pytest.raises(NumericError, match="nan"):
+        Sampler(to_nan, [1]).law(torch.zeros(2), [])
+
+
+def reference_process(logits: Tensor, sampler: Sampler, output: list[int]) -> list[float]:
+    """Allowed tokens, bad words, min tokens, bias, penalties: one token at a time, from the documentation."""
+    params, text = sampler.params, [*sampler.prompt, *output]
+    result = []
+    for token, raw in enumerate(logits.tolist()):
+        value = raw
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
+            value = -math.inf
+        for word in sampler.bad_words:
+            if word[-1] == token and text[len(text) - len(word) + 1 :] == word[:-1] and len(text) >= len(word) - 1:
+                value = -math.inf
+        if token in sampler.banned_until_min and len(output) < params.min_tokens:
+            value = -math.inf
+        value += (params.logit_bias or {}).get(token, 0.0)
+        if token in text and params.repetition_penalty is not None:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        result.append(value)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_processors_against_the_reference(seed: int) -> None:
+    chance = random.Random(seed)
+    vocabulary = 8
+    params = SamplingParams(
+        repetition_penalty=chance.choice([None, 1.0, 1.3, 0.8]),
+        presence_penalty=chance.choice([0.0, 0.7, -0.5]),
+        frequency_penalty=chance.choice([0.0, 0.4, -0.3]),
+        logit_bias=chance.choice([None, {1: 2.5, 6: -1.0}]),
+        allowed_token_ids=chance.choice([None, [0, 1, 2, 6, 7]]),
+        min_tokens=chance.choice([0, 3]),
+        max_tokens=10,
+    )
+    prompt = [chance.randrange(vocabulary) for _ in range(chance.randint(1, 4))]
+    words = [[chance.randrange(vocabulary) for _ in range(chance.randint(1, 3))] for _ in range(4)]
+    sampler = Sampler(params, prompt, banned_until_min=[7], bad_words=words)
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed))
+    for length in range(6):
+        output = [chance.randrange(vocabulary) for _ in range(length)]
+        processed = sampler.process(logits, output)
+        assert processed.tolist() == pytest.approx(reference_process(logits, sampler, output), abs=1e-5)
+        if sampler.neutral:
+            assert torch.equal(processed, logits)
+
+
+def test_two_paths_with_two_histories_have_two_laws() -> None:
+    """Penalties look at a node's own path, not at a sibling's."""
+    sampler = Sampler(SamplingParams(frequency_penalty=1.0), [5])
+    logits = torch.zeros(6)
+    left, right = sampler.process(logits, [1, 1, 2]), sampler.process(logits, [3, 3, 3])
+    assert left.tolist() == [0, -2, -1, 0, 0, 0] and right.tolist() == [0, 0, 0, -3, 0, 0]
+    assert logits.tolist() == [0] * 6, "raw logits are left alone"
+
+
+def test_repetition_penalty_sees_the_prompt_and_the_others_do_not() -> None:
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5)
+    assert Sampler(params, [0]).process(torch.tensor([1.0, -1.0, 1.0]), [1]).tolist() == [0.5, -2.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "banned"),
+    [
+        ([1], [], [3]),
+        ([1], [2], [0, 3]),
+        ([1, 2], [], [0, 3]),
+        ([1], [1, 2], [0, 3]),
+        ([9, 1], [2], [0, 3]),
+        ([2], [1], [3]),
+        ([], [1, 2], [0, 3]),
+        ([], [], [3]),
+    ],
+)
+def test_bad_words_across_the_border_of_prompt_and_output(
+    prompt: list[int], output: list[int], banned: list[int]
+) -> None:
+    sampler = Sampler(SamplingParams(), prompt, bad_words=[[1, 2, 0], [3]])
+    assert torch.nonzero(sampler.process(torch.zeros(5), output).isinf()).flatten().tolist() == banned
+
+
+def test_min_tokens_bans_stop_ids_until_then() -> None:
+    sampler = Sampler(SamplingParams(min_tokens=2), [0], banned_until_min=[1, 3])
+    banned = [
+        torch.nonzero(sampler.process(torch.zeros(4), [0] * length).isinf()).flatten().tolist() for length in range(4)
+    ]
+    assert banned == [[1, 3], [1, 3], [], []]
+
+
+def test_user_processors_see_prompt_and_path_in_order() -> None:
+    seen = []
+
+    def first(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        seen.append(list(tokens))
+        return logits + 1
+
+    params = SamplingParams(logits_processors=[first, lambda _tokens, logits: logits * 10])
+    assert Sampler(params, [7, 8]).process(torch.zeros(2), [9]).tolist() == [10.0, 10.0]
+    assert seen == [[7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"allowed_token_ids": [1, 9]}, {"logit_bias": {9: 1.0}}, {"allowed_token_ids": [-1]}]
+)
+def test_token_ids_outside_the_vocabulary_are_refused(changes: dict) -> None:
+    sampler = Sampler(SamplingParams(**changes), [0])
+    with pytest.raises(ArgumentError, match="the vocabulary has ids 0 to 8"):
+        sampler.process(torch.zeros(9), [])
+    sampler = Sampler(SamplingParams(logit_bias={8: 1.0}), [0])
+    assert sampler.process(torch.zeros(9), [])[8] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "neutral"),
+    [
+        ({}, True),
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, True),
+        ({"repetition_penalty": 1.0}, True),
+        ({"repetition_penalty": 1.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"logit_bias": {1: 1.0}}, False),
+        ({"allowed_token_ids": [1]}, False),
+        ({"min_tokens": 1}, False),
+        ({"logits_processors": [lambda _tokens, logits: logits]}, False),
+    ],
+)
+def test_neutral_means_that_the_raw_argmax_will_do(changes: dict, neutral: bool) -> None:
+    assert Sampler(SamplingParams(**changes), [0]).neutral is neutral
+    assert not Sampler(SamplingParams(**changes), [0], bad_words=[[1]]).neutral
+
+
+LAW = torch.tensor([0.5, 0.0, 0.2, 0.3])
+
+
+def test_same_key_same_draw_and_no_other_state() -> None:
+    one, other = Coins(7, 3), Coins(7, 3)
+    flips = [one.flip(0.5, node) for node in range(64)]
+    assert [other.draw(LAW, depth) for depth in range(64)] == [one.draw(LAW, depth) for depth in range(64)]
+    assert [other.flip(0.5, node) for node in reversed(range(64))] == flips[::-1], "order does not matter"
+
+
+def test_target_draws_are_keyed_by_absolute_position() -> None:
+    for position in range(20):
+        assert Coins(5, position).draw(LAW, 3) == Coins(5, position + 3).draw(LAW)
+
+
+def test_certain_flips() -> None:
+    coins = Coins(0, 0)
+    assert all(coins.flip(1.0, node) and not coins.flip(0.0, node) for node in range(1000))
+
+
+def uniforms(coins: Sequence[Coins], stream: int, indices: Sequence[int]) -> list[float]:
+    return [each._uniform(each.position, stream, index) for each in coins for index in indices]
+
+
+def test_uniformity_along_every_part_of_the_key() -> None:
+    """Kolmogorov-Smirnov for seeds, positions, nodes and streams, each alone."""
+    families = {
+        "seeds": uniforms([Coins(seed, 0) for seed in range(2000)], Stream.TARGET, [0]),
+        "large seeds": uniforms([Coins(2**63 + seed, 0) for seed in range(2000)], Stream.ACCEPT, [3]),
+        "positions": uniforms([Coins(1, position) for position in range(2000)], Stream.TARGET, [0]),
+        "nodes": uniforms([Coins(1, 0)], Stream.ACCEPT, range(2000)),
+        "children": uniforms(
+            [Coins(1, 0)], Stream.DRAFT, [(node << 16) | index for node in range(200) for index in range(10)]
+        ),
+        "streams": [Coins(1, 0)._uniform(0, stream, 0) for stream in range(2000)],
+    }
+    for name, values in families.items():
+        assert len(set(values)) == len(values), name
+        assert stats.kstest(values, "uniform").pvalue > ALPHA / len(families), name
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((0, 0, Stream.TARGET, 0), (0, 0, Stream.ACCEPT, 0)),
+        ((0, 0, Stream.TARGET, 0), (0, 0, Stream.DRAFT, 0)),
+        ((0, 0, Stream.ACCEPT, 0), (0, 0, Stream.DRAFT, 0)),
+        ((0, 0, Stream.DRAFT, 0), (0, 0, Stream.DRAFT + 1, 0)),
+        ((0, 0, Stream.ACCEPT, 0), (0, 0, Stream.ACCEPT, 1)),
+        ((0, 0, Stream.TARGET, 0), (0, 1, Stream.TARGET, 0)),
+        ((0, 0, Stream.TARGET, 0), (1, 0, Stream.TARGET, 0)),
+        ((0, 0, Stream.ACCEPT, 1), (0, 1, Stream.ACCEPT, 0)),
+    ],
+)
+def test_neighbouring_keys_are_independent(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    """Chi-square on a 5 x 5 table over 4,000 base keys: streams, nodes, positions, seeds."""
+    table = torch.zeros(5, 5)
+    for base in range(4000):
+        cell = []
+        for seed, position, stream, index in (left, right):
+            value = Coins(10 * base + seed, position)._uniform(position, stream, index)
+            cell.append(int(5 * value))
+        table[cell[0], cell[1]] += 1
+    assert stats.chi2_contingency(table.numpy()).pvalue > ALPHA / 8
+
+
+def test_draws_follow_the_law_and_never_take_the_impossible() -> None:
+    for draw in (
+        lambda seed: Coins(seed, 2).draw(LAW, 1),
+        lambda seed: Coins(seed, 2).drafted(LAW, 3, 1),
+        lambda seed: Coins(1, seed).draw(3 * LAW),
+    ):
+        counts = Counter(draw(seed) for seed in range(3000))
+        assert counts[1] == 0
+        expected = [3000 * float(LAW[token]) for token in (0, 2, 3)]
+        assert stats.chisquare([counts[token] for token in (0, 2, 3)], expected).pvalue > ALPHA
+
+
+@pytest.mark.parametrize("law", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7, 0.0], [1e-30, 0.0, 1.0], [0.0, 1e-40, 0.0]])
+@pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.3, 0.5, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval(law: list[float], uniform: float) -> None:
+    values = torch.tensor(law, dtype=torch.float64)
+    assert values[_inverse(values, uniform)] > 0
+
+
+def test_inverse_is_the_quantile() -> None:
+    for step in range(1000):
+        uniform = (step + 0.5) / 1000
+        assert _inverse(LAW, uniform) == (0 if uniform < 0.5 else 2 if uniform < 0.7 else 3)
+
+
+def test_a_cascades_inner_level_draws_from_its_own_stream() -> None:
+    outer = [Coins(seed, 0).drafted(LAW, 0) for seed in range(200)]
+    inner = [Coins(seed, 0, draft_stream=Stream.DRAFT + 1).drafted(LAW, 0) for seed in range(200)]
+    assert outer != inner
+    assert [Coins(seed, 0, 9).draw(LAW) for seed in range(200)] == [Coins(seed, 0).draw(LAW) for seed in range(200)]
+
+
+def test_logprobs_and_ranks() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0])
+    chosen, best = logprobs_of(logits, 2, 2)
+    values = logits.log_softmax(-1)
+    assert chosen.logprob == pytest.approx(float(values[2])) and chosen.rank == 3
+    assert set(best) == {1, 3} and [entry.rank for entry in best.values()] == [1, 2]
+    assert logprobs_of(logits, 1, 0)[1] == {}
+    assert len(logprobs_of(logits, 1, 10)[1]) == 4
