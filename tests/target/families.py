@@ -37,7 +37,7 @@ _LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 2,
 }
-_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0}
 _LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
     "gemma3": ("Gemma3", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
     "phi3": ("Phi3", _GROUPED),
-    "phi3_longrope": ("Phi3", {**_GROUPED, "rope_parameters": _LONG}),
+    "phi3_longrope": ("Phi3", {**_GROUPED, "rope_parameters": _LONG, "original_max_position_embeddings": 64}),
     "olmo2": ("Olmo2", _GROUPED),
     "gpt2": ("GPT2", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}),
     "gpt_neox": ("GPTNeoX", _COMMON),
