@@ -169,7 +169,10 @@ def test_a_stop_string_cuts_text_and_tokens_as_plain_decoding_does(plain: LLM, n
             params = SamplingParams(
                 temperature=0.0, max_tokens=24, ignore_eos=True, stop=stop, include_stop_str_in_output=include
             )
-            left, right = plain.generate(PROMPTS[1], params)[0].outputs[0], ngram.generate(PROMPTS[1], params)[0].outputs[0]
+            left, right = (
+                plain.generate(PROMPTS[1], params)[0].outputs[0],
+                ngram.generate(PROMPTS[1], params)[0].outputs[0],
+            )
             assert (left.text, left.token_ids, left.stop_reason) == (right.text, right.token_ids, stop)
             assert left.text == text[: text.index(stop) + (len(stop) if include else 0)]
             streamed = "".join(chunk.text for chunk in ngram.stream(PROMPTS[1], params))

@@ -22,24 +22,28 @@ _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the engine itself obeys; all others are asked after every token."""
 
 
-def hf(drafter: str = "ngram", **options: Any) -> HuggingFaceGenerate:
+def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> HuggingFaceGenerate:
     """A decoding loop for transformers' ``generate(custom_generate=...)``.
+
+    transformers 5 does not hand `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer here, and
+    stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Args:
         drafter: a name from ``forerun drafters``.
+        streamer: a transformers streamer that gets the tokens as they are accepted.
         options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
 
     Example:
         ``model.generate(**inputs, max_new_tokens=64, custom_generate=forerun.hf("ngram"))``
     """
-    return HuggingFaceGenerate({"method": drafter, **options})
+    return HuggingFaceGenerate({"method": drafter, **options}, streamer)
 
 
 class HuggingFaceGenerate:
     """Callable with the signature of transformers' own decoding loops. Keeps one engine per model."""
 
-    def __init__(self, speculative_config: dict[str, Any]) -> None:
-        self._config = speculative_config
+    def __init__(self, speculative_config: dict[str, Any], streamer: Any = None) -> None:
+        self._config, self._streamer = speculative_config, streamer
         self._engines: WeakKeyDictionary[Any, LLM] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
@@ -53,7 +57,7 @@ class HuggingFaceGenerate:
         mask = torch.ones_like(input_ids) if mask is None else mask
         prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         llm = self._engine(model, len(prompts), generation_config.max_length)
-        processors, streamer = keywords.get("logits_processor") or [], keywords.get("streamer")
+        processors, streamer = keywords.get("logits_processor") or [], self._streamer
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
         answers: list[list[int]] = [[] for _ in prompts]
         running: dict[str, int] = {}

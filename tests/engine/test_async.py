@@ -1,0 +1,68 @@
+"""The same engine under asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, AsyncLLM, SamplingParams
+from forerun.errors import ArgumentError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = ["the cat sat", "the dog and the dog", "mat", "on the log the cat"]
+
+
+@pytest.fixture
+async def llm(checkpoint: Path) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(
+        str(checkpoint), dtype="float32", speculative_config={"method": "ngram"}, max_num_seqs=2
+    ) as llm:
+        yield llm
+
+
+async def test_many_tasks_get_what_each_would_get_alone(checkpoint: Path, llm: AsyncLLM) -> None:
+    answers = await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in PROMPTS))
+    alone = LLM(str(checkpoint), dtype="float32").generate(PROMPTS, GREEDY)
+    assert [answer[0].outputs[0].token_ids for answer in answers] == [output.outputs[0].token_ids for output in alone]
+
+
+async def test_a_stream_and_leaving_it_early(llm: AsyncLLM) -> None:
+    text = ""
+    async for chunk in llm.stream(PROMPTS[0], GREEDY):
+        text += chunk.text
+    assert text == (await llm.generate(PROMPTS[0], GREEDY))[0].outputs[0].text
+    stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=150, ignore_eos=True))
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    await llm.generate(PROMPTS[2], GREEDY)
+    assert not llm.llm.engine.busy
+
+
+async def test_a_cancelled_task_frees_its_row(llm: AsyncLLM) -> None:
+    task = asyncio.create_task(llm.generate(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await llm.generate(PROMPTS[2], GREEDY)
+    assert not llm.llm.engine.busy
+
+
+async def test_bad_input_reaches_the_caller_and_nobody_else(llm: AsyncLLM) -> None:
+    good = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
+    with pytest.raises(ArgumentError, match="empty"):
+        await llm.generate([[]], GREEDY)
+    assert (await good)[0].finished
+
+
+async def test_a_failing_step_reaches_everybody_who_waits(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(llm.llm.engine, "step", broken)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        await llm.generate(PROMPTS[0], GREEDY)

@@ -1,0 +1,85 @@
+"""``model.generate(custom_generate=forerun.hf(...))`` against transformers' own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, TextStreamer
+
+import forerun
+from forerun.errors import ArgumentError
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def batch(checkpoint: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    batch = tokenizer(["the cat sat on the mat the cat", "the dog"], return_tensors="pt", padding=True)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 3, "min_new_tokens": 12},
+        {"suppress_tokens": [40, 41, 42]},
+    ],
+)
+def test_greedy_is_the_same_for_left_padded_batches(model: Any, batch: Any, options: Any) -> None:
+    keywords = {"max_new_tokens": 20, "do_sample": False, **options}
+    expected = model.generate(**batch, **keywords)
+    found = model.generate(**batch, **keywords, custom_generate=forerun.hf("ngram", num_speculative_tokens=4))
+    assert found.tolist() == expected.tolist()
+
+
+def test_sampling_follows_torchs_seed_and_its_processors(model: Any, batch: Any) -> None:
+    loop = forerun.hf("ngram")
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        out = model.generate(**batch, max_new_tokens=15, do_sample=True, top_k=2, custom_generate=loop)
+        texts.append(out[:, batch["input_ids"].shape[1] :].tolist())
+    assert texts[0] == texts[1] != texts[2]
+    logits = model(out[:1, batch["input_ids"].shape[1] - 8 :]).logits  # the unpadded row's own law allows two tokens
+    assert logits.shape[-1] == model.config.vocab_size
+
+
+def test_a_draft_model_a_streamer_and_a_criterion(
+    model: Any, batch: Any, checkpoint: Path, draft_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class After(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= start + 7])
+
+    one = {name: value[:1] for name, value in batch.items()}
+    start = one["input_ids"].shape[1]
+    streamer = TextStreamer(AutoTokenizer.from_pretrained(checkpoint), skip_prompt=True)
+    loop = forerun.hf("draft_model", streamer=streamer, model=str(draft_checkpoint), num_speculative_tokens=3)
+    keywords = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [After()], "eos_token_id": None}
+    expected = model.generate(**one, **keywords)
+    found = model.generate(**one, **keywords, custom_generate=loop)
+    assert found.tolist() == expected.tolist()
+    assert found.shape[1] == start + 7
+    assert capsys.readouterr().out.strip()
+
+
+def test_what_a_speculative_loop_does_not_compute_is_refused(model: Any, batch: Any) -> None:
+    with pytest.raises(ArgumentError, match="num_beams"):
+        model.generate(**batch, max_new_tokens=4, num_beams=2, custom_generate=forerun.hf("ngram"))
+    with pytest.raises(ArgumentError, match="output_scores"):
+        model.generate(
+            **batch,
+            max_new_tokens=4,
+            return_dict_in_generate=True,
+            output_scores=True,
+            custom_generate=forerun.hf("ngram"),
+        )
