@@ -1,4 +1,4 @@
-"""A tiny Llama with a byte-level tokenizer, written as an ordinary checkpoint; random, but sharp enough to repeat itself."""
+"""A tiny Llama with a byte-level tokenizer, written as an ordinary checkpoint; random, but sharp."""
 
 from __future__ import annotations
 

@@ -90,14 +90,8 @@ class Engine:
         return admitted
 
     def _prefill(self, answers: Sequence[Answer]) -> list[StreamChunk]:
-        signals = frozenset[Signal]().union(*(self.drafting.requires(answer.drafter) for answer in answers))
         wants_all = any(answer.request.params.prompt_logprobs is not None for answer in answers)
-        scored = self.target.prefill(
-            [answer.row.row for answer in answers],
-            [answer.row.tokens for answer in answers],
-            signals=signals,
-            all_logits=wants_all,
-        )
+        scored = self._run_prompts(answers, wants_all)
         last = scored.logits
         if wants_all:
             ends = torch.tensor([len(answer.row.tokens) - 1 for answer in answers], device=last.device)
@@ -106,6 +100,27 @@ class Engine:
         emitted = first_tokens([answer.row for answer in answers], last)
         self._unread.append((list(answers), scored.signals))
         return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
+
+    def _run_prompts(self, answers: Sequence[Answer], all_logits: bool) -> Scored:
+        """Prefill; several answers to one prompt run it once, the others copy its row."""
+        leaders: dict[str, int] = {}
+        for answer in answers:
+            leaders.setdefault(answer.request.id, len(leaders))
+        places = [leaders[answer.request.id] for answer in answers]
+        first = [answers[places.index(place)] for place in range(len(leaders))]
+        scored = self.target.prefill(
+            [answer.row.row for answer in first],
+            [answer.row.tokens for answer in first],
+            signals=frozenset[Signal]().union(*(self.drafting.requires(answer.drafter) for answer in answers)),
+            all_logits=all_logits,
+        )
+        if len(first) == len(answers):
+            return scored
+        for answer, place in zip(answers, places, strict=True):
+            if answer is not first[place]:
+                self.target.copy_row(first[place].row.row, answer.row.row, len(answer.row.tokens))
+        signals = {signal: states[places] for signal, states in scored.signals.items()}
+        return Scored(logits=scored.logits[places], signals=signals)
 
     def _decode(self) -> list[StreamChunk]:
         self._introduce()

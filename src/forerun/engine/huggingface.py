@@ -25,8 +25,8 @@ _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> HuggingFaceGenerate:
     """A decoding loop for transformers' ``generate(custom_generate=...)``.
 
-    transformers 5 does not hand `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer here, and
-    stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
+    transformers 5 does not hand `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer
+    here, and stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Args:
         drafter: a name from ``forerun drafters``.
