@@ -79,7 +79,7 @@ class Group:
     """Indices into the step's rows."""
     depths: Sequence[int]
     """Per member, most tokens to draft on one path; the row's room limits it further."""
-    nodes: int = 64
+    nodes: int
     """Most drafted nodes per row."""
 
 

@@ -34,8 +34,9 @@ class _Active:
 class Drafting:
     """All drafters in use, by the key of their configuration."""
 
-    def __init__(self, setup: DrafterSetup) -> None:
-        self._setup = setup
+    def __init__(self, setup: DrafterSetup, *, nodes: int = 64) -> None:
+        """`nodes`: most drafted nodes of a row in one step."""
+        self._setup, self._nodes = setup, nodes
         self._active: dict[str, _Active] = {}
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
@@ -65,6 +66,7 @@ class Drafting:
                     drafter=active.drafter,
                     members=members,
                     depths=[limit if depth is None else min(depth, limit) for depth in chosen],
+                    nodes=self._nodes,
                 )
             )
         return groups

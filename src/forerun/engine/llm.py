@@ -18,7 +18,7 @@ from forerun.engine.drafting import Drafting
 from forerun.engine.loading import load_tokenizer
 from forerun.engine.prompts import Prompt, PromptReader
 from forerun.errors import ArgumentError, nearest
-from forerun.target import Target
+from forerun.target import Buckets, Target
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
 """A request's wish: None as the engine is configured, False off, or a configuration of its own."""
+
+REPRODUCIBLE_NODES = 16
+"""Nodes of every pass in reproducible mode, the root included: where 16 rows still cost about what one costs."""
 
 _LOADING = (
     "device_map",
@@ -54,6 +57,8 @@ class LLM:
         max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
         max_num_seqs: answers that run at once (rows of the cache).
         seed: for requests that bring none; None draws one for each.
+        reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
+            compute the same bits for a chain (drafts are limited to 15 nodes).
         check: verify the step's invariants while running (slow).
         loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
             repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
@@ -75,6 +80,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         seed: int | None = None,
+        reproducible: bool = False,
         check: bool = False,
         **loading: Any,
     ) -> None:
@@ -108,7 +114,10 @@ class LLM:
             default_seed=seed,
         )
         setup = DrafterSetup(target=self.target, tokenizer=self.tokenizer, rows=max_num_seqs, slots=self.target.slots)
-        self.engine = Engine(self.target, Drafting(setup), check=check)
+        if reproducible:
+            self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
+        most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
+        self.engine = Engine(self.target, Drafting(setup, nodes=most), check=check)
         self.engine.drafting.ensure(self.speculative)
         self._ids = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
