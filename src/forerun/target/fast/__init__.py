@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.target.fast import attention, packing
+from forerun.target.fast import attention, compiling, packing
 from forerun.target.fast.packing import Packing
 
 __all__ = ["Acceleration", "accelerate"]
@@ -39,10 +39,12 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
 
     Args:
         model: loaded, in evaluation mode.
-        compile: also compile the base model's forward; the first pass of each shape then takes seconds.
+        compile: also compile the base model's forward. The first pass with one token and the first with more then
+            take up to a minute each, in later processes seconds. A compiled pass rounds differently from a plain one.
     """
     packed = packing.pack(model)
     folded = packed.layers > 0 and attention.suits(model)
     if folded:
         attention.install(model)
-    return Acceleration(packing=packed, folded_attention=folded, compiled=False)
+    compiled = compile and compiling.compile_forward(model)
+    return Acceleration(packing=packed, folded_attention=folded, compiled=compiled)

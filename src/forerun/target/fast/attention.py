@@ -24,6 +24,11 @@ NAME = "forerun_fold"
 MIN_ROWS = 4
 """From this many rows on, every row's bits are the same on every processor that was tried."""
 
+CACHE = "forerun_cache"
+"""The keyword that brings the cache's name to `fold_attention` in a compiled pass."""
+CACHES: dict[str, Any] = {}
+"""The caches of compiled passes, by name."""
+
 
 def fold_attention(
     module: nn.Module,
@@ -36,7 +41,17 @@ def fold_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it: query (B, heads, N, D), key and value (B, kv_heads, W, D), mask (B, 1, N, W).
+    """Attention as transformers asks for it.
+
+    Args:
+        module: the layer's attention.
+        query: (B, heads, N, D)
+        key: (B, kv_heads, W, D)
+        value: (B, kv_heads, W, D')
+        attention_mask: (B, 1, N, W), additive or boolean.
+        scaling: of the scores.
+        dropout: probability.
+        kwargs: what else the model says; `CACHE` only inside a compiled pass.
 
     Returns:
         (B, N, heads, D') and no weights.
@@ -46,6 +61,11 @@ def fold_attention(
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")
+    if CACHE in kwargs:
+        traced: Tensor = torch.ops.forerun.attend(
+            query, key, value, attention_mask, scaling=scaling, layer=module.layer_idx, cache=kwargs[CACHE]
+        )
+        return traced, None
     if attention_mask is None or attention_mask.shape[1] != 1:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -53,16 +73,45 @@ def fold_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
+    return _fold(query, key, value, attention_mask, scaling, dropout), None
+
+
+def _fold(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
+    """(B, N, heads, D') as a view."""
     batch, heads, count, width = query.shape
     groups = heads // key.shape[1]
     copies = -(-MIN_ROWS // (groups * count))
     rows = query.reshape(batch, key.shape[1], groups * count, width)
     if copies > 1:
         rows = torch.cat([rows] * copies, dim=2)
-    mask = _MASKS.repeated(attention_mask, groups * copies)
+    mask = _MASKS.repeated(mask, groups * copies)
     seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     seen = seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1])
-    return seen.transpose(1, 2), None
+    return seen.transpose(1, 2)
+
+
+_LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, *, float? scaling, int layer, str cache) -> Tensor"
+)
+
+
+@torch.library.impl(_LIBRARY, "attend", "CPU")
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int, cache: str
+) -> Tensor:
+    """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
+    keys, values = CACHES[cache].update(key, value, layer)
+    return _fold(query, keys, values, mask, scaling).contiguous()
+
+
+@torch.library.register_fake("forerun::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _attend_shape(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int, cache: str
+) -> Tensor:
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
 class _Repeated:

@@ -9,8 +9,10 @@ Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,10 @@ PACK_ROWS = 16
 """The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that read the same input."""
+
+
+_WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
+_NAMES = itertools.count()
 
 
 class PackedWeight:
@@ -33,9 +39,14 @@ class PackedWeight:
         self.in_features = layers[0].in_features
         self.sizes = [layer.out_features for layer in layers]
         self.dtype = weight.dtype
+        self.name = str(next(_NAMES))
+        _WEIGHTS[self.name] = self
 
     def apply(self, states: Tensor) -> Tensor:
         """(.., in) -> (.., out of all layers); one row runs as two."""
+        if torch.compiler.is_compiling():  # the tracer cannot see oneDNN's tensors
+            traced: Tensor = torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
+            return traced
         rows = states.reshape(-1, self.in_features)
         single = rows.shape[0] == 1
         if single:
@@ -123,6 +134,20 @@ class FusedLinear(_Packed):
     def forward(self, states: Tensor) -> Tensor:
         """(.., in) -> (.., out)."""
         return self.group.take(states, self.index)
+
+
+_LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("packed_linear(Tensor states, str name, int outputs) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_LIBRARY, "packed_linear", "CPU")
+def _packed_linear(states: Tensor, name: str, outputs: int) -> Tensor:
+    return _WEIGHTS[name].apply(states)
+
+
+@torch.library.register_fake("forerun::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
+    return states.new_empty((*states.shape[:-1], outputs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,137 @@
+"""A target's forward pass, compiled once for every number of tokens and every cache width.
+
+Packed linears, and attention together with the cache, are single opaque operations of the compiled graph; what lies
+between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and shapes stay
+symbolic: there is one graph for one token and one for more.
+
+Knows `forerun.target.fast`'s own operations. Does not capture hidden states: passes with hooks run as before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from forerun.target.fast.attention import CACHE, CACHES, NAME
+
+log = logging.getLogger(__name__)
+_NAMES = itertools.count()
+
+
+class _PassThrough:
+    """Stands for the cache inside the compiled graph: the real one is reached from the attention operation."""
+
+    def update(
+        self, keys: Tensor, values: Tensor, _layer: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+class _Counted:
+    """The cache, and how many layers used it in one pass."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.updates = 0
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self.updates += 1
+        result: tuple[Tensor, Tensor] = self.cache.update(keys, values, layer)
+        return result
+
+
+class CompiledForward:
+    """Has the signature of a base model's forward, and falls back to it where a pass cannot be compiled."""
+
+    def __init__(self, base: nn.Module, layers: int) -> None:
+        self.plain = base.forward
+        self.base = base
+        self.layers = layers
+        self.watched = list(base.modules())
+        self.name = str(next(_NAMES))
+        self.compiled = torch.compile(self._trace, dynamic=True, fullgraph=True)
+        self.failed = False
+        self._seen: set[tuple[bool, ...]] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base model; compiled if it is a cached pass of token ids without hooks."""
+        if self.failed or args or not self._fits(kwargs):
+            return self.plain(*args, **kwargs)
+        cache = _Counted(kwargs["past_key_values"])
+        CACHES[self.name] = cache
+        inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
+        try:
+            result = self._run(inputs)
+        except Exception as error:
+            log.warning(
+                "compilation failed, going on without: %s", (str(error) or type(error).__name__).splitlines()[0]
+            )
+            log.debug("compilation failed", exc_info=error)
+            self.failed = True
+        finally:
+            del CACHES[self.name]
+        if not self.failed and cache.updates != self.layers:
+            log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
+            self.failed = True
+        return self.plain(**kwargs) if self.failed else result
+
+    def _fits(self, kwargs: dict[str, Any]) -> bool:
+        needed = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+        return (
+            kwargs.keys() - {"use_cache"} == needed
+            and hasattr(kwargs["past_key_values"], "begin")
+            and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.watched)
+        )
+
+    def _run(self, inputs: tuple[Any, ...]) -> Any:
+        """The first pass of a kind compiles, behind a progress bar on stderr."""
+        kind = tuple(size == 1 for size in inputs[0].shape)
+        if kind in self._seen:
+            return self.compiled(*inputs)
+        self._seen.add(kind)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            progress.add_task("compiling the model's forward pass (kept on disk)", total=None)
+            return self.compiled(*inputs)
+
+    def _trace(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any) -> Any:
+        return self.plain(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=_PassThrough(),
+            use_cache=True,
+            **{CACHE: self.name},
+        )
+
+
+def compile_forward(model: Any) -> bool:
+    """Replace the base forward of a packed and folded `model`; False, with nothing done, where that is impossible."""
+    reason = _obstacle(model)
+    if reason:
+        log.warning("not compiled: %s", reason)
+        return False
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forerun" / "inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    base = getattr(model, model.base_model_prefix)
+    base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
+    return True
+
+
+def _obstacle(model: Any) -> str | None:
+    if model.config._attn_implementation != NAME:
+        return "attention could not be folded on this device, dtype or model"
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        return "its cache holds compressed latents, which are expanded outside the attention function"
+    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        return "there is no C++ compiler"
+    return None
