@@ -89,7 +89,7 @@ def check_not_anticipating(base: Draft, altered: Draft) -> None:
 
 @dataclass
 class Watched:
-    """What came of watching a drafter's proposals. A drafter that raises is silenced by the step, so failures are kept."""
+    """What came of watching a drafter's proposals. The step silences a drafter that raises, so failures are kept."""
 
     checked: int = 0
     problems: list[str] = field(default_factory=list)

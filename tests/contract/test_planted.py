@@ -1,0 +1,212 @@
+"""Bugs that speculative decoders really had, planted one by one: the suite's own checks must catch each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from contract.harness import (
+    LEVEL,
+    NEVER,
+    PROMPT,
+    PROMPTS,
+    SAMPLED,
+    VARIANTS,
+    Variant,
+    as_prompts,
+    expected,
+    installed,
+    llm,
+    oracle,
+    p_value,
+    sample,
+    tokens_of,
+)
+from contract.test_cache import TOLERANCE, built, run
+from contract.test_greedy import NEUTRAL, PENALISED, reference
+from contract.test_recorded import watch
+from contract.wrong import Uniform
+from forerun import LLM, SamplingParams, sampling, step
+from forerun.drafters import draft_model, growth
+from forerun.sampling import Coins
+from forerun.step import Scores
+from forerun.target import Target
+from forerun.target.cache import SlotCache
+from forerun.tree import TreeBuilder
+from forerun.types import Drawn, Source, Verdict
+from forerun.verify.base import rule_named
+
+Patch = pytest.MonkeyPatch
+
+
+def named(label: str) -> Variant:
+    """One of the draft model's variants."""
+    return next(variant for variant in VARIANTS["draft_model"] if variant.label == label)
+
+
+def law_is_off(variant: Variant, rule: str | None = None, draws: int = 600) -> bool:
+    return p_value(sample(llm(variant, rule=rule, rows=64, check=False), draws), expected()) < LEVEL
+
+
+def greedy_is_off(engine: LLM, params: SamplingParams = NEUTRAL) -> bool:
+    return tokens_of(engine.generate(as_prompts(PROMPTS), params)) != reference(params)
+
+
+def test_a_residual_that_is_not_normalised(monkeypatch: Patch) -> None:
+    def as_it_is(law: Tensor, uniform: float) -> int:
+        found = int(torch.searchsorted(law.double().cumsum(0), uniform, right=True))
+        return min(found, int(torch.nonzero(law)[-1]))
+
+    with installed("wrong", Uniform):
+        assert not law_is_off(Variant("wrong"))
+        monkeypatch.setattr(sampling, "_inverse", as_it_is)
+        assert law_is_off(Variant("wrong"))
+
+
+def test_frozen_penalties(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Scores, "output", lambda self, index, node: self._rows[index].output)
+    assert law_is_off(named("given-tree"))
+    assert greedy_is_off(llm(named("chain")), PENALISED)
+
+
+class WithoutBonus:
+    """A rule that forgets the token it may emit after a draft that was kept whole."""
+
+    def __init__(self, name: str) -> None:
+        self._rule = rule_named(name)
+
+    def accepts(self, tree: Any) -> bool:
+        return self._rule.accepts(tree)
+
+    def verify(self, tree: Any, target: Any, coins: Coins) -> Verdict:
+        verdict = self._rule.verify(tree, target, coins)
+        if verdict.kind is not Source.BONUS:
+            return verdict
+        return Verdict(path=verdict.path[:-1], next_token=tree.tokens[verdict.path[-1]], kind=Source.DRAFT)
+
+
+def tokens_of_full_steps(temperature: float) -> set[int]:
+    """Tokens per step of a drafter that is always right, the steps cut short by the answer's end left out."""
+    params = replace(SAMPLED, temperature=temperature, max_tokens=21, seed=0)
+    output = llm(oracle(3)).generate(as_prompts([PROMPT]), params, trace=True)[0].outputs[0]
+    return {trace.emitted for trace in output.trace if len(trace.nodes) == 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_missing_bonus_token(monkeypatch: Patch, temperature: float) -> None:
+    assert tokens_of_full_steps(temperature) == {4}
+    monkeypatch.setattr(step, "rule_named", WithoutBonus)
+    assert tokens_of_full_steps(temperature) != {4}
+
+
+def test_argmax_at_a_temperature(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(step, "default_rule", lambda tree, greedy: "argmax_walk")
+    assert law_is_off(named("chain"), draws=200)
+
+
+def test_an_accepted_path_that_is_not_moved_into_place(monkeypatch: Patch) -> None:
+    engine, drafter = built(named("given-tree"))
+    other = llm(named("given-tree"))
+    monkeypatch.setattr(SlotCache, "move", lambda *_: None)
+    with torch.inference_mode():
+        assert run(engine, drafter, NEUTRAL) > TOLERANCE
+    assert greedy_is_off(other)
+
+
+def test_a_target_that_does_not_roll_back(monkeypatch: Patch) -> None:
+    commit = Target.commit
+
+    def keep_one_too_many(self: Target, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
+        longer = []
+        for row, path in zip(rows, paths, strict=True):
+            following = (path[-1] if path else 0) + 1
+            longer.append((*path, following) if following < self._ran[row] else path)
+        commit(self, rows, longer)
+
+    engine, drafter = built(named("chain"))
+    other = llm(named("chain"))
+    monkeypatch.setattr(Target, "commit", keep_one_too_many)
+    with torch.inference_mode(), pytest.raises(AssertionError):
+        run(engine, drafter, NEUTRAL)
+    assert greedy_is_off(other)
+
+
+def test_a_drafter_that_does_not_roll_back(monkeypatch: Patch) -> None:
+    engine, drafter = built(named("chain"))
+    monkeypatch.setattr(
+        draft_model, "_kept", lambda parents, run, tokens: tuple(range(1, min(len(tokens) + 1, len(run)) + 1))
+    )
+    with torch.inference_mode():
+        assert run(engine, drafter, NEUTRAL) > TOLERANCE
+
+
+def test_positions_that_are_off_by_one(monkeypatch: Patch) -> None:
+    place = Target._tree
+
+    def shifted(self: Target, *args: Any) -> Any:
+        nodes = place(self, *args)
+        return replace(nodes, depths=nodes.depths + 1)
+
+    engines = [llm(None), llm(named("chain")), llm(named("given-tree"))]
+    monkeypatch.setattr(Target, "_tree", shifted)
+    for engine in engines:
+        assert greedy_is_off(engine)
+
+
+def test_a_law_recorded_before_processing(monkeypatch: Patch) -> None:
+    children = growth._children
+
+    def raw(logits: Tensor, *others: Any) -> growth.Siblings:
+        return replace(children(logits, *others), law=logits.float().softmax(-1))
+
+    monkeypatch.setattr(growth, "_children", raw)
+    for label in ("chain", "tree"):
+        assert watch(named(label), PROMPTS).problems
+        assert law_is_off(named(label), draws=1000)
+
+
+def merging(self: TreeBuilder, token: int, parent: int, **how: Any) -> int:
+    """`TreeBuilder.add` that takes a sampled duplicate for a given one."""
+    for node, known in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
+        if known == (token, parent):
+            return node
+    kind = how.pop("drawn", Drawn.GIVEN)
+    node = _add(self, token, parent, **how)
+    self.drawn[node - 1] = kind
+    return node
+
+
+_add = TreeBuilder.add
+
+
+def test_merged_sampled_duplicates(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(TreeBuilder, "add", merging)
+    assert watch(named("iid-tree"), PROMPTS[:1], alterations=8).problems
+    assert law_is_off(named("iid-tree"), "recursive_rejection", draws=2500)
+
+
+def test_one_random_generator_for_all(monkeypatch: Patch) -> None:
+    params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(len(PROMPTS))]
+
+    def depends_on_company() -> bool:
+        engine = llm(named("chain"))
+        together = tokens_of(engine.generate(as_prompts(PROMPTS), params))
+        single: Callable[[int], list[int]] = lambda row: tokens_of(  # noqa: E731
+            engine.generate(as_prompts([PROMPTS[row]]), params[row])
+        )[0]
+        return together != [single(row) for row in range(len(PROMPTS))]
+
+    assert not depends_on_company()
+    shared = np.random.default_rng(0)
+    monkeypatch.setattr(Coins, "_uniform", lambda *_: float(shared.random()))
+    assert depends_on_company()
+
+
+def test_a_forbidden_token_is_noticed() -> None:
+    assert p_value({(NEVER,) * 4: 1}, expected()) == 0
