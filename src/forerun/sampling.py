@@ -224,10 +224,10 @@ _LIKELY = 1024
 
 def _nucleus(law: Tensor, top_p: float) -> Tensor:
     """The smallest likeliest set whose mass reaches `top_p`, renormalised; a tie at its border goes to the lower id."""
-    ids = _likeliest(law)
+    ids, all_mass = _likeliest(law)
     ordered, order = law[ids].sort(descending=True, stable=True)
     before = ordered.cumsum(0, dtype=torch.float64) - ordered
-    if len(ids) < len(law) and float(before[-1]) < top_p:
+    if not all_mass and float(before[-1]) < top_p:
         ids = torch.arange(len(law), device=law.device)
         ordered, order = law.sort(descending=True, stable=True)
         before = ordered.cumsum(0, dtype=torch.float64) - ordered
@@ -235,11 +235,14 @@ def _nucleus(law: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum()
 
 
-def _likeliest(law: Tensor) -> Tensor:
-    """Ids, ascending, of the likeliest tokens with all ties; all ids where sorting is cheap."""
+def _likeliest(law: Tensor) -> tuple[Tensor, bool]:
+    """Ids, ascending, of the likeliest tokens with all ties, and whether nothing is left out that has any mass."""
     if law.device.type != "cpu" or len(law) <= _LIKELY:
-        return torch.arange(len(law), device=law.device)
-    return torch.nonzero(law >= law.topk(_LIKELY).values[-1]).flatten()
+        return torch.arange(len(law), device=law.device), True
+    border = law.topk(_LIKELY).values[-1]
+    if border > 0:
+        return torch.nonzero(law >= border).flatten(), False
+    return torch.nonzero(law).flatten(), True
 
 
 def logprobs_of(logits: Tensor, token: int, top: int) -> tuple[TokenLogprob, dict[int, TokenLogprob]]:

@@ -23,7 +23,7 @@ from forerun.verify.enumeration import (
     toy_drafter,
     toy_laws,
 )
-from forerun.verify.laws import normalised, ratio, residual
+from forerun.verify.laws import Law, ratio, residual
 from forerun.verify.token_rejection import TokenRejection
 
 CLEARLY_WRONG = 1e-3
@@ -43,14 +43,13 @@ class UnnormalisedResidual(recursive_rejection.RecursiveRejection):
     """The second sibling is judged against [p - q]_+ as it stands."""
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        law = normalised(target.law(0))
+        law, draft = Law.of(target.law(0)), Law.of(tree.laws[0])
         for child in tree.children[0]:
-            draft_probs = normalised(tree.laws[0])
-            if coins.flip(ratio(law, draft_probs, tree.tokens[child]), child):
+            if coins.flip(ratio(law, draft, tree.tokens[child]), child):
                 return Verdict(path=(child,), next_token=coins.draw(target.law(child), 1), kind=Source.BONUS)
-            left, mass = residual(law, draft_probs)
-            law = left if mass > 0 else law
-        return Verdict(path=(), next_token=coins.draw(law), kind=Source.RECOVERED)
+            left, _ = residual(law, draft)
+            law = Law(left.values, 1.0)
+        return Verdict(path=(), next_token=coins.draw(law.values), kind=Source.RECOVERED)
 
 
 def test_residual_not_normalised() -> None:
@@ -62,10 +61,10 @@ class NoResidual(TokenRejection):
     """After a rejection the target's own law is drawn from."""
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        law, child = normalised(target.law(0)), 1
-        if coins.flip(ratio(law, normalised(tree.laws[0]), tree.tokens[child]), child):
+        law, child = Law.of(target.law(0)), 1
+        if coins.flip(ratio(law, Law.of(tree.laws[0]), tree.tokens[child]), child):
             return Verdict(path=(child,), next_token=coins.draw(target.law(child), 1), kind=Source.BONUS)
-        return Verdict(path=(), next_token=coins.draw(law), kind=Source.RECOVERED)
+        return Verdict(path=(), next_token=coins.draw(law.values), kind=Source.RECOVERED)
 
 
 def test_residual_not_subtracted() -> None:
@@ -213,11 +212,11 @@ class UncappedRatios(block.BlockVerification):
 
     last_only = False
 
-    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Tensor, Tensor]]]:
+    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Law, Law]]]:
         nodes, weights, laws = super()._weigh(tree, target)
         joint = [1.0]
-        for (target_probs, draft_probs), node in zip(laws, nodes[1:], strict=True):
-            joint.append(joint[-1] * ratio(target_probs, draft_probs, tree.tokens[node]))
+        for (law, draft), node in zip(laws, nodes[1:], strict=True):
+            joint.append(joint[-1] * ratio(law, draft, tree.tokens[node]))
         uncapped = [min(weight, 1.0) for weight in joint]
         return nodes, [*weights[:-1], uncapped[-1]] if self.last_only else uncapped, laws
 
@@ -247,8 +246,8 @@ class StopsAtFirstMiss(block.BlockVerification):
         node = nodes[at]
         if at + 1 == len(nodes):
             return Verdict(path=tree.path(node), next_token=coins.draw(target.law(node), at), kind=Source.BONUS)
-        left, mass = residual(*laws[at], weights[at])
-        token = coins.draw(left if mass > 0 else laws[at][0], at)
+        left, _ = residual(*laws[at], weights[at])
+        token = coins.draw(left.values, at)
         return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
 
 

@@ -137,6 +137,18 @@ def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> 
             assert target[verdict.next_token] > 0
 
 
+@pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection"])
+def test_vanishing_ratios_are_survived(name: str) -> None:
+    """Weights far below what float32 can divide by."""
+    target, draft = torch.tensor([1.0, 1e-30, 0.0]), torch.tensor([0.0, 1.0, 0.0])
+    builder = TreeBuilder()
+    for node in range(4):
+        builder.add(1, node, drawn=Drawn.IID)
+        builder.set_law(node, draft)
+    for chance, verdict in _every_verdict(name, builder.tree(0), FixedLaws(dict.fromkeys(range(5), target))):
+        assert chance < 1e-12 or (verdict.path, verdict.next_token) == ((), 0)
+
+
 def _every_verdict(name: str, tree: TokenTree, laws: FixedLaws):
     return ((chance, verdict) for verdict, chance in outcomes(lambda coins: rule_named(name).verify(tree, laws, coins)))
 

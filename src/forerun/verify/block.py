@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Source, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import drafted_children, is_chain, laws_recorded, normalised, ratio, residual, share
+from forerun.verify.laws import Law, drafted_children, is_chain, laws_recorded, ratio, residual, share
 
 
 class BlockVerification:
@@ -37,23 +35,23 @@ class BlockVerification:
         if len(nodes) == 1 or coins.flip(weights[-1], last):
             token = coins.draw(target.law(last), tree.depths[last])
             return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
-        for node, weight, (target_probs, draft_probs) in reversed(list(zip(nodes, weights, laws, strict=False))):
-            left, mass = residual(target_probs, draft_probs, weight)
+        for node, weight, (law, draft) in reversed(list(zip(nodes, weights, laws, strict=False))):
+            left, mass = residual(law, draft, weight)
             if node == 0 or coins.flip(share(mass, weight), node):
-                token = coins.draw(left if mass > 0 else target_probs, tree.depths[node])
+                token = coins.draw(left.values, tree.depths[node])
                 return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
         raise AssertionError("the root always holds")
 
-    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Tensor, Tensor]]]:
+    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Law, Law]]]:
         """Nodes from the root down, their weights, and for each but the last the laws (target, draft) below it."""
         nodes, weights, laws = [0], [1.0], []
         while weights[-1] > 0 and tree.children[nodes[-1]]:
-            target_probs = normalised(target.law(nodes[-1]))
-            drafted = next(drafted_children(tree, nodes[-1], target_probs), None)
+            law = Law.of(target.law(nodes[-1]))
+            drafted = next(drafted_children(tree, nodes[-1], law), None)
             if drafted is None:
                 break
-            child, draft_probs = drafted
-            laws.append((target_probs, draft_probs))
-            weights.append(min(weights[-1] * ratio(target_probs, draft_probs, tree.tokens[child]), 1.0))
+            child, draft = drafted
+            laws.append((law, draft))
+            weights.append(min(weights[-1] * ratio(law, draft, tree.tokens[child]), 1.0))
             nodes.append(child)
         return nodes, weights, laws

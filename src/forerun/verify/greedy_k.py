@@ -10,7 +10,7 @@ from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import Drawn, NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import drafted_children, laws_recorded, normalised, ratio, residual
+from forerun.verify.laws import Law, drafted_children, laws_recorded, ratio, residual
 
 
 class GreedyK:
@@ -50,11 +50,11 @@ class GreedyK:
         """The sampled child if it is accepted, else None and what is left of the target's law."""
         if all(tree.drawn[child] is Drawn.GIVEN for child in tree.children[node]):
             return None, law
-        exact = normalised(law)
-        child, draft_probs = next(drafted_children(tree, node, exact), (0, exact))
+        exact = Law.of(law)
+        child, draft = next(drafted_children(tree, node, exact), (0, exact))
         if tree.drawn[child] is Drawn.GIVEN:
             return None, law
-        if coins.flip(ratio(exact, draft_probs, tree.tokens[child]), child):
-            return child, exact
-        left, mass = residual(exact, draft_probs)
-        return None, left if mass > 0 else exact
+        if coins.flip(ratio(exact, draft, tree.tokens[child]), child):
+            return child, law
+        left, _ = residual(exact, draft)
+        return None, left.values

@@ -8,7 +8,7 @@ from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import drafted_children, laws_recorded, normalised, ratio, residual
+from forerun.verify.laws import Law, drafted_children, laws_recorded, ratio, residual
 
 
 class RecursiveRejection:
@@ -32,15 +32,14 @@ class RecursiveRejection:
         """Judge the tree from the root down."""
         node = 0
         while True:
-            law = normalised(target.law(node))
+            law = Law.of(target.law(node))
             kept = None
-            for child, draft_probs in drafted_children(tree, node, law):
-                if coins.flip(ratio(law, draft_probs, tree.tokens[child]), child):
+            for child, draft in drafted_children(tree, node, law):
+                if coins.flip(ratio(law, draft, tree.tokens[child]), child):
                     kept = child
                     break
-                left, mass = residual(law, draft_probs)
-                law = left.div_(mass) if mass > 0 else law
+                law, _ = residual(law, draft)
             if kept is None:
-                token = coins.draw(law, tree.depths[node])
+                token = coins.draw(law.values, tree.depths[node])
                 return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
             node = kept

@@ -8,7 +8,7 @@ from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Source, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import drafted_children, is_chain, laws_recorded, normalised, ratio, residual
+from forerun.verify.laws import Law, drafted_children, is_chain, laws_recorded, ratio, residual
 
 
 class TokenRejection:
@@ -31,15 +31,14 @@ class TokenRejection:
         """Judge the chain from the root down."""
         node = 0
         while True:
-            law = target.law(node)
-            exact = normalised(law)
-            drafted = next(drafted_children(tree, node, exact), None)
+            law = Law.of(target.law(node))
+            drafted = next(drafted_children(tree, node, law), None)
             if drafted is None:
-                return self._end(tree, node, ending(tree, node), coins.draw(law, tree.depths[node]))
-            child, draft_probs = drafted
-            if not coins.flip(ratio(exact, draft_probs, tree.tokens[child]), child):
-                left, mass = residual(exact, draft_probs)
-                token = coins.draw(left if mass > 0 else exact, tree.depths[node])
+                return self._end(tree, node, ending(tree, node), coins.draw(law.values, tree.depths[node]))
+            child, draft = drafted
+            if not coins.flip(ratio(law, draft, tree.tokens[child]), child):
+                left, _ = residual(law, draft)
+                token = coins.draw(left.values, tree.depths[node])
                 return self._end(tree, node, Source.RECOVERED, token)
             node = child
 

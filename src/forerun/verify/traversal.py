@@ -8,7 +8,7 @@ from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import drafted_children, laws_recorded, normalised, ratio, residual, share
+from forerun.verify.laws import Law, drafted_children, laws_recorded, ratio, residual, share
 
 
 class TraversalVerification:
@@ -43,16 +43,15 @@ class TraversalVerification:
             return None
         law = None
         if tree.children[node]:
-            law = normalised(target.law(node))
-            for child, draft_probs in drafted_children(tree, node, law):
-                below = min(weight * ratio(law, draft_probs, tree.tokens[child]), 1.0)
+            law = Law.of(target.law(node))
+            for child, draft in drafted_children(tree, node, law):
+                below = min(weight * ratio(law, draft, tree.tokens[child]), 1.0)
                 verdict = self._visit(tree, target, coins, (child, below))
                 if verdict is not None:
                     return verdict
-                left, mass = residual(law, draft_probs, weight)
+                law, mass = residual(law, draft, weight)
                 weight = share(mass, weight)
-                law = left.div_(mass) if mass > 0 else law
         if node != 0 and not coins.flip(weight, node):
             return None
-        token = coins.draw(target.law(node) if law is None else law, tree.depths[node])
+        token = coins.draw(target.law(node) if law is None else law.values, tree.depths[node])
         return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))

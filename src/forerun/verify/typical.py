@@ -11,7 +11,6 @@ from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import normalised
 
 
 class TypicalAcceptance:
@@ -51,8 +50,8 @@ class TypicalAcceptance:
 
     def _plausible(self, tree: TokenTree, target: NodeLaws, node: int) -> list[tuple[int, float]]:
         """The children of `node` that pass, each with its target probability."""
-        law = normalised(target.law(node))
-        entropy = float(torch.special.entr(law).sum())
+        law = target.law(node)
+        entropy = float(torch.special.entr(law).sum(dtype=torch.float64))
         threshold = min(self.epsilon, self.delta * math.exp(-entropy))
         probs = [(child, float(law[tree.tokens[child]])) for child in tree.children[node]]
         return [(child, prob) for child, prob in probs if prob > threshold]
