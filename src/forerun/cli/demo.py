@@ -1,0 +1,236 @@
+"""``forerun demo``: the same question answered twice, plainly and speculatively, and both put on the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from forerun import demo as shipped
+from forerun.cli import console
+from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    from forerun import LLM
+    from forerun.cli.race import Race
+    from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+DEFAULT_DRAFTER: dict[str, Any] = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}
+DEFAULT_PROMPT = "sched.py"
+PROMPT_CHARACTERS = 1200
+"""How much of the held-out file is the question; about 300 tokens."""
+SHOWN_LINES = 6
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setting:
+    """What is compared, for the report."""
+
+    model: str
+    config: dict[str, Any]
+    note: str | None
+    prompt: str
+    params: SamplingParams
+
+
+def demo(
+    model: str = "demo",
+    *,
+    scale: float | None = None,
+    prompt_name: str = DEFAULT_PROMPT,
+    temperature: Annotated[float, Parameter(alias="-t")] = 0.0,
+    max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
+    repeats: int = 3,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    speculation: SpeculationOptions = SPECULATION,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Answer the same prompt plainly and speculatively; show both texts and both speeds.
+
+    Exit code 1 if greedy answers differ by more than a numeric tie.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of a Hugging Face causal LM.
+    scale
+        Enlarge the model to about this many billion parameters first. Its answers stay the same, its cost becomes real.
+    prompt_name
+        Which shipped held-out file to continue.
+    temperature
+        0 is greedy.
+    max_tokens
+        Tokens to answer with: 192, or 64 for an enlarged model.
+    repeats
+        Timed runs of each arm.
+    json
+        One JSON object on stdout, and nothing else.
+    """
+    if repeats < 1:
+        raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
+    prompt = question(prompt_name)
+    config = speculation.config() or DEFAULT_DRAFTER
+    from forerun.cli import race, session, show
+    from forerun.types import SamplingParams
+
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens or (64 if scale else 192), ignore_eos=True)
+    path, note = enlarged(model, scale) if scale is not None else (model, None)
+    setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=race.with_seed(params, SEED))
+    llm = session.load(path, _loading(loading, scale), config, max_num_seqs=1)
+    arms = _Quiet() if json else _Shown(llm, setting, prompt)
+    result = race.run(llm, prompt, setting.params, repeats=repeats, show=arms)
+    if json:
+        console.write_json(record(llm, setting, result))
+    else:
+        console.out().print(show.legend(console.out()))
+        _report(llm, setting, result)
+    return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
+
+
+def question(name: str) -> str:
+    """The beginning of a shipped held-out file, cut at a line.
+
+    Raises:
+        ArgumentError: there is no such file; the message names the nearest.
+    """
+    texts = {prompt.name: prompt.text for prompt in shipped.prompts()}
+    if name not in texts:
+        raise ArgumentError(
+            f"no shipped prompt {name!r}; there are {', '.join(texts) or 'none'}.{nearest(name, texts)}"
+        )
+    return texts[name][:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n"
+
+
+def enlarged(model: str, billions: float) -> tuple[str, str]:
+    """The path of the enlarged model, made or found in the cache, and the line that says what it is."""
+    from forerun.bench.scale import scale_model
+
+    with console.working(f"enlarging {model} to {billions:g} B parameters"):
+        scaled = scale_model(shipped.resolve(model), billions=billions)
+    return str(scaled.path), scaled.note
+
+
+def _loading(loading: LoadOptions, scale: float | None) -> LoadOptions:
+    """The small model runs in float32 unless told otherwise: there identity is exact, and it costs nothing."""
+    return replace(loading, dtype="float32") if loading.dtype == "auto" and scale is None else loading
+
+
+class _Quiet:
+    """Runs a stream without a word."""
+
+    def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
+        output = None
+        for chunk in chunks:
+            output = chunk.output or output
+        assert output is not None
+        return output
+
+
+class _Shown:
+    """Shows what is asked, then each arm's answer as it comes."""
+
+    def __init__(self, llm: LLM, setting: _Setting, prompt: str) -> None:
+        self.out = console.out()
+        options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
+        self.out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
+        self.out.print(
+            Text("drafter  ", "dim").append(f"{setting.config.get('method', 'draft_model')} ({options})", "default")
+        )
+        self.out.print(
+            Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default")
+        )
+        self.out.print(Text("\n".join(["...", *prompt.splitlines()[-SHOWN_LINES:]]), "dim"))
+
+    def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
+        from forerun.cli.session import Printer
+
+        self.out.print()
+        self.out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
+        output = Printer(self.out, show_draft=arm != "plain").run(chunks)
+        assert output is not None
+        return output
+
+
+def _report(llm: LLM, setting: _Setting, race: Race) -> None:
+    out = console.out()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for title in ("plain", "speculative"):
+        table.add_column(title, justify="right")
+    stats = race.speculative[0].outputs[0].speculation
+    table.add_row("tokens/s", f"{race.plain_speed:.1f}", Text(f"{race.speculative_speed:.1f}", "bold"))
+    table.add_row(
+        "speed-up", "1.00 x", Text(f"{race.speedup:.2f} x", "bold green" if race.speedup > 1 else "bold yellow")
+    )
+    table.add_row("tokens per target pass", "1.00", f"{stats.mean_acceptance_length:.2f}")
+    out.print(table)
+    out.print(_verdict(setting, race))
+    tokens = race.plain[0].outputs[0].token_ids
+    details = (
+        f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding only, median of "
+        f"{len(race.plain) - 1} interleaved runs after a warm-up; {_dtype(llm)} on {llm.target.device}"
+    )
+    out.print(Text(details, "dim"))
+    if (share := _repetition(tokens)) > 0.25:
+        out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
+
+
+def _verdict(setting: _Setting, race: Race) -> Text:
+    if race.identical:
+        return Text("identical: ", "bold").append("yes", "bold green").append(", token for token", "default")
+    parted = race.parted
+    if setting.params.temperature or parted is None:
+        why = (
+            "sampled drafts keep the law, not the text" if setting.params.temperature else "a run did not repeat itself"
+        )
+        return Text("identical: ", "bold").append("no", "bold yellow").append(f", {why}", "default")
+    kind = "a numeric tie" if parted.tie else "NOT a numeric tie: please report this"
+    where = f", from token {parted.position} on, where the two best are {parted.gap:.3g} nats apart: {kind}"
+    return (
+        Text("identical: ", "bold").append("no", "bold yellow" if parted.tie else "bold red").append(where, "default")
+    )
+
+
+def record(llm: LLM, setting: _Setting, race: Race) -> dict[str, Any]:
+    """What ``demo --json`` prints."""
+    stats = race.speculative[0].outputs[0].speculation
+    tokens = race.plain[0].outputs[0].token_ids
+    return {
+        "identical": race.identical,
+        "first_difference": None if race.parted is None else race.parted.position,
+        "numeric_tie": None if race.parted is None else race.parted.tie,
+        "speedup": round(race.speedup, 4),
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "plain_tokens_per_second": round(race.plain_speed, 3),
+        "speculative_tokens_per_second": round(race.speculative_speed, 3),
+        "drafter": setting.config.get("method", "draft_model"),
+        "speculative_config": setting.config,
+        "model": setting.model,
+        "scale_note": setting.note,
+        "prompt": setting.prompt,
+        "tokens": len(tokens),
+        "temperature": setting.params.temperature,
+        "seed": setting.params.seed,
+        "repetition": round(_repetition(tokens), 4),
+        "runs": len(race.plain) - 1,
+        "dtype": _dtype(llm),
+        "device": str(llm.target.device),
+        "text": race.speculative[0].outputs[0].text,
+    }
+
+
+def _repetition(tokens: list[int]) -> float:
+    from forerun.cli.race import repetition
+
+    return repetition(tokens)
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.target.dtype).removeprefix("torch.")
