@@ -55,6 +55,13 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Whether weights are stored as integers or below 16 bits: by transformers, or with torch's own int8 layers."""
+    if getattr(model, "is_quantized", False):
+        return True
+    return any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in model.modules())
+
+
 class _States:
     """Looks like a base model's output; all that is not the last hidden state is None."""
 

@@ -18,7 +18,7 @@ from forerun.target import self_check
 from forerun.target.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.target.masks import MaskStyle
 from forerun.target.memory import MemoryPlan, available_bytes, cache_bytes_per_token, law_bytes
-from forerun.target.parts import device_of
+from forerun.target.parts import device_of, is_quantised
 from forerun.target.support import context_length, refuse_config, text_config
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, 
     if check:
         window = MaskStyle.of(text_config(model)).window
         expected = self_check.reference(model, window, device_of(model.get_input_embeddings()))
-    if speed.repack or (speed.repack is None and named and not _spread(model)) or speed.compile:
+    if speed.repack or (speed.repack is None and named and _plain(model)) or speed.compile:
         _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
     if expected is not None:
         self_check.check(cls(model, rows=2, slots=self_check.SLOTS), expected)
@@ -146,6 +146,11 @@ def _spread(model: Any) -> bool:
     """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
     placed = getattr(model, "hf_device_map", None) or {}
     return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
+
+
+def _plain(model: Any) -> bool:
+    """Whether the modules are those of the family: on one device, not quantised, without an adapter's layers."""
+    return not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
 
 
 def _accelerate(model: Any, *, compile: bool) -> Any:
