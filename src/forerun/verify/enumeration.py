@@ -6,7 +6,7 @@ emitted law is computed, not estimated. Used by the tests and by ``forerun certi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isnan
@@ -77,10 +77,10 @@ class EnumeratingCoins(Coins):
 
 
 def _probabilities(law: Tensor) -> list[float]:
-    law = law.double()
-    assert bool(law.isfinite().all()) and bool((law >= 0).all()) and float(law.sum()) > 0, f"this is no law: {law}"
-    probabilities: list[float] = (law / law.sum()).tolist()
-    return probabilities
+    values: list[float] = law.tolist()
+    total = sum(values)
+    assert 0 < total < float("inf") and min(values) >= 0, f"this is no law: {values}"
+    return [value / total for value in values]
 
 
 def outcomes(run: Callable[[EnumeratingCoins], T]) -> Iterator[tuple[T, float]]:
@@ -145,10 +145,14 @@ def exact_law(rule: Rule, target: Laws, draw: Draw, horizon: int) -> ExactLaw:
 
     `horizon` is the tree's depth + 1, so that every emitted block fits; `target` holds every prefix shorter than that.
     """
+    return _law_over(rule, target, outcomes(draw), horizon)
+
+
+def _law_over(rule: Rule, target: Laws, drafted: Iterable[tuple[TokenTree, float]], horizon: int) -> ExactLaw:
     joint = torch.zeros([len(target[()])] * horizon, dtype=torch.float64)
     accepted = 0.0
     rests: dict[tuple[int, ...], Tensor] = {}
-    for tree, chance in outcomes(draw):
+    for tree, chance in drafted:
         assert rule.accepts(tree), f"{rule.name} does not accept this tree"
         for verdict, probability in _verdicts(rule, target, tree):
             emitted = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
@@ -216,12 +220,12 @@ def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, 
     builder.set_law(node, rest / rest.sum())
     kind = Drawn.IID if drawing is Drawing.IID else Drawn.WITHOUT_REPLACEMENT
     for index in range(count - given):
-        if float(rest.sum()) <= 0:
-            break
-        token = coins.drafted(rest / rest.sum(), node, index)
+        token = coins.drafted(rest, node, index)
         children.append(builder.add(token, node, drawn=kind))
         if kind is Drawn.WITHOUT_REPLACEMENT:
             rest[token] = 0
+            if float(rest.sum()) <= 0:
+                break
     return children
 
 
@@ -309,10 +313,10 @@ def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: 
         return None
     depth = shape_depth(SHAPES[shape])
     target, draft = toy_laws(world, vocabulary=3, depth=depth, seed=seed)
-    draw = toy_drafter(draft, SHAPES[shape], drawing)
-    if not all(rule.accepts(tree) for tree, _ in outcomes(draw)):
+    drafted = list(outcomes(toy_drafter(draft, SHAPES[shape], drawing)))
+    if not all(rule.accepts(tree) for tree, _ in drafted):
         return None
-    law = exact_law(rule, target, draw, depth + 1)
+    law = _law_over(rule, target, drafted, depth + 1)
     error = law.error(target)
     return RuleCheck(rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=law.accepted)
 

@@ -51,6 +51,7 @@ class GreedyK:
         if all(tree.drawn[child] is Drawn.GIVEN for child in tree.children[node]):
             return None, law
         exact = Law.of(law)
+        # A sampled child comes first, unless its law rules it out: then a given one does, or none (the root stands in).
         child, draft = next(drafted_children(tree, node, exact), (0, exact))
         if tree.drawn[child] is Drawn.GIVEN:
             return None, law

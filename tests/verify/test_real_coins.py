@@ -1,0 +1,113 @@
+"""The rules with real coins and real drafts: seeded sequences over several steps, float32 laws, draft vocabularies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from scipy import stats
+
+from forerun.sampling import Coins
+from forerun.tree import TokenTree, TreeBuilder, stack, token_trees
+from forerun.types import Drawn
+from forerun.verify import rule_named
+from forerun.verify.enumeration import (
+    TOLERANCE,
+    Drawing,
+    Laws,
+    PrefixLaws,
+    World,
+    branching,
+    exact_law,
+    joint_law,
+    toy_drafter,
+    toy_laws,
+)
+
+SEQUENCES = 2000
+CASES = [
+    ("sample_walk", (2, 1), Drawing.GIVEN),
+    ("token_rejection", (1, 1), Drawing.IID),
+    ("block", (1, 1), Drawing.IID),
+    ("recursive_rejection", (2, 1), Drawing.WITHOUT_REPLACEMENT),
+    ("traversal", (2, 1), Drawing.WITHOUT_REPLACEMENT),
+    ("traversal", (2, 1), Drawing.IID),
+    ("greedy_k", (2, 1), Drawing.GREEDY_K),
+]
+
+
+class After:
+    """A world as it looks after each text."""
+
+    def __init__(self, laws: tuple[Laws, Laws]) -> None:
+        self.laws, self.seen = laws, {}
+
+    def __call__(self, text: tuple[int, ...]) -> tuple[Laws, Laws]:
+        if text not in self.seen:
+            at = len(text)
+            target, draft = ({key[at:]: law for key, law in laws.items() if key[:at] == text} for laws in self.laws)
+            self.seen[text] = (target, draft)
+        return self.seen[text]
+
+
+def write(name: str, after: After, shape: tuple[tuple[int, ...], Drawing], seed: int) -> tuple[int, ...]:
+    """Three tokens by as many steps as it takes, every step with fresh coins at its position."""
+    text: tuple[int, ...] = ()
+    while len(text) < 3:
+        target, draft = after(text)
+        coins = Coins(seed, 100 + len(text))
+        tree = toy_drafter(draft, branching(*shape[0]), shape[1])(coins)
+        verdict = rule_named(name).verify(tree, PrefixLaws(target, tree), coins)
+        text += (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
+    return text[:3]
+
+
+@pytest.mark.parametrize(("name", "counts", "drawing"), CASES)
+def test_seeded_sequences_follow_the_target(name: str, counts: tuple[int, ...], drawing: Drawing) -> None:
+    """Chi-square over all 27 texts of three tokens; family-wise error 1e-6."""
+    laws = toy_laws(World.RANDOM, vocabulary=3, depth=5, seed=11)
+    after = After(laws)
+    seen = Counter(write(name, after, (counts, drawing), seed) for seed in range(SEQUENCES))
+    joint = joint_law(laws[0], (), 3)
+    texts = sorted(product(range(3), repeat=3), key=lambda text: float(joint[text]))
+    observed, expected = [0.0], [0.0]
+    for text in texts:
+        if expected[-1] >= 8:
+            observed.append(0.0)
+            expected.append(0.0)
+        observed[-1] += seen[text]
+        expected[-1] += SEQUENCES * float(joint[text])
+    assert len(expected) > 10
+    assert stats.chisquare(observed, expected).pvalue > 1e-6 / len(CASES)
+
+
+def test_the_chi_square_would_see_a_biased_rule() -> None:
+    laws = toy_laws(World.RANDOM, vocabulary=3, depth=5, seed=11)
+    after = After(laws)
+    seen = Counter(write("typical", after, ((1, 1), Drawing.IID), seed) for seed in range(SEQUENCES))
+    joint = joint_law(laws[0], (), 3)
+    texts = list(product(range(3), repeat=3))
+    expected = [SEQUENCES * float(joint[text]) for text in texts]
+    assert stats.chisquare([seen[text] for text in texts], expected).pvalue < 1e-12
+
+
+@pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
+def test_float32_laws_over_a_draft_vocabulary_stay_exact(name: str) -> None:
+    """Through `Draft` and back: recorded in float32 over `law_ids`, judged over the target's vocabulary."""
+    ids = torch.tensor([3, 0])
+
+    def draw(coins: Coins) -> TokenTree:
+        builder = TreeBuilder()
+        for node in range(2):
+            law = torch.tensor([0.3, 0.7 + 0.1 * node])
+            builder.set_law(node, law)
+            builder.add(int(ids[coins.drafted(law, node)]), node, drawn=Drawn.WITHOUT_REPLACEMENT)
+        return token_trees(stack([builder], law_ids=ids), [0], 4)[0]
+
+    for seed in range(3):
+        target, _ = toy_laws(World.RANDOM, vocabulary=4, depth=2, seed=seed)
+        law = exact_law(rule_named(name), target, draw, 3)
+        assert law.error(target) <= TOLERANCE
+        assert law.accepted > 0.2
