@@ -1,0 +1,226 @@
+"""The draft model: its vocabulary, its budget, its cache. That it is lossless is shown in tests/contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.sampling import Coins, Sampler
+from forerun.target import Target
+from forerun.types import Budget, Draft, SamplingParams
+
+WORDS = 12
+PROMPT = [1, 2, 3, 4]
+
+
+def model(vocabulary: int = WORDS, *, seed: int = 0, positions: int = 96) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tokenizer(words: int = WORDS, **special: str) -> PreTrainedTokenizerFast:
+    made = Tokenizer(WordLevel({f"w{index}": index for index in range(words)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def saved(folder: Path, weights: LlamaForCausalLM, words: PreTrainedTokenizerFast | None) -> str:
+    weights.save_pretrained(folder)
+    if words is not None:
+        words.save_pretrained(folder)
+    return str(folder)
+
+
+def drafter(
+    draft: Any, *, target: LlamaForCausalLM | None = None, words: Any = None, rows: int = 1, **options: Any
+) -> DraftModelDrafter:
+    setup = DrafterSetup(
+        target=Target.load(target or model(), rows=rows, slots=96), tokenizer=words, rows=rows, slots=96
+    )
+    return DraftModelDrafter(DraftModelConfig(model=draft, **options), setup)
+
+
+def context(texts: list[list[int]], fresh: list[int], temperature: float = 0.0) -> DraftContext:
+    params = SamplingParams(temperature=temperature, top_k=0)
+    return DraftContext(
+        rows=list(range(len(texts))),
+        tokens=texts,
+        prompt_lengths=[len(PROMPT)] * len(texts),
+        fresh=fresh,
+        samplers=[Sampler(params, PROMPT) for _ in texts],
+        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        signals={},
+    )
+
+
+def propose(
+    made: DraftModelDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
+) -> Draft:
+    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
+    return made.propose(context(texts, [0] * len(texts), temperature), budget)
+
+
+def greedy(weights: LlamaForCausalLM, text: list[int], length: int, vocabulary: int = WORDS) -> list[int]:
+    text = list(text)
+    for _ in range(length):
+        with torch.inference_mode():
+            text.append(int(weights(torch.tensor([text])).logits[0, -1, :vocabulary].argmax()))
+    return text[-length:]
+
+
+@contextmanager
+def counted(made: DraftModelDrafter) -> Iterator[list[int]]:
+    """How many tokens each of the draft model's passes ran."""
+    passes: list[int] = []
+    embedding = made.model.model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
+    yield passes
+    handle.remove()
+
+
+@pytest.mark.parametrize("text", [PROMPT, list(range(WORDS)) * 3])
+def test_a_greedy_chain_is_the_draft_models_own_text(text: list[int]) -> None:
+    weights = model(seed=3)
+    draft = propose(drafter(weights), [text])
+    assert draft.tokens[0].tolist() == greedy(weights, text, 5)
+    assert draft.laws is None
+
+
+def test_every_row_drafts_for_itself() -> None:
+    weights = model(seed=3)
+    texts = [PROMPT, [5, 6], list(range(WORDS)) * 3]
+    draft = propose(drafter(weights, rows=3), texts)
+    assert draft.tokens.tolist() == [greedy(weights, text, 5) for text in texts]
+
+
+@pytest.mark.parametrize("kept", range(5))
+def test_no_token_is_run_twice(kept: int) -> None:
+    weights = model(seed=3)
+    made, text = drafter(weights, num_speculative_tokens=4), list(PROMPT)
+    made.extend(context([text], [len(text)]))
+    tokens = propose(made, [text]).tokens[0].tolist()
+    other = next(token for token in range(WORDS) if token not in tokens)
+    text += [*tokens[:kept], other]
+    made.extend(context([text], [kept + 1]))
+    with counted(made) as passes:
+        again = propose(made, [text]).tokens[0].tolist()
+    assert again == greedy(weights, text, 4)
+    assert passes == [2 if kept == 4 else 1, 1, 1, 1]
+
+
+def test_of_a_tree_the_accepted_path_is_kept() -> None:
+    weights = model(seed=3)
+    made, text = drafter(weights, shape=(2, 2, 1)), list(PROMPT)
+    made.extend(context([text], [len(text)]))
+    draft = propose(made, [text])
+    path = [2, 6]
+    text += [*(int(draft.tokens[0, node - 1]) for node in path), 0]
+    made.extend(context([text], [3]))
+    with counted(made) as passes:
+        again = propose(made, [text])
+    assert passes == [1, 2, 4]
+    fresh = propose(drafter(weights, shape=(2, 2, 1)), [text])
+    assert again.tokens.tolist() == fresh.tokens.tolist()
+
+
+def test_truncation_forgets() -> None:
+    weights = model(seed=3)
+    made, text = drafter(weights), [*PROMPT, 5, 6, 7]
+    made.extend(context([text], [len(text)]))
+    propose(made, [text])
+    made.truncate([0], [3])
+    shorter = [*PROMPT[:3], 9, 9]
+    made.extend(context([shorter], [2]))
+    assert propose(made, [shorter]).tokens[0].tolist() == greedy(weights, shorter, 5)
+    made.truncate([0], [0])
+    assert made.model.lengths == [0]
+
+
+@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
+def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
+    assert propose(drafter(model()), [PROMPT], nodes=nodes, depth=depth).counts.tolist() == [count]
+
+
+def test_rows_with_different_budgets() -> None:
+    made = drafter(model(seed=3), rows=3)
+    budget = Budget(nodes=[5, 0, 2], depth=[5, 5, 5])
+    draft = made.propose(context([PROMPT] * 3, [0] * 3), budget)
+    assert draft.counts.tolist() == [5, 0, 2]
+    assert draft.tokens[2, :2].tolist() == draft.tokens[0, :2].tolist()
+
+
+def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
+    made = drafter(model(positions=16))
+    assert propose(made, [[1] * 14]).counts.tolist() == [2]
+    assert propose(made, [[1] * 16]).counts.tolist() == [0]
+
+
+def test_a_sampled_chain_records_the_law_at_the_drafters_own_temperature() -> None:
+    weights = model(seed=3)
+    draft = propose(drafter(weights, temperature=2.0), [PROMPT], temperature=1.0)
+    with torch.inference_mode():
+        logits = weights(torch.tensor([PROMPT])).logits[0, -1]
+    assert draft.laws is not None
+    torch.testing.assert_close(draft.laws[0, 0], (logits / 2).softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_padded_embedding_is_no_other_vocabulary(tmp_path: Path) -> None:
+    large = saved(tmp_path / "large", model(16, seed=5), tokenizer())
+    for temperature in (0.0, 5.0):
+        made = drafter(large, words=tokenizer())
+        assert int(propose(made, [PROMPT], temperature=temperature).tokens.max()) < WORDS
+    small = saved(tmp_path / "small", model(WORDS, seed=5), tokenizer())
+    made = drafter(small, target=model(16), words=tokenizer())
+    draft = propose(made, [PROMPT], temperature=1.0)
+    assert draft.laws is not None and draft.laws.shape[-1] == 16
+    assert float(draft.laws[..., WORDS:].sum()) == 0
+    assert int(propose(made, [[1, 15, 2]]).counts[0]) == 5, "a token that only the target has"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (tokenizer(11), "12 tokens.*11 tokens.*'w11'"),
+        (tokenizer(WORDS, eos_token="w3"), "special tokens"),
+        (None, "12 token ids and the draft model 16"),
+    ],
+)
+def test_another_vocabulary_is_refused(tmp_path: Path, theirs: Any, says: str) -> None:
+    folder = saved(tmp_path, model(16), theirs)
+    with pytest.raises(VocabularyMismatchError, match=says):
+        drafter(folder, words=tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draw": "idd"}, "Did you mean 'iid'"),
+        ({"num_speculative_tokens": 0}, "at least 1"),
+        ({"shape": ()}, "shape"),
+        ({"shape": (2, 0)}, "shape"),
+        ({"temperature": 0.0}, "above 0"),
+    ],
+)
+def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        DraftModelConfig(model="x", **options)

@@ -1,0 +1,110 @@
+"""Children drawn from a law: in which order, from what, and what is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.growth import Draw, Shape, likeliest, resolve, siblings
+from forerun.types import Drawn
+
+LAW = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
+
+
+def scripted(*tokens: int) -> tuple[Callable[[Tensor, int], int], list[Tensor]]:
+    """A pick that returns these tokens, and the laws that it was shown."""
+    seen: list[Tensor] = []
+
+    def pick(law: Tensor, index: int) -> int:
+        seen.append(law.clone())
+        assert index >= 0 and law[tokens[len(seen) - 1]] > 0
+        return tokens[len(seen) - 1]
+
+    return pick, seen
+
+
+def test_given_children_are_the_likeliest_and_carry_their_probability() -> None:
+    found = siblings(LAW, 2, Draw.GIVEN, scripted()[0])
+    assert (found.tokens, found.drawn, found.law) == ([1, 3], [Drawn.GIVEN] * 2, None)
+    assert found.confidence == pytest.approx([0.4, 0.3])
+
+
+def test_iid_children_are_all_drawn_from_the_recorded_law() -> None:
+    pick, seen = scripted(1, 1, 0)
+    found = siblings(LAW, 3, Draw.IID, pick)
+    assert (found.tokens, found.drawn) == ([1, 1, 0], [Drawn.IID] * 3)
+    assert found.law is not None and torch.equal(found.law, LAW)
+    assert all(torch.equal(law, LAW) for law in seen)
+
+
+def test_without_replacement_the_elder_are_removed_and_the_rest_renormalised() -> None:
+    pick, seen = scripted(1, 4, 3)
+    found = siblings(LAW, 3, Draw.WITHOUT_REPLACEMENT, pick)
+    assert (found.tokens, found.drawn) == ([1, 4, 3], [Drawn.WITHOUT_REPLACEMENT] * 3)
+    assert found.law is not None and torch.equal(found.law, LAW)
+    torch.testing.assert_close(seen[1], torch.tensor([1, 0, 0, 3, 2]) / 6)
+    torch.testing.assert_close(seen[2], torch.tensor([1, 0, 0, 3, 0]) / 4)
+
+
+def test_greedy_k_draws_one_from_the_law_restricted_to_the_others_and_records_that() -> None:
+    pick, seen = scripted(0)
+    found = siblings(LAW, 3, Draw.GREEDY_K, pick)
+    assert (found.tokens, found.drawn) == ([1, 3, 0], [Drawn.GIVEN, Drawn.GIVEN, Drawn.IID])
+    restricted = torch.tensor([1, 0, 0, 0, 2]) / 3
+    assert found.law is not None
+    torch.testing.assert_close(found.law, restricted)
+    torch.testing.assert_close(seen[0], restricted)
+
+
+def test_greedy_one_is_an_ordinary_draw() -> None:
+    found = siblings(LAW, 1, Draw.GREEDY_K, scripted(4)[0])
+    assert (found.tokens, found.drawn) == ([4], [Drawn.IID])
+    assert found.law is not None and torch.equal(found.law, LAW)
+
+
+@pytest.mark.parametrize("draw", [Draw.GIVEN, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K])
+def test_no_more_children_than_the_law_has_tokens(draw: Draw) -> None:
+    narrow = torch.tensor([0.0, 0.7, 0.0, 0.3])
+    found = siblings(narrow, 4, draw, scripted(3, 1)[0])
+    assert sorted(found.tokens) == [1, 3]
+
+
+def test_the_confidence_of_a_drawn_child_does_not_depend_on_it() -> None:
+    for draw in (Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K):
+        first, second = (siblings(LAW, 1, draw, scripted(token)[0]).confidence for token in (0, 1))
+        assert first == second
+
+
+def test_the_batched_way_gives_what_the_law_gives() -> None:
+    logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
+    found = likeliest(logits, 3)
+    for row in range(3):
+        for node in range(2):
+            one = siblings(logits[row, node].softmax(-1), 3, Draw.GIVEN, scripted()[0])
+            assert found.tokens[row, node].tolist() == one.tokens
+            assert found.confidence[row, node].tolist() == pytest.approx(one.confidence, abs=1e-6)
+
+
+def test_what_auto_means() -> None:
+    assert resolve(Draw.AUTO, greedy=True, chain=False) is Draw.GIVEN
+    assert resolve(Draw.IID, greedy=True, chain=True) is Draw.GIVEN
+    assert resolve(Draw.AUTO, greedy=False, chain=True) is Draw.IID
+    assert resolve(Draw.AUTO, greedy=False, chain=False) is Draw.WITHOUT_REPLACEMENT
+    assert resolve(Draw.GREEDY_K, greedy=False, chain=True) is Draw.GREEDY_K
+
+
+def test_a_shape_is_numbered_level_by_level() -> None:
+    shape = Shape((3, 2, 1))
+    assert shape.parents == (0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
+    assert shape.depths == (1,) * 3 + (2,) * 6 + (3,) * 6
+    assert not shape.chain and Shape((1, 1)).chain
+
+
+@pytest.mark.parametrize(
+    ("nodes", "depth", "count"), [(99, 9, 15), (5, 9, 5), (99, 1, 3), (2, 1, 2), (99, 0, 0), (0, 9, 0), (99, -1, 0)]
+)
+def test_how_much_of_a_shape_fits_a_budget(nodes: int, depth: int, count: int) -> None:
+    assert Shape((3, 2, 1)).within(nodes, depth) == count
