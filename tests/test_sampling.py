@@ -109,6 +109,8 @@ def test_what_gives_no_law_is_refused(temperature: float) -> None:
         sampler.law(torch.tensor([0.0, math.inf]), [])
     with pytest.raises(NumericError, match="every token is banned"):
         Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).law(torch.zeros(2), [])
+    with pytest.raises(NumericError, match="every token is banned"):
+        Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).process(torch.zeros(2), [])
     to_nan = SamplingParams(temperature=temperature, logits_processors=[lambda _tokens, logits: logits * math.nan])
     with pytest.raises(NumericError, match="nan"):
         Sampler(to_nan, [1]).law(torch.zeros(2), [])

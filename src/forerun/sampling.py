@@ -125,7 +125,7 @@ class Sampler:
             output: the node's own path from the prompt's end, itself included.
 
         Raises:
-            NumericError: the raw logits hold NaN.
+            NumericError: the raw logits hold NaN, or the processors left no token, or NaN, or infinity.
             ArgumentError: a token id among the parameters is outside the vocabulary.
         """
         logits = logits.float().clone()
@@ -145,6 +145,8 @@ class Sampler:
         self._penalise(logits, output)
         for processor in p.logits_processors:
             logits = processor([*self.prompt, *output], logits)
+        if not self.neutral:
+            _highest(logits)
         return logits
 
     def _check_ids(self, vocabulary: int) -> None:
@@ -192,9 +194,7 @@ def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
     Raises:
         NumericError: the largest logit is NaN or infinite, or every token is banned.
     """
-    highest = logits.max()
-    if not math.isfinite(float(highest)):
-        raise NumericError(_no_law(float(highest)))
+    highest = _highest(logits)
     if params.greedy:
         law = torch.zeros_like(logits)
         law[int(logits.argmax())] = 1.0
@@ -212,10 +212,17 @@ def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
     return law
 
 
-def _no_law(highest: float) -> str:
+def _highest(logits: Tensor) -> float:
+    """The largest logit, refused where no law can be made of it."""
+    highest = float(logits.max())
     if highest == -math.inf:
-        return "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
-    return f"the largest processed logit is {highest}; check logit_bias, the processors and the checkpoint"
+        raise NumericError(
+            "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
+        )
+    if not math.isfinite(highest):
+        hint = "check logit_bias, the processors and the checkpoint"
+        raise NumericError(f"the largest processed logit is {highest}; {hint}")
+    return highest
 
 
 _LIKELY = 1024

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forerun.sampling import Coins
+from forerun.tree import TokenTree, TreeBuilder
+from forerun.types import Drawn
 from forerun.verify import RULES, rule_named
 from forerun.verify.enumeration import (
     SHAPES,
@@ -65,6 +68,37 @@ def verdict_law(name, tree, target):
         key = (verdict.path, verdict.next_token, verdict.kind)
         law[key] = law.get(key, 0.0) + chance
     return {key: chance for key, chance in law.items() if chance > 0}
+
+
+@pytest.mark.parametrize("name", ["sample_walk", "recursive_rejection", "traversal"])
+@pytest.mark.parametrize("seed", range(4))
+def test_shapes_may_depend_on_what_was_drawn_before(name: str, seed: int) -> None:
+    """Every node is drawn in another way, and what hangs below it depends on the tokens above and before it."""
+    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=seed)
+
+    def draw(coins: Coins) -> TokenTree:
+        builder = TreeBuilder()
+        builder.set_law(0, draft[()])
+        first = coins.drafted(draft[()], 0, 0)
+        builder.add(first, 0, drawn=Drawn.IID)
+        second = first
+        if first != 1:
+            second = coins.drafted(draft[()], 0, 1)
+            builder.add(second, 0, drawn=Drawn.IID)
+            law = draft[second,]
+            builder.set_law(2, law)
+            builder.add(coins.drafted(law, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
+        if second == 0:
+            rest = draft[first,].clone()
+            builder.add(int(rest.argmax()), 1)
+            rest[int(rest.argmax())] = 0
+            builder.set_law(1, rest)
+            builder.add(coins.drafted(rest, 1, 0), 1, drawn=Drawn.IID)
+        builder.add(2, 0)
+        return builder.tree(0)
+
+    law = exact_law(rule_named(name), target, draw, 3)
+    assert law.error(target) <= TOLERANCE
 
 
 def test_typical_acceptance_is_labelled_lossy_because_it_is() -> None:

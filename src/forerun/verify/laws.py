@@ -83,7 +83,7 @@ def drafted_children(tree: TokenTree, node: int, target: Law) -> Iterator[tuple[
     children = tree.children[node]
     sampled = [child for child in children if tree.drawn[child] is not Drawn.GIVEN]
     if sampled:
-        yield from _sampled(tree, sampled, Law.of(tree.laws[node]))
+        yield from _sampled(tree, sampled, Law.of(tree.laws[node].to(target.values.device)))
     for child in children:
         if tree.drawn[child] is Drawn.GIVEN:
             point = torch.zeros_like(target.values)
