@@ -194,6 +194,7 @@ def test_a_padded_embedding_is_no_other_vocabulary(tmp_path: Path) -> None:
     draft = propose(made, [PROMPT], temperature=1.0)
     assert draft.laws is not None and draft.laws.shape[-1] == 16
     assert float(draft.laws[..., WORDS:].sum()) == 0
+    made.truncate([0], [0])
     assert int(propose(made, [[1, 15, 2]]).counts[0]) == 5, "a token that only the target has"
 
 

@@ -172,13 +172,17 @@ class DraftModelDrafter(Drafter):
         self.model.truncate(rows, [state.cached for state in states])
         for row, state, row_tokens in zip(rows, states, tokens, strict=True):
             if len(row_tokens) - state.cached > _CHUNK:
-                self.model.prefill([row], [list(row_tokens[state.cached : -1])])
+                self.model.prefill([row], [self._readable(row_tokens[state.cached : -1])])
                 state.cached = len(row_tokens) - 1
-        missing = [list(row_tokens[state.cached :]) for state, row_tokens in zip(states, tokens, strict=True)]
+        missing = [self._readable(row_tokens[state.cached :]) for state, row_tokens in zip(states, tokens, strict=True)]
         logits = self.model.prefill(rows, missing).logits
         for state, row_tokens in zip(states, tokens, strict=True):
             state.cached = len(row_tokens)
         return logits
+
+    def _readable(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens; ids from the padding of the target's embedding, which the draft model may lack, read as 0."""
+        return [token if token < self.model.vocab_size else 0 for token in tokens]
 
     def _release_roots(self, rows: Sequence[int]) -> None:
         """The root becomes node 0 of a tree: it keeps its slot but is no longer committed."""
