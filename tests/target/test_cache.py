@@ -202,6 +202,25 @@ def test_buckets() -> None:
             Buckets(**wrong)  # type: ignore[arg-type]
 
 
+def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """Plain and speculative steps of the reproducible mode see equally many slots, also where a bucket ends."""
+    widths: dict[int, set[int]] = {}
+    begin = SlotCache.begin
+
+    def spy(cache: SlotCache, rows: list[int], slot_ids: torch.Tensor, width: int) -> None:
+        widths.setdefault(target.lengths[0], set()).add(width)
+        begin(cache, rows, slot_ids, width)
+
+    target.buckets = Buckets(nodes=(4,), width=8)
+    target.prefill([0], [[5, 6, 7]])
+    monkeypatch.setattr(SlotCache, "begin", spy)
+    for draft in (chain(), chain(8), chain(8, 9), chain(8, 9, 10)) * 6:
+        target.score([0], [7], draft)
+        if draft.size == 3:
+            target.commit([0], [()])
+    assert widths == {length: {-(-(length + 4) // 8) * 8} for length in range(3, 9)}
+
+
 def test_padded_plain_and_speculative_steps_have_the_same_bits() -> None:
     """The reproducible mode: with one node bucket a chain's logits equal those of plain decoding, bit for bit."""
     model = make("llama", dtype=torch.bfloat16)

@@ -86,12 +86,13 @@ class Frame:
     ) -> dict[str, Any]:
         """Keyword arguments for the base model's forward; tells the cache where the tokens go.
 
-        Padding nodes are written to the dump slot and look at slot 0 alone.
+        Padding nodes are written to the dump slot and look at slot 0 alone. The width counts them, so that it is the
+        same for a plain and a speculative step that are padded to the same N.
         """
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing = size - nodes.fresh
         lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        width = self.buckets.pad_width(int((lengths.squeeze(1) + nodes.real.sum(1)).max()), self.cache.slots)
+        width = self.buckets.pad_width(max(committed) + nodes.start + size, self.cache.slots)
         positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
         slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
         block = masks.Block(

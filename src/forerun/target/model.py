@@ -6,7 +6,7 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,6 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         """Of hidden states and masks."""
         self._base = base_of(model)
-        self.runner: Callable[..., Any] = self._base
-        """The base model's forward, or a compiled equivalent with the same arguments."""
         name, self._layers = layers_of(self._base, self.num_layers)
         self._ranges = LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
@@ -328,7 +326,7 @@ class Target:
     def _forward(self, inputs: dict[str, Any], signals: Set[Signal]) -> tuple[Tensor, dict[Signal, Tensor]]:
         """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         with captured(self._layers, signals) as caught:
-            states: Tensor = self.runner(**inputs).last_hidden_state
+            states: Tensor = self._base(**inputs).last_hidden_state
         if LAST_HIDDEN in signals:
             caught[LAST_HIDDEN] = states
         return states, caught
