@@ -100,10 +100,12 @@ def _merge(cells: dict[Outcome, float], plan: Plan) -> dict[Outcome, float]:
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and IMPOSSIBLE < cells[outcome] * plan.samples < plan.least_expected:
             cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
-    while IMPOSSIBLE < cells[REST] * plan.samples < plan.least_expected and len(cells) > 1:
+    while IMPOSSIBLE < cells[REST] * plan.samples < plan.least_expected:
         below = [outcome for outcome in cells if outcome and _home(outcome[:-1], cells) == REST]
-        smallest = min(below, key=lambda outcome: cells[outcome])
-        cells[REST] += cells.pop(smallest)
+        possible = [outcome for outcome in below if cells[outcome] * plan.samples > IMPOSSIBLE]
+        if not possible:
+            break
+        cells[REST] += cells.pop(min(possible, key=lambda outcome: cells[outcome]))
     if sum(chance * plan.samples > IMPOSSIBLE for chance in cells.values()) < 2:
         raise ArgumentError(
             f"{plan.samples} answers to this prompt leave nothing to compare; raise the number of samples"

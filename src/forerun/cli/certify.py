@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def certify(
     model: str,
+    /,
     *,
     prompt_file: Path | None = None,
     temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (0.0, 1.0),

@@ -27,6 +27,7 @@ HELP = """\
 
 def chat(
     model: str = "demo",
+    /,
     *,
     system: str | None = None,
     show_draft: Annotated[bool, Parameter(negative="")] = False,

@@ -7,6 +7,7 @@ that a redirected stream is the one that is used.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +51,14 @@ def pretty(value: Any, indent: str = "") -> str:
         return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
     if isinstance(value, list | tuple) and any(isinstance(entry, dict) for entry in value):
         return "[\n" + ",\n".join(deeper + pretty(entry, deeper) for entry in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN; null says that there is no such number."""
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

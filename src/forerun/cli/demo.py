@@ -42,6 +42,7 @@ class _Setting:
 
 def demo(
     model: str = "demo",
+    /,
     *,
     scale: float | None = None,
     prompt_name: str = DEFAULT_PROMPT,

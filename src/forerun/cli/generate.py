@@ -21,6 +21,7 @@ from forerun.cli.options import (
 
 def generate(
     model: str,
+    /,
     *,
     prompt: Annotated[str | None, Parameter(alias="-p", allow_leading_hyphen=True)] = None,
     prompt_file: Path | None = None,

@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 
 def quiet_libraries() -> None:
     """Keep other people's progress bars and advice out of the terminal."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **more: Any) -> LLM:
-    """The model behind the Python API, with a spinner on stderr while it loads."""
+    """The model behind the Python API, with a spinner on stderr while it loads. An unknown rule is refused first."""
     with console.working(f"loading {model}"):
         quiet_libraries()
-        from forerun import LLM
+        from forerun import LLM, SpeculativeConfig
+        from forerun.verify import rule_named
+
+        wish = SpeculativeConfig.parse(speculative_config)
+        if wish is not None and wish.rule is not None:
+            rule_named(wish.rule)
 
         return LLM(
             model,
@@ -44,22 +51,28 @@ class Printer:
     """Prints a stream of chunks as they come.
 
     Args:
-        stdout: where the text goes.
-        show_draft: colour each token by its source.
+        stdout: where the text goes; byte for byte unless colours are shown.
+        show_draft: colour each token by its source, where there is a terminal to do so.
     """
 
     def __init__(self, stdout: Console, *, show_draft: bool) -> None:
-        self.stdout, self.show_draft = stdout, show_draft
+        self.stdout, self.coloured = stdout, show_draft and stdout.is_terminal
 
     def run(self, chunks: Iterable[StreamChunk]) -> RequestOutput | None:
-        """Print everything; returns the finished request, None where the stream ended without one."""
+        """Print everything and end the line, also when interrupted; None where the stream ended without an output."""
         output = None
-        for chunk in chunks:
-            if self.show_draft:
-                self.stdout.print(show.coloured(chunk.tokens, self.stdout), end="")
-            else:
-                self.stdout.out(chunk.text, end="", highlight=False)
+        try:
+            for chunk in chunks:
+                self._print(chunk)
+                output = chunk.output or output
+        finally:
+            self.stdout.file.write("\n")
             self.stdout.file.flush()
-            output = chunk.output or output
-        self.stdout.out("")
         return output
+
+    def _print(self, chunk: StreamChunk) -> None:
+        if self.coloured:
+            self.stdout.print(show.coloured(chunk.tokens, self.stdout), end="")
+        else:
+            self.stdout.file.write(chunk.text)
+        self.stdout.file.flush()

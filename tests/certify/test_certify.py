@@ -1,0 +1,113 @@
+"""The whole report on a tiny model, and that planted bugs make it fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM
+from forerun.certify import Plan, certify, run, ties
+from forerun.cli import main
+from forerun.errors import ArgumentError
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Source, Verdict
+from forerun.verify.argmax_walk import ArgmaxWalk
+from forerun.verify.enumeration import Drawing, World, check_rule
+
+TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
+SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, samples=150, sample_tokens=3)
+
+
+@pytest.fixture(autouse=True)
+def one_case_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full enumeration has tests of its own (tests/verify); here one case stands for it."""
+
+    def one(names: list[str]) -> list[object]:
+        world = World.GREEDY_TARGET if names == ["argmax_walk"] else World.RANDOM
+        cases = (check_rule(run.rule_named(names[0]), "chain of 1", drawing, world) for drawing in Drawing)
+        return [case for case in cases if case is not None][:1]
+
+    monkeypatch.setattr(run, "check_rules", one)
+
+
+def drafting(checkpoint: Path, draft: Path, **options: object) -> LLM:
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **options}
+    return LLM(checkpoint, speculative_config=config, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "without_replacement"}], ids=["chain", "tree"])
+def test_what_is_right_is_certified(checkpoint: Path, draft_checkpoint: Path, options: dict[str, object]) -> None:
+    report = certify(drafting(checkpoint, draft_checkpoint, **options), TEXTS, SMALL)
+    assert report.passed, report.checks
+    names = [check.name for check in report.checks]
+    assert names[0].startswith("rule ") and {"greedy equality", "log-probabilities"} <= set(names)
+    assert sum(name.startswith("sampled law") for name in names) == 2
+    assert json.loads(json.dumps(report.record()))["passed"] is True
+
+
+def test_same_seed_same_text_for_deterministic_drafts(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, speculative_config={"method": "ngram"}, max_num_seqs=4)
+    report = certify(llm, TEXTS, SMALL)
+    check = next(check for check in report.checks if check.name.startswith("same seed"))
+    assert check.passed and check.figures["equal"] == 2
+
+
+def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        kept = tuple(range(1, tree.size + 1))
+        return Verdict(path=kept, next_token=target.argmax(tree.size), kind=Source.BONUS if kept else Source.TARGET)
+
+    monkeypatch.setattr(ArgmaxWalk, "verify", all_in)
+    report = certify(drafting(checkpoint, draft_checkpoint, temperature=3.0), TEXTS, SMALL)
+    check = next(check for check in report.checks if check.name == "greedy equality")
+    assert not report.passed and not check.passed and check.figures["bugs"] > 0
+    assert "NOT a tie" in check.summary and check.figures["differences"][0]["position"] >= 1
+
+
+def test_a_lossy_rule_is_not_certified(checkpoint: Path) -> None:
+    config = {"method": "ngram", "rule": "typical"}
+    report = certify(LLM(checkpoint, speculative_config=config, max_num_seqs=4), TEXTS, SMALL)
+    assert not report.passed and any("not lossless" in check.summary for check in report.checks)
+
+
+def test_nothing_to_certify(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="without a drafter"):
+        certify(LLM(checkpoint), TEXTS, SMALL)
+    with pytest.raises(ArgumentError, match="prompt"):
+        certify(LLM(checkpoint, speculative_config={"method": "ngram"}), [], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [4], 0)]
+)
+def test_first_difference(one: list[int], other: list[int], expected: int | None) -> None:
+    assert ties.first_difference(one, other) == expected
+
+
+def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -> None:
+    for dtype, forgiving in (("float32", False), ("bfloat16", True)):
+        llm = LLM(checkpoint, dtype=dtype, max_num_seqs=1)
+        law = torch.full((llm.target.vocab_size,), -10.0)
+        law[5], law[9], law[2] = 1.0, 0.9, 0.0
+
+        llm.target.model.lm_head.forward = lambda hidden, law=law: law.expand(*hidden.shape[:-1], -1).clone()
+        near = ties.difference(llm, [1, 2, 3], ([5], [9]), 0)
+        far = ties.difference(llm, [1, 2, 3], ([5], [2]), 0)
+        assert near is not None and near.gap == pytest.approx(0.1, abs=0.01) and near.tie is forgiving
+        assert far is not None and far.gap == pytest.approx(1.0, abs=0.01) and not far.tie
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(TEXTS))
+    common = ["certify", str(checkpoint), "--drafter", "ngram", "--prompt-file", str(prompts)]
+    sizes = ["--max-tokens", "24", "--samples", "150", "--temperature", "0", "--temperature", "0.7"]
+    assert main([*common, *sizes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])
+    assert main([*common, *sizes, "--rule", "typical"]) == 1
+    assert "not certified" in capsys.readouterr().out

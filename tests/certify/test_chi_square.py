@@ -1,0 +1,104 @@
+"""The chi-square test: its arithmetic, its cells, and that it tells a wrong law from the right one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.certify import Plan, chi_square
+from forerun.errors import ArgumentError
+from forerun.sampling import Coins
+from forerun.tree import TokenTree
+from forerun.types import NodeLaws, Source, Verdict
+from forerun.verify.sample_walk import SampleWalk
+
+PLAN = Plan(samples=400, sample_tokens=3)
+PARAMS = SamplingParams(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path, draft_checkpoint: Path) -> LLM:
+    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3, "draw": "given"}
+    return LLM(checkpoint, speculative_config=config, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def prompt(llm: LLM) -> list[int]:
+    assert llm.tokenizer is not None
+    return list(llm.tokenizer("the cat sat on the mat and the cat sat on the")["input_ids"])
+
+
+@pytest.mark.parametrize(("statistic", "freedom"), [(0.5, 1), (9.8, 6), (80.0, 12), (300.0, 150)])
+def test_survival_is_scipys(statistic: float, freedom: int) -> None:
+    assert chi_square.survival(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
+
+
+def test_pearson_is_scipys() -> None:
+    cells = {(1,): 0.5, (2,): 0.3, (): 0.2}
+    counts = Counter({(1,): 55, (2,): 20, (): 25})
+    expected = stats.chisquare([55, 20, 25], [50, 30, 20])
+    assert chi_square.pearson(cells, counts, 100) == (pytest.approx(expected.statistic), 2)
+
+
+def test_an_impossible_answer_is_infinitely_wrong() -> None:
+    statistic, freedom = chi_square.pearson({(1,): 0.5, (2,): 0.5, (): 0.0}, Counter({(1,): 5, (2,): 4, (): 1}), 10)
+    assert chi_square.survival(statistic, freedom) == 0.0
+
+
+def test_cells_are_a_partition_with_the_laws_probabilities(
+    llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def toy(_: LLM, tokens: list[int], __: SamplingParams) -> Tensor:
+        laws = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
+        return torch.tensor(laws[tokens[-1]] if len(tokens) > 1 else [0.5, 0.25, 0.25], dtype=torch.float64)
+
+    monkeypatch.setattr(chi_square, "next_law", toy)
+    cells = chi_square.exact_cells(llm, [9], PARAMS, Plan(samples=1000, sample_tokens=2))
+    assert sum(cells.values()) == pytest.approx(1.0)
+    assert cells[0, 0] == pytest.approx(0.3) and cells[2, 1] == pytest.approx(0.0625)
+    # (1, 1) is expected 7.5 times in 1000, too rare for a cell of its own; nor is that enough for the rest, which
+    # takes (1, 0) in. After 0 only 0 and 1 may follow: the cell of the others stays, and is impossible.
+    assert (1, 1) not in cells and cells[()] == pytest.approx(0.25) and cells[0,] == pytest.approx(0.0, abs=1e-12)
+    counts = chi_square.count(cells, [(0, 0), (0, 2), (1, 1), (2, 2), (7, 7)])
+    assert counts == {(0, 0): 1, (0,): 1, (): 2, (2, 2): 1}
+
+
+def test_the_real_law_passes_and_cells_follow_plain_sampling(llm: LLM, prompt: list[int]) -> None:
+    check = chi_square.chi_square_check(llm, prompt, PARAMS, PLAN, tests=1)
+    assert check.passed and check.figures["drafted"] > 100 and check.figures["cells"] > 5
+
+
+def test_too_few_samples_are_refused(llm: LLM, prompt: list[int]) -> None:
+    with pytest.raises(ArgumentError, match="raise the number"):
+        chi_square.chi_square_check(llm, prompt, PARAMS, Plan(samples=11), tests=1)
+
+
+def test_a_rule_that_favours_drafts_fails(llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = SampleWalk.verify
+
+    def eager(self: SampleWalk, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+        if tree.size and coins.flip(0.5, 1) and float(target.law(0)[tree.tokens[1]]) > 0:
+            return Verdict(path=(1,), next_token=coins.draw(target.law(1), 1), kind=Source.RECOVERED)
+        return honest(self, tree, target, coins)
+
+    monkeypatch.setattr(SampleWalk, "verify", eager)
+    check = chi_square.chi_square_check(llm, prompt, PARAMS, PLAN, tests=1)
+    assert not check.passed and check.figures["p_value"] < 1e-6
+
+
+def test_no_draft_is_no_proof(prompt: list[int], llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.generate
+
+    def undrafted(prompts: Any, params: Any, **options: Any) -> Any:
+        return whole(prompts, params, **{**options, "speculative": False})
+
+    monkeypatch.setattr(llm, "generate", undrafted)
+    check = chi_square.chi_square_check(llm, prompt, PARAMS, PLAN, tests=1)
+    assert not check.passed and "nothing was drafted" in check.summary

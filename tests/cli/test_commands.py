@@ -1,0 +1,165 @@
+"""Every verb on a tiny model: data on stdout, the rest on stderr, one clear line and exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Ran
+from forerun import LLM, SamplingParams
+from forerun.drafters import DRAFTERS
+
+Forerun = Callable[..., Ran]
+PROMPT = "the cat sat on the mat and the cat sat on the"
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Any:
+    llm = LLM(checkpoint, max_num_seqs=1)
+    return llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+
+
+def test_help_names_every_verb(forerun: Forerun) -> None:
+    ran = forerun("--help")
+    assert ran.code == 0 and all(
+        verb in ran.out for verb in ("generate", "chat", "demo", "drafters", "certify", "doctor")
+    )
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "demo", "drafters", "certify", "doctor"])
+def test_every_verb_has_help(forerun: Forerun, verb: str) -> None:
+    ran = forerun(verb, "--help")
+    assert ran.code == 0 and f"forerun {verb}" in ran.out
+
+
+def test_generate_prints_the_text_and_nothing_else(forerun: Forerun, checkpoint: Path, expected: Any) -> None:
+    ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--drafter", "ngram", "--show-draft")
+    assert ran.code == 0 and ran.out == expected.text + "\n"
+    assert "tokens per target pass" in ran.err and "accepted draft" in ran.err and "\x1b" not in ran.out + ran.err
+
+
+def test_generate_json_with_every_way_to_name_a_drafter(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, expected: Any
+) -> None:
+    config = json.dumps({"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3})
+    ways: list[list[object]] = [
+        ["--speculative-config", config],
+        ["--drafter", "draft_model", "--drafter-model", draft_checkpoint, "-k", 3],
+    ]
+    for way in ways:
+        ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--json", "--show-draft", *way)
+        answer = json.loads(ran.out)
+        assert ran.code == 0 and (answer["text"], answer["token_ids"]) == (expected.text, expected.token_ids)
+        assert answer["finish_reason"] == expected.finish_reason
+        assert [token["id"] for token in answer["tokens"]] == expected.token_ids
+        speculation = answer["speculation"]
+        assert speculation["steps"] > 0 and len(speculation["acceptance_per_depth"]) == 3
+        assert speculation["mean_acceptance_length"] > 1 and speculation["accepted"] <= speculation["drafted"]
+
+
+def test_generate_reads_a_pipe_and_the_chat_template(
+    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    plain = forerun("generate", checkpoint, "-t", 0, "-n", 8, "--json")
+    chat = forerun("generate", checkpoint, "-p", PROMPT, "--chat", "-t", 0, "-n", 8, "--json")
+    llm = LLM(checkpoint, max_num_seqs=1)
+    talk = llm.chat([{"role": "user", "content": PROMPT}], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
+    assert json.loads(chat.out)["token_ids"] == talk.token_ids != json.loads(plain.out)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "MODEL"),
+        (["generate", "MODEL", "--temprature", "1"], "--temperature"),
+        (["generate", "MODEL", "-p", "x", "-t", "-1"], "temperature"),
+        (["generate", "MODEL", "-p", "x", "--drafter", "ngrams"], "'ngram'"),
+        (["generate", "MODEL", "-p", "x", "--drafter", "ngram", "-k", "0"], "num_speculative_tokens"),
+        (["generate", "MODEL", "-p", "x", "--drafter", "ngram", "-k", "100000"], "num_speculative_tokens"),
+        (["generate", "MODEL", "-p", "x", "--drafter", "ngram", "--drafter-option", "wrong=1"], "wrong"),
+        (["generate", "MODEL", "-p", "x", "--drafter", "ngram", "--rule", "blok"], "'block'"),
+        (["generate", "MODEL", "-p", ""], "empty"),
+        (["generate", "MODEL", "-p", "x " * 500], "context"),
+        (["generate", "/nowhere/at/all", "-p", "x"], "nowhere"),
+        (["certify", "MODEL"], "--drafter"),
+        (["certify", "MODEL", "--drafter", "ngram", "--samples", "0"], "--samples"),
+        (["demo", "MODEL", "--prompt-name", "shed.py"], "'sched.py'"),
+        (["demo", "MODEL", "--repeats", "0"], "--repeats"),
+    ],
+)
+def test_bad_input_is_one_clear_error(forerun: Forerun, checkpoint: Path, arguments: list[str], message: str) -> None:
+    ran = forerun(*(checkpoint if argument == "MODEL" else argument for argument in arguments))
+    assert ran.code == 2 and ran.out == ""
+    assert ran.err.startswith("error: ") and message in ran.err and "Traceback" not in ran.err
+
+
+def test_debug_shows_the_traceback(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_DEBUG", "1")
+    with pytest.raises(ValueError, match="temperature"):
+        forerun("generate", checkpoint, "-p", "x", "-t", -1)
+
+
+def test_interrupting_a_stream_is_a_clean_end(
+    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = LLM.stream
+
+    def interrupted(self: LLM, *arguments: Any, **options: Any) -> Iterator[Any]:
+        chunks = whole(self, *arguments, **options)
+        yield next(chunks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0)
+    assert ran.code == 130 and ran.out.endswith("\n") and "Traceback" not in ran.err
+
+
+def test_drafters_json_is_the_registry(forerun: Forerun) -> None:
+    listed = json.loads(forerun("drafters", "--json").out)
+    assert [entry["name"] for entry in listed] == list(DRAFTERS)
+    assert all(set(entry) >= {"name", "needs_training", "summary"} for entry in listed)
+    table = forerun("drafters").out
+    assert all(name in table for name in DRAFTERS)
+
+
+def test_doctor(forerun: Forerun) -> None:
+    found = json.loads(forerun("doctor", "--json").out)
+    assert found["packages"]["torch"] and found["memory"]["total GiB"] > 0 and found["number formats"]["float32"]
+    assert "transformers" in forerun("doctor").out
+
+
+def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "/help",
+        "the cat",
+        "/spec on",
+        "/drafter ngram",
+        "the dog",
+        "/spec off",
+        "/stats",
+        "/reset",
+        "/stat",
+        "/quit",
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    ran = forerun("chat", checkpoint, "-t", 0, "-n", 6)
+    llm = LLM(checkpoint, max_num_seqs=1)
+    first = llm.chat([{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=6))[0].outputs[
+        0
+    ]
+    assert ran.code == 0 and ran.out.startswith(first.text + "\n")
+    for words in (
+        "/drafter NAME",
+        "no drafter yet",
+        "drafting with ngram",
+        "2 answers",
+        "forgotten",
+        "Did you mean '/stats'",
+    ):
+        assert words in ran.err, words

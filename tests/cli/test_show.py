@@ -1,0 +1,86 @@
+"""Colours, JSON and the line of statistics."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from forerun.cli import console, show
+from forerun.types import CompletionOutput, OutputToken, RequestOutput, Source, SpeculationStats
+
+SOURCES = (Source.TARGET, Source.DRAFT, Source.DRAFT, Source.RECOVERED, Source.BONUS)
+TOKENS = [
+    OutputToken(id=i, text=text, source=source, step=0)
+    for i, (text, source) in enumerate(zip("a\nbcd", SOURCES, strict=True))
+]
+
+
+def rendered(*, terminal: bool, no_color: bool = False) -> str:
+    screen = Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        no_color=no_color,
+        color_system="truecolor" if terminal else None,
+        soft_wrap=True,
+    )
+    screen.print(show.coloured(TOKENS, screen), end="")
+    return screen.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_text_is_unchanged_and_unescaped_in_a_pipe() -> None:
+    assert rendered(terminal=False) == "a\nbcd"
+
+
+def test_each_source_has_its_own_look_and_line_breaks_are_not_tinted() -> None:
+    text = rendered(terminal=True)
+    background = "\x1b[48;2;31;77;43m"
+    assert text.startswith("a\n") and f"{background}b" in text and f"{background}\n" not in text
+    assert "\x1b[4;33mc" in text and "\x1b[2;36md" in text
+
+
+def test_no_color_keeps_the_shapes() -> None:
+    text = rendered(terminal=True, no_color=True)
+    assert "\x1b[1mb" in text and "\x1b[4mc" in text and "48;2" not in text and "33m" not in text
+
+
+def test_speed_counts_what_came_after_the_first_token() -> None:
+    stats = SpeculationStats()
+    stats.record(drafted=4, depth=4, accepted=2)
+    answer = CompletionOutput(
+        index=0, text="abc", token_ids=[1, 2, 3], tokens=[], finish_reason="length", stop_reason=None, speculation=stats
+    )
+    output = RequestOutput(
+        request_id="0",
+        prompt="",
+        prompt_token_ids=[1],
+        outputs=[answer],
+        finished=True,
+        decode_s=0.5,
+        time_to_first_token_s=0.1,
+    )
+    assert show.tokens_per_second(output) == 4.0
+    line = show.statistics_line(output).plain
+    assert "4.0 tokens/s" in line and "3.00 tokens per target pass" in line and "2 of 4 drafted" in line
+    assert show.answer_record(output, answer, with_tokens=True)["speculation"] == {
+        "steps": 1,
+        "plain_steps": 0,
+        "drafted": 4,
+        "accepted": 2,
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_per_depth": [1.0, 1.0, 0.0, 0.0],
+    }
+
+
+@pytest.mark.parametrize(
+    "value", [{}, [], {"a": [1, 2], "b": {"c": None, "d": [{"e": "[ \n]"}]}}, [{"x": True}, {}], "ä", 1.5]
+)
+def test_pretty_json_is_json(value: object) -> None:
+    assert json.loads(console.pretty(value)) == value
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    assert json.loads(console.pretty({"a": float("inf"), "b": [float("nan"), 1.0]})) == {"a": None, "b": [None, 1.0]}
