@@ -184,6 +184,20 @@ def test_a_sampled_chain_records_the_law_at_the_drafters_own_temperature() -> No
     torch.testing.assert_close(draft.laws[0, 0], (logits / 2).softmax(-1), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "iid"}, {"draw": "given"}])
+def test_confidence_follows_what_was_kept(options: dict[str, Any]) -> None:
+    made, text = drafter(model(seed=3), **options), list(PROMPT)
+    made.extend(context([text], [len(text)]))
+    firsts = []
+    for _ in range(25):
+        draft = propose(made, [text], temperature=3.0, depth=1)
+        assert draft.confidence is not None
+        firsts.append(float(draft.confidence[0, 0]))
+        text += [int(draft.tokens[0, 0]), 0]
+        made.extend(context([text], [2]))
+    assert firsts[-1] > 0.75 > firsts[0]
+
+
 def test_a_padded_embedding_is_no_other_vocabulary(tmp_path: Path) -> None:
     large = saved(tmp_path / "large", model(16, seed=5), tokenizer())
     for temperature in (0.0, 5.0):

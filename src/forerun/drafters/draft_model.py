@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.calibration import Calibration, Signs
 from forerun.drafters.growth import Children, Draw, Grower, Shape, grow, resolve
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, tokenizer_beside
 from forerun.errors import ArgumentError, nearest
@@ -64,13 +65,25 @@ class DraftModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class _Drafted:
+    """One row's last proposal, numbered as the full shape is."""
+
+    tokens: list[int]
+    """Of nodes 1, 2, ..."""
+    run: int
+    """Nodes whose keys stand behind the root's; 0: the root is still committed."""
+    signs: dict[int, Signs] = field(default_factory=dict)
+    """Of every node that was submitted."""
+
+
+@dataclass(kw_only=True, slots=True)
 class _Row:
     """What the draft model's cache knows of one row."""
 
     cached: int = 0
     """Committed tokens in the cache."""
-    run: list[int] | None = None
-    """Tokens of the nodes 1, 2, ... that stand behind the root since the last proposal; None: the root was not run."""
+    drafted: _Drafted | None = None
+    """The last proposal, until the target has spoken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +112,7 @@ class DraftModelDrafter(Drafter):
         self._vocabulary = setup.target.vocab_size
         self._check_vocabulary(setup)
         self._rows: dict[int, _Row] = {}
+        self._calibration = Calibration()
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -109,19 +123,22 @@ class DraftModelDrafter(Drafter):
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             row = self._rows.setdefault(row_id, _Row())
             known = len(tokens) - fresh
-            if row.run is not None and row.cached == known - 1:
-                path = _kept(self._shape.parents, row.run, tokens[known:-1])
+            drafted, row.drafted = row.drafted, None
+            if drafted is not None:
+                self._learn(drafted, tokens[known:])
+            if drafted is not None and drafted.run and row.cached == known - 1:
+                path = _kept(self._shape.parents, drafted.tokens[: drafted.run], tokens[known:-1])
                 rows.append(row_id)
                 paths.append(path)
                 row.cached += 1 + len(path)
-            row.cached, row.run = min(row.cached, len(tokens) - 1), None
+            row.cached = min(row.cached, len(tokens) - 1)
         if rows:
             self.model.commit(rows, paths)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
             row = self._rows.setdefault(row_id, _Row())
-            row.cached, row.run = min(row.cached, length), None
+            row.cached, row.drafted = min(row.cached, length), None
             self.model.truncate([row_id], [row.cached])
             if length == 0:
                 del self._rows[row_id]
@@ -135,7 +152,12 @@ class DraftModelDrafter(Drafter):
         if not active:
             return empty_draft(len(within))
         grown = self._grow(context, active, max(within))
-        return self._cut(grown, active, within)
+        builders = [TreeBuilder() for _ in within]
+        for place, index in enumerate(active):
+            drafted = self._rows[context.rows[index]].drafted
+            assert drafted is not None
+            builders[index] = self._cut(grown, place, within[index], drafted)
+        return stack(builders, device=grown.tokens.device)
 
     def _grow(self, context: DraftContext, active: Sequence[int], nodes: int) -> _Grown:
         """The first `nodes` nodes of the shape for the active rows, level by level."""
@@ -143,7 +165,7 @@ class DraftModelDrafter(Drafter):
         roots = [row_tokens[-1] for row_tokens in tokens]
         growers = [self._grower(context, index) for index in active]
         logits = self._catch_up(rows, tokens)
-        levels, grown = self._shape.levels, list[Children]()
+        levels, grown, run = self._shape.levels, list[Children](), 0
         ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
 
         def path(row: int, node: int) -> list[int]:
@@ -161,14 +183,16 @@ class DraftModelDrafter(Drafter):
             if level.start == 0:
                 self._release_roots(rows)
             logits = self.model.score(rows, roots, self._partial(ids), start=level.stop).logits
-            self._remember(rows, ids)
+            run = ids.shape[1]
+        for row, row_tokens in zip(rows, ids.tolist(), strict=True):
+            self._rows[row].drafted = _Drafted(tokens=row_tokens, run=run)
         return _joined(grown, ids, levels)
 
     def _catch_up(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""
         states = [self._rows.setdefault(row, _Row()) for row in rows]
         for state, row_tokens in zip(states, tokens, strict=True):
-            state.cached, state.run = min(state.cached, len(row_tokens) - 1), None
+            state.cached, state.drafted = min(state.cached, len(row_tokens) - 1), None
         self.model.truncate(rows, [state.cached for state in states])
         for row, state, row_tokens in zip(rows, states, tokens, strict=True):
             if len(row_tokens) - state.cached > _CHUNK:
@@ -216,29 +240,33 @@ class DraftModelDrafter(Drafter):
         counts = torch.full((batch,), size, device=ids.device)
         return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros_like(ids, dtype=torch.uint8))
 
-    def _remember(self, rows: Sequence[int], ids: Tensor) -> None:
-        for row, tokens in zip(rows, ids.tolist(), strict=True):
-            self._rows[row].run = tokens
+    def _cut(self, grown: _Grown, place: int, nodes: int, drafted: _Drafted) -> TreeBuilder:
+        """One row's share of the tree: the first nodes that its budget allows, whatever they hold."""
+        drawn, raw = grown.drawn[place].tolist(), grown.confidence[place].tolist()
+        valid = None if grown.valid is None else grown.valid[place].tolist()
+        builder, ids = TreeBuilder(), {0: 0}
+        for node, parent in enumerate(self._shape.parents[:nodes], start=1):
+            if parent not in ids or (valid is not None and not valid[node - 1]):
+                continue
+            kind = Drawn(drawn[node - 1])
+            signs = drafted.signs[node] = Signs(kind, self._shape.ranks[node - 1], raw[node - 1])
+            confidence = self._calibration.estimate(signs)
+            ids[node] = builder.add(drafted.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
+            if kind is not Drawn.GIVEN:
+                builder.set_law(ids[parent], grown.laws[place][parent])
+        return builder
 
-    def _cut(self, grown: _Grown, active: Sequence[int], within: Sequence[int]) -> Draft:
-        """Each row's share of the tree: the first nodes that its budget allows, whatever they hold."""
-        tokens, drawn, confidence = grown.tokens.tolist(), grown.drawn.tolist(), grown.confidence.tolist()
-        valid = None if grown.valid is None else grown.valid.tolist()
-        builders = [TreeBuilder() for _ in within]
-        for place, index in enumerate(active):
-            ids = {0: 0}
-            for node, parent in enumerate(self._shape.parents[: within[index]], start=1):
-                if parent not in ids or (valid is not None and not valid[place][node - 1]):
-                    continue
-                ids[node] = builders[index].add(
-                    tokens[place][node - 1],
-                    ids[parent],
-                    drawn=Drawn(drawn[place][node - 1]),
-                    confidence=confidence[place][node - 1],
-                )
-                if drawn[place][node - 1] != Drawn.GIVEN:
-                    builders[index].set_law(ids[parent], grown.laws[place][parent])
-        return stack(builders, device=grown.tokens.device)
+    def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+        """Compare what was submitted with what the text went on with."""
+        depth_of = {0: 0}
+        for node, signs in drafted.signs.items():
+            depth = depth_of.get(self._shape.parents[node - 1])
+            if depth is None or depth >= len(tokens):
+                continue
+            right = tokens[depth] == drafted.tokens[node - 1]
+            self._calibration.learn(signs, right)
+            if right:
+                depth_of[node] = depth + 1
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         theirs = tokenizer_beside(_resolved(self.config.model)) if isinstance(self.config.model, str) else None

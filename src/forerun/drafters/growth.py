@@ -68,6 +68,16 @@ class Shape:
         return tuple(found)
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """(K,) place of node k + 1 among its siblings, the eldest 0."""
+        return tuple(
+            rank
+            for level, count in zip(self.levels, self.children, strict=False)
+            for _ in level
+            for rank in range(count)
+        )
+
+    @cached_property
     def depths(self) -> tuple[int, ...]:
         """(K,) depth of node k + 1."""
         return tuple(depth for depth, level in enumerate(self.levels) if depth for _ in level)
@@ -113,7 +123,7 @@ class Children:
 
 
 def likeliest(logits: Tensor, count: int) -> Children:
-    """The `count` likeliest tokens at each node from raw logits (B, F, V): no law is built, nothing waits for the host."""
+    """The `count` likeliest tokens at each node, from raw logits (B, F, V): builds no law, does not wait for the host."""
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.GIVEN), dtype=torch.uint8, device=logits.device)
