@@ -244,6 +244,11 @@ def warn_drafter(name: str, task: str, error: str) -> None:
     log.debug("drafter %r", name, exc_info=True)
 
 
+@lru_cache(maxsize=64)
+def _warn_rule(asked: str, used: str) -> None:
+    log.warning("rule %r cannot judge drafts that were drawn this way; %r judges them", asked, used)
+
+
 def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check: bool) -> Draft:
     drafts = []
     for group in groups:
@@ -281,8 +286,11 @@ def _judge(row: Row, scores: Scores, index: int) -> _Judgement:
     """The row's verdict, cut at a stop token so that nothing is committed behind it; the rule; the laws asked for."""
     tree, laws = scores.trees[index], scores.row(index)
     name = default_rule(tree, greedy=row.sampler.greedy)
-    if row.rule is not None and tree.size and rule_named(row.rule).accepts(tree):
-        name = row.rule
+    if row.rule is not None and tree.size:
+        if rule_named(row.rule).accepts(tree):
+            name = row.rule
+        else:
+            _warn_rule(row.rule, name)
     verdict = rule_named(name).verify(tree, laws, row.coins())
     for kept, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:

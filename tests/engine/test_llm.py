@@ -302,3 +302,17 @@ def test_the_context_ends_an_answer(plain: LLM) -> None:
     answer = output.outputs[0]
     assert len(answer.token_ids) == plain.max_model_len - 200
     assert answer.finish_reason == "length"
+
+
+def test_a_rule_that_would_not_be_lossless_is_refused_and_one_that_cannot_judge_is_named(
+    ngram: LLM, plain: LLM, draft_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ArgumentError, match="temperature 0"):
+        ngram.generate(PROMPTS[0], SamplingParams(temperature=0.5), speculative={**NGRAM, "rule": "argmax_walk"})
+    with pytest.raises(ArgumentError, match="traversal"):
+        ngram.generate(PROMPTS[0], GREEDY, speculative={**NGRAM, "rule": "travesal"})
+    tree = {"model": str(draft_checkpoint), "shape": [2, 2], "draw": "iid", "rule": "block"}
+    with caplog.at_level(logging.WARNING):
+        found = ids(ngram, PROMPTS[1], SamplingParams(temperature=0.7, seed=1), speculative=tree)
+    assert len(found[0]) == 16
+    assert "'block' cannot judge" in caplog.text

@@ -18,6 +18,7 @@ from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.step import Row
 from forerun.types import SamplingParams
+from forerun.verify import rule_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,7 +129,7 @@ class PromptReader:
             seed=seed,
             stop_ids=stop_ids,
             room=left if params.max_tokens is None else min(left, params.max_tokens),
-            rule=request.speculative.rule if request.speculative is not None else None,
+            rule=_checked_rule(request),
             traced=request.trace,
         )
         return Answer(
@@ -160,3 +161,11 @@ class PromptReader:
                 raise ArgumentError(
                     f"{name} holds token id {token}, outside the model's vocabulary of {self.vocab_size}"
                 )
+
+
+def _checked_rule(request: Request) -> str | None:
+    """The rule that the request's configuration names, if it may judge at this temperature."""
+    name = request.speculative.rule if request.speculative is not None else None
+    if name is not None and rule_named(name).name == "argmax_walk" and not request.params.greedy:
+        raise ArgumentError("rule 'argmax_walk' is lossless at temperature 0 only; leave the rule out to sample")
+    return name
