@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
 from forerun.errors import OutOfMemoryError
 from forerun.target import Target, memory, prepare
 from forerun.target.headers import weight_bytes
+from forerun.target.load import LoadOptions, stored_bytes
 from forerun.target.memory import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
 from target.families import FAMILIES, make, random_tokens
 
@@ -27,6 +29,25 @@ def test_weights_are_counted_from_the_headers(tmp_path: Path, dtype: torch.dtype
     model.save_pretrained(tmp_path)
     count = sum(weight.numel() for weight in model.parameters())
     assert weight_bytes(tmp_path, dtype.itemsize if dtype else None) == count * itemsize
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_weights_of_a_model_that_is_not_here_are_counted_from_its_configuration(name: str) -> None:
+    model = make(name)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert stored_bytes("nobody/nothing", LoadOptions(dtype="bfloat16"), model.config) == 2 * count
+    assert stored_bytes("nobody/nothing", LoadOptions(dtype=torch.float32), model.config) == 4 * count
+
+
+def test_downloaded_weights_are_counted_from_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    found = {file.name: str(file) for file in tmp_path.iterdir()}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file, revision: found.get(file))
+    config = make("gpt2").config
+    assert stored_bytes("nobody/nothing", LoadOptions(), config) == weight_bytes(tmp_path, None)
+    next(tmp_path.glob("model-00001*")).unlink()
+    expected = 4 * sum(weight.numel() for weight in make("gpt2").parameters())
+    assert stored_bytes("nobody/nothing", LoadOptions(dtype="float32"), config) == expected
 
 
 def plan(**changes: int) -> MemoryPlan:

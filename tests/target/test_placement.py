@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,6 +79,19 @@ def test_a_model_that_the_caller_offloaded() -> None:
     target = Target.load(model, slots=64)
     assert target.device == torch.device("cpu")
     assert error(target, make("llama")) <= 2e-5
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Two processes, each with one of the two key-value heads, say what one process says."""
+    make("llama").save_pretrained(tmp_path / "model")
+    worker = Path(__file__).with_name("tensor_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
+    environment = os.environ | {"PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "model")], env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(re.findall(r"rank (\d) matches", done.stdout)) == ["0", "1"]
 
 
 @pytest.fixture

@@ -56,11 +56,17 @@ def test_positions_that_are_not_followed() -> None:
     refused(model, "failed the self-check")
 
 
+@pytest.mark.parametrize("window", [WINDOW, 300])
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
-def test_a_window_that_is_one_too_wide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    style = MaskStyle.of(make(name).config)
-    monkeypatch.setattr(MaskStyle, "of", lambda _config: MaskStyle(types=style.types, window=WINDOW + 1))
-    refused(make(name), "failed the self-check")
+def test_a_window_that_is_one_too_wide(monkeypatch: pytest.MonkeyPatch, name: str, window: int) -> None:
+    """Also where the window is far longer than what the check runs."""
+    model = make(name, sliding_window=window)
+    Target.load(model, slots=32)
+    assert model.config.sliding_window == window
+    types = MaskStyle.of(model.config).types
+    monkeypatch.setattr(MaskStyle, "of", lambda config: MaskStyle(types=types, window=config.sliding_window + 1))
+    refused(model, "failed the self-check")
+    assert model.config.sliding_window == window
 
 
 def test_a_commit_that_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,4 +87,17 @@ def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_model_that_takes_no_tree() -> None:
     config = transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=4, n_head=4)
-    refused(transformers.BloomForCausalLM(config), "BloomForCausalLM|bloom|cannot score a token tree|self-check")
+    refused(transformers.BloomForCausalLM(config), "BloomForCausalLM cannot score a token tree")
+
+
+def test_windows_that_the_attention_applies_by_itself() -> None:
+    config = transformers.GPTNeoConfig(
+        vocab_size=99, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]
+    )
+    refused(transformers.GPTNeoForCausalLM(config), "layers of type local")
+
+
+def test_a_plain_forward_that_fails() -> None:
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(63, 96)
+    refused(model, "even a plain forward fails")

@@ -49,16 +49,12 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: there are none, the index is broken, or it names files that are not there.
     """
-    index = directory / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is corrupt: no weight_map can be read ({error})") from error
-        absent = [name for name in names if not (directory / name).is_file()]
+    if (directory / INDEX).is_file():
+        files = listed_files(directory)
+        absent = [file.name for file in files if not file.is_file()]
         if absent:
             raise CheckpointError(f"{directory} is incomplete: {INDEX} names {', '.join(absent)}, which are not there")
-        return [directory / name for name in names]
+        return files
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
@@ -66,6 +62,20 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). forerun loads safetensors only, never pickle; "
         "convert with model.save_pretrained(directory) of transformers."
     )
+
+
+def listed_files(directory: Path) -> list[Path]:
+    """The files that a sharded checkpoint's index names, whether they are there or not.
+
+    Raises:
+        CheckpointError: the index is broken.
+    """
+    index = directory / INDEX
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is corrupt: no weight_map can be read ({error})") from error
+    return [directory / name for name in names]
 
 
 def weight_bytes(directory: Path, float_bytes: int | None) -> int:

@@ -5,6 +5,7 @@ transformers itself only warns about missing, unexpected and misshapen tensors a
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
-from forerun.target.headers import weight_bytes
+from forerun.target.headers import INDEX, SINGLE, listed_files, weight_bytes
 from forerun.target.support import refuse_config
 
 
@@ -98,7 +99,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any) -> Any:
             config=config,
             dtype=options.dtype,
             device_map=placed,
-            tp_plan=options.tp_plan,
+            **_parallel(options.tp_plan),
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -112,18 +113,49 @@ def open_model(name: str | Path, options: LoadOptions, config: Any) -> Any:
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
-def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int | None:
-    """Bytes that the weights will take, from the headers of a local checkpoint; None where they cannot be known before.
+def _parallel(tp_plan: Any) -> dict[str, Any]:
+    if tp_plan is None:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
+
+
+def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
+    """Bytes that the weights will take: from the headers of the files, or from the configuration if they are not here.
 
     Raises:
         CheckpointError: a weight file is missing, truncated or corrupt.
     """
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        return None
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
-    return weight_bytes(path, None if resolved is None or quantised else resolved.itemsize)
+    directory = _local(name, options)
+    if directory is not None:
+        return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
+    empty = copy.deepcopy(config)
+    bits = 8 if quantised else 8 * (resolved or torch.float32).itemsize
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(empty, trust_remote_code=options.trust_remote_code)
+    count: int = model.num_parameters()
+    return count * bits // 8
+
+
+def _local(name: str | Path, options: LoadOptions) -> Path | None:
+    """The directory of a checkpoint, also of a hub id whose weights were downloaded before; None if they were not."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in (INDEX, SINGLE):
+        found = try_to_load_from_cache(str(name), file, revision=options.revision)
+        if isinstance(found, str):
+            directory = Path(found).parent
+            complete = file == SINGLE or all(shard.is_file() for shard in listed_files(directory))
+            return directory if complete else None
+    return None
 
 
 def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:

@@ -38,10 +38,12 @@ class MaskStyle:
         listed = getattr(config, "layer_types", None)
         types = tuple(sorted(set(listed))) if listed else ((SLIDING,) if window else (FULL,))
         odd = [name for name in types if name not in (FULL, SLIDING)]
+        odd += ["local"] if "local" in getattr(config, "attention_layers", ()) else []
         if odd:
             raise UnsupportedModelError(
                 f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back to an "
-                "arbitrary tree node; only full and sliding-window attention can be verified losslessly"
+                "arbitrary tree node, or a mask of their own; only full and sliding-window attention can be verified "
+                "losslessly"
             )
         return cls(types=types, window=window if SLIDING in types else None)
 

@@ -16,7 +16,6 @@ import torch
 from forerun.errors import ArgumentError
 from forerun.target import self_check
 from forerun.target.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
-from forerun.target.masks import MaskStyle
 from forerun.target.memory import MemoryPlan, available_bytes, cache_bytes_per_token, law_bytes
 from forerun.target.parts import device_of, is_quantised
 from forerun.target.support import context_length, refuse_config, text_config
@@ -63,14 +62,14 @@ def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, 
         raise ArgumentError(f"rows and slots must be at least 1, got {sizes.rows} and {sizes.slots}")
     named = isinstance(source, (str, Path))
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
-    expected = None
-    if check:
-        window = MaskStyle.of(text_config(model)).window
-        expected = self_check.reference(model, window, device_of(model.get_input_embeddings()))
-    if speed.repack or (speed.repack is None and named and _plain(model)) or speed.compile:
-        _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
-    if expected is not None:
-        self_check.check(cls(model, rows=2, slots=self_check.SLOTS), expected)
+    faster = speed.compile or (speed.repack if speed.repack is not None else named and _plain(model))
+    with self_check.short_window(text_config(model)) as window:
+        device = device_of(model.get_input_embeddings())
+        expected = self_check.reference(model, window, device) if check else None
+        if faster:
+            _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
+        if expected is not None:
+            self_check.check(cls(model, rows=2, slots=self_check.SLOTS), expected)
     return cls(model, rows=sizes.rows, slots=slots)
 
 
@@ -85,7 +84,7 @@ def _open(name: str | Path, options: LoadOptions, sizes: Sizes) -> tuple[Any, in
         sizes,
         _Room(
             device=options.first_device() if alone else None,
-            weights=weights or 0,
+            weights=weights,
             itemsize=(resolved_dtype(options, config) or torch.float32).itemsize,
         ),
     )

@@ -3,14 +3,16 @@
 Two rows of unequal length are prefilled, a branching tree is scored, different paths are kept, and a second tree
 stands on what was gathered. Every logit is compared with a forward of the same tokens without cache and mask through
 the model as it was before anything was repacked. Catches ignored masks, wrong positions, state that does not follow
-the tree, and broken repacking; knows no family. Contexts longer than a few dozen tokens are not tried.
+the tree, and broken repacking; knows no family. Contexts longer than a few dozen tokens
+are not tried; a longer sliding window is shortened for the check.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import NumericError, UnsupportedModelError
+from forerun.target.masks import MaskStyle
 from forerun.target.parts import is_quantised
 from forerun.tree import TreeBuilder, stack
 
@@ -34,7 +37,7 @@ _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.
 _QUANTISED_LIMIT = 2.5e-1
 SLOTS = 96
 """Cache slots of a row that the check needs."""
-_LONGEST_WINDOW = 64
+_LONGEST_WINDOW, _SHORT_WINDOW = 64, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +56,21 @@ class Reference:
     """(2, S, V) logits along prompt and the other path."""
 
 
+@contextmanager
+def short_window(config: Any) -> Iterator[int | None]:
+    """While open, a long sliding window in a text configuration is short, so that a few tokens reach beyond it."""
+    window = MaskStyle.of(config).window
+    if window is None or window <= _LONGEST_WINDOW:
+        yield window
+        return
+    original = config.sliding_window
+    config.sliding_window = _SHORT_WINDOW
+    try:
+        yield _SHORT_WINDOW
+    finally:
+        config.sliding_window = original
+
+
 @torch.inference_mode()
 def reference(model: Any, window: int | None, device: torch.device) -> Reference:
     """Run the check's sequences through the model as it is: one batch, no cache, no mask.
@@ -61,7 +79,7 @@ def reference(model: Any, window: int | None, device: torch.device) -> Reference
         NumericError: the logits are not finite.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    longer = window + 3 if window is not None and window <= _LONGEST_WINDOW else 9
+    longer = window + 3 if window is not None else 9
     ids = [(7919 * index + 13) % vocabulary for index in range(2 * longer + 20)]
     prefixes = (ids[:4], ids[4 : 4 + longer])
     rest = ids[4 + longer :]
