@@ -349,7 +349,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     time_to_first_token_s: float | None = None
-    """From the moment the request was admitted to its first token."""
+    """From the moment the request was queued to its first token."""
     decode_s: float | None = None
     """From the first to the last token."""
 

@@ -87,6 +87,8 @@ def test_a_stream_adds_up_to_the_answer_and_every_token_knows_its_source(ngram: 
     output = chunks[-1].output
     assert output is not None
     answer = output.outputs[0]
+    assert output.time_to_first_token_s is not None and output.decode_s is not None
+    assert 0 < output.time_to_first_token_s < 60 and 0 < output.decode_s < 60
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert [token.id for chunk in chunks for token in chunk.tokens] == answer.token_ids
     assert answer.tokens[0].source is Source.TARGET

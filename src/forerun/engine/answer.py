@@ -35,7 +35,7 @@ class Request:
     trace: bool
     answers: list[Answer] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
-    admitted_at: float | None = None
+    queued_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -45,7 +45,7 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What there is so far."""
-        first, last, admitted = self.first_token_at, self.last_token_at, self.admitted_at
+        first, last, queued = self.first_token_at, self.last_token_at, self.queued_at
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
@@ -53,7 +53,7 @@ class Request:
             outputs=[answer.completion() for answer in self.answers],
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
-            time_to_first_token_s=first - admitted if first is not None and admitted is not None else None,
+            time_to_first_token_s=first - queued if first is not None and queued is not None else None,
             decode_s=last - first if first is not None and last is not None else None,
         )
 

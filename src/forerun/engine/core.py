@@ -6,6 +6,7 @@ Knows rows and requests. Does not know how a prompt became tokens, nor how a ste
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,6 +56,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue all answers of a request."""
+        request.queued_at = time.perf_counter()
         self._waiting.extend(request.answers)
 
     def abort(self, request_id: str) -> None:
