@@ -109,6 +109,8 @@ class LoadOptions:
     """Longest sequence in tokens; the model's own context if not given."""
     compile: bool = False
     """Compile the step; pays for itself in long sessions."""
+    reproducible: bool = False
+    """The same bits with and without speculation in bfloat16 too, at some cost."""
 
 
 SPECULATION = SpeculationOptions()

@@ -42,6 +42,7 @@ def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | 
             dtype=options.dtype,
             device=options.device,
             max_model_len=options.max_model_len,
+            reproducible=options.reproducible,
             **({"compile": True} if options.compile else {}),
             **more,
         )

@@ -1,0 +1,64 @@
+"""What README and CONTRIBUTING claim is there, and the drafter that CONTRIBUTING shows works as it stands."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from engine.conftest import checkpoint
+from forerun import LLM, SamplingParams
+from forerun.drafters import DRAFTERS, Entry
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+__all__ = ["checkpoint"]
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    named = set(re.findall(r"make ([a-z]+)\b(?= {2,}#|`| ARGS)", README + CONTRIBUTING))
+    assert {"demo", "test", "check", "bench", "docs"} <= targets and {"demo", "test"} <= named <= targets
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    block = README.split("```")[3]
+    inside = re.findall(r"^  ([a-z_./ ]+?) {2,}", block, re.MULTILINE)
+    names = [name for line in inside for name in line.split()]
+    assert len(names) > 8
+    for name in names:
+        assert (ROOT / "src" / "forerun" / name).exists(), name
+    packages = {path.parent.name for path in (ROOT / "src" / "forerun").glob("*/__init__.py")}
+    assert packages <= {name.rstrip("/") for name in names}
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_drafter_in_contributing_works(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
+    module = ModuleType("forerun.drafters.echo")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(blocks[0], "CONTRIBUTING.md", "exec"), module.__dict__)
+    entries = eval(f"{{{blocks[1]}}}", {"Entry": Entry})
+    monkeypatch.setitem(DRAFTERS, "echo", entries["echo"])
+
+    llm = LLM(checkpoint, speculative_config={"method": "echo"})
+    params = SamplingParams(temperature=0, max_tokens=24)
+    plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]
+    echo = llm.generate(["the cat"], params)[0].outputs[0]
+    assert echo.token_ids == plain.token_ids and echo.speculation.num_draft_tokens > 0
