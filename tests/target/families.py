@@ -73,6 +73,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {**_GROUPED, "logit_scale": 0.5}),
 }
 """Name -> transformers class prefix, configuration."""
+SHARING = {
+    **_GROUPED,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "layer_types": _MIXED,
+}
+"""A Gemma 4 whose last layers read the keys of earlier ones, and whose layers each have an embedding."""
 
 
 def make(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

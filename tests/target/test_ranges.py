@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Plan, Target
+from forerun.target.memory import cache_bytes_per_token
 from forerun.types import LAST_HIDDEN
-from target.families import FAMILIES, make, random_tokens
+from target.families import FAMILIES, SHARING, make, random_tokens
 from target.test_families import trees
 
 ROWS, ROOTS = [0, 1, 2], [4, 5, 6]
@@ -69,6 +71,15 @@ def _head(nodes: int):  # type: ignore[no-untyped-def]
         counts=DRAFT.counts.clamp(max=nodes),
         drawn=DRAFT.drawn[:, :nodes],
     )
+
+
+def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
+    model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**SHARING)).eval()
+    target = Target.load(model, rows=3, slots=64)
+    target.prefill([0], [[4, 5]])
+    assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 65
+    with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
+        target.run(ROWS, ROOTS, DRAFT, Plan(stop=2))
 
 
 @pytest.mark.parametrize(

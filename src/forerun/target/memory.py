@@ -65,13 +65,17 @@ class MemoryPlan:
 
 def cache_bytes_per_token(config: Any, itemsize: int) -> int:
     """KV bytes per token over all layers, from a text configuration. Latent attention (DeepSeek) caches its latents."""
+    by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return sum(_cached_width(layer) for layer in by_layer[:own]) * itemsize
+
+
+def _cached_width(config: Any) -> int:
+    """Numbers that one layer caches per token."""
     if getattr(config, "kv_lora_rank", None):
-        width = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    layers: int = config.num_hidden_layers
-    return layers * int(width) * itemsize
+        return int(config.kv_lora_rank + config.qk_rope_head_dim)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * int(heads) * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def law_bytes(config: Any, rows: int, itemsize: int) -> int:

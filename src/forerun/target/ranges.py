@@ -96,6 +96,11 @@ class LayerRanges:
         return normed
 
     def _slice(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
+        if getattr(self._base.config, "hidden_size_per_layer_input", None):
+            raise UnsupportedModelError(
+                f"{type(self._base).__name__} feeds every layer an embedding by its place in the list: its "
+                "layers cannot be run in part"
+            )
         if (start, stop) not in self._copies:
             self._copies[start, stop] = self._copy(start, stop)
         return self._copies[start, stop]
