@@ -196,7 +196,8 @@ def test_a_mask_by_hand() -> None:
 def test_buckets() -> None:
     buckets = Buckets(nodes=(1, 4, 16), width=128)
     assert [buckets.pad_nodes(count) for count in (1, 2, 4, 5, 17)] == [1, 4, 4, 16, 17]
-    assert [buckets.pad_width(used, 300) for used in (1, 128, 129, 299)] == [128, 128, 256, 300]
+    assert [buckets.pad_width(used, 700) for used in (1, 128, 129, 384, 500, 600)] == [128, 128, 384, 384, 512, 640]
+    assert buckets.pad_width(299, 300) == 300
     for wrong in ({"width": 0}, {"nodes": (4, 2)}, {"nodes": (0,)}, {"nodes": (2, 2)}):
         with pytest.raises(ArgumentError, match="buckets"):
             Buckets(**wrong)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ class ForerunArm:
             first_s=output.time_to_first_token_s or 0.0,
             decode_s=output.decode_s or 0.0,
             decode_tokens=len(answer.token_ids) - 1,
-            trace=answer.trace[1:],
+            trace=answer.trace,
         )
 
 

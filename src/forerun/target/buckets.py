@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from forerun.errors import ArgumentError
 
+BLOCK = 512
+"""Cache slots that the CPU attention kernel takes at a time."""
+AWKWARD = range(193, 384)
+"""A last block of this many slots is summed in another order than a full one. Seen on an AMD with AVX-512, where the
+widths outside always agreed to the bit; with these, a token would get other bits as the text grows."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
@@ -18,7 +24,7 @@ class Buckets:
     nodes: tuple[int, ...] = ()
     """Allowed N, rising; larger passes are not padded. Empty: N is never padded."""
     width: int = 64
-    """Visible cache slots are a multiple of this."""
+    """Visible cache slots are a multiple of this, `AWKWARD` last blocks left out."""
 
     def __post_init__(self) -> None:
         if self.width < 1 or any(size < 1 for size in self.nodes) or list(self.nodes) != sorted(set(self.nodes)):
@@ -30,4 +36,7 @@ class Buckets:
 
     def pad_width(self, used: int, slots: int) -> int:
         """The visible width that holds `used` slots of the `slots` that there are."""
-        return min(-(-used // self.width) * self.width, slots)
+        width = -(-used // self.width) * self.width
+        while width % BLOCK in AWKWARD:
+            width += self.width
+        return min(width, slots)

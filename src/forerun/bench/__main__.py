@@ -1,0 +1,73 @@
+"""``python -m forerun.bench``: the measured figures beside their goals. Tables on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from forerun.bench import plots, report
+from forerun.bench.suite import Options, as_json, run
+from forerun.errors import ForerunError
+
+app = App(
+    name="forerun.bench", help="Measure forerun beside transformers on scale models, and print goals beside figures."
+)
+
+
+@app.default
+def main(
+    *,
+    options: Annotated[Options, Parameter(name="*")] = Options(),  # noqa: B008 - frozen
+    json_only: Annotated[bool, Parameter(name="--json")] = False,
+    out: Path = Path("benchmarks/results"),
+    plot: bool = True,
+    threads: int | None = None,
+) -> int:
+    """Run the benchmark; about 12 minutes on two quiet cores, 3 with --quick.
+
+    Parameters
+    ----------
+    options
+        What to measure.
+    json_only
+        Print one JSON object instead of tables.
+    out
+        Folder for results.json and the plots.
+    plot
+        Draw plots (needs matplotlib).
+    threads
+        Processor threads; all cores by default.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    errors = Console(stderr=True)
+    try:
+        with errors.status("starting") as status:
+            results = run(options, status.update)
+        out.mkdir(parents=True, exist_ok=True)
+        document = as_json(results)
+        (out / "results.json").write_text(json.dumps(document, indent=2) + "\n")
+        if plot:
+            plots.draw(results, out)
+    except ForerunError as error:
+        errors.print(f"[red]error[/] {error}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if json_only:
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        report.show(results, Console(width=max(120, Console().width)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(app())

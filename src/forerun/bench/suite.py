@@ -1,0 +1,236 @@
+"""The whole benchmark: makes the scale models, runs each part, gathers what was found. Knows no terminal.
+
+Parts: ``steps`` (cost of a pass), ``speed`` (the arms against each other), ``bits`` (logits of chains and trees beside
+plain ones) and ``tokens`` (50,000 greedy tokens of the small model itself).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from forerun import LLM
+from forerun.bench import goals
+from forerun.bench.arms import Run, forerun_arms, transformers_arms
+from forerun.bench.bits import MOST, BitCount, BitPlan, compare
+from forerun.bench.goals import Goal
+from forerun.bench.machine import Machine, this_machine
+from forerun.bench.scale import scale_model
+from forerun.bench.speed import ArmSummary, Progress, measure, summarise
+from forerun.bench.steps import StepCosts, measure_steps
+from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count_tokens
+from forerun.bench.workloads import CONTEXT, contexts, settings
+from forerun.demo import resolve
+from forerun.errors import ArgumentError, CheckpointError, nearest
+
+log = logging.getLogger(__name__)
+PARTS = ("steps", "speed", "bits", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to measure, and how thoroughly."""
+
+    target: str = "demo"
+    """A small Llama: ``demo`` or a folder."""
+    draft: str = "demo-draft"
+    """A draft model of the same vocabulary; left out with a note where it is missing."""
+    scale: float = 0.4
+    """Billions of parameters that the target is enlarged to; 0 takes it as it is."""
+    draft_scale: float = 0.031
+    """The same for the draft model."""
+    chain: int = 5
+    """Tokens that a draft model proposes, here and in transformers."""
+    lookup: int = 8
+    """Tokens that prompt lookup proposes, here and in transformers."""
+    quick: bool = False
+    compile: bool = False
+    parts: tuple[str, ...] = PARTS
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part not in PARTS:
+                raise ArgumentError(f"unknown part {part!r}; there are {', '.join(PARTS)}.{nearest(part, PARTS)}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Results:
+    """Everything that was found."""
+
+    machine: Machine
+    options: Options
+    notes: list[str] = field(default_factory=list)
+    steps: StepCosts | None = None
+    speed: dict[str, list[ArmSummary]] = field(default_factory=dict)
+    """Label of the setting -> one line per arm."""
+    texts: list[TextComparison] = field(default_factory=list)
+    bits: list[BitCount] = field(default_factory=list)
+    free_bits: list[BitCount] = field(default_factory=list)
+    """Without padding: every pass has its own number of nodes."""
+    tokens: list[TokenCount] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What each part took."""
+
+    @property
+    def goals(self) -> list[Goal]:
+        """The goals that this run says something about."""
+        found: list[Goal] = []
+        if self.steps is not None:
+            found += goals.step_goals(self.steps, compiled=self.options.compile)
+        for label, lines in self.speed.items():
+            found += goals.speed_goals(lines, label, compiled=self.options.compile)
+        found += goals.bit_goals(self.bits)
+        return found + goals.text_goals(self.texts, self.tokens)
+
+
+def run(options: Options, progress: Progress) -> Results:
+    """Measure what `options` ask for.
+
+    Args:
+        progress: is told what is being done.
+
+    Raises:
+        ForerunError: a model is missing or cannot be enlarged.
+    """
+    results = Results(machine=this_machine(), options=options)
+    if results.machine.busy:
+        results.notes.append(
+            f"{results.machine.load:.1f} other processes wanted to run: compare the figures with each other only"
+        )
+    models = _Models(options, results, progress)
+    for part in options.parts:
+        began = time.perf_counter()
+        _PART[part](models)
+        results.seconds[part] = time.perf_counter() - began
+    return results
+
+
+class _Models:
+    """The checkpoints and the engine, made when first asked for."""
+
+    def __init__(self, options: Options, results: Results, progress: Progress) -> None:
+        self.options, self.results, self.progress = options, results, progress
+        self.target = self._path(options.target, options.scale)
+        self.draft = self._optional_draft()
+        self._llm: LLM | None = None
+
+    def _path(self, name: str, billions: float) -> Path:
+        source = Path(resolve(name))
+        if billions == 0:
+            return source
+        self.progress(f"enlarging {name} to {billions:g} B parameters")
+        scaled = scale_model(source, billions=billions)
+        self.results.notes.append(scaled.note)
+        return scaled.path
+
+    def _optional_draft(self) -> Path | None:
+        try:
+            return self._path(self.options.draft, self.options.draft_scale if self.options.scale else 0)
+        except CheckpointError as error:
+            self.results.notes.append(f"without draft model: {error}")
+            return None
+
+    @property
+    def llm(self) -> LLM:
+        """The target in the engine, one row."""
+        if self._llm is None:
+            self.progress("loading the target")
+            self._llm = LLM(str(self.target), max_num_seqs=1, max_model_len=1024, compile=self.options.compile)
+        return self._llm
+
+    def prompts(self, count: int, length: int = CONTEXT) -> list[list[int]]:
+        """Held-out contexts."""
+        return contexts(self.llm.tokenizer, count=count, length=length)
+
+
+def _steps(models: _Models) -> None:
+    models.progress("cost of a pass")
+    repeats = 7 if models.options.quick else 25
+    models.results.steps = measure_steps(models.llm.target, models.prompts(1)[0], repeats=repeats)
+
+
+def _speed(models: _Models) -> None:
+    options = models.options
+    sizes: dict[str, Any] = {"chain": options.chain, "lookup": options.lookup}
+    arms = [
+        *transformers_arms(models.target, models.draft, **sizes),
+        *forerun_arms(models.llm, models.draft, **sizes),
+    ]
+    prompts = models.prompts(2 if options.quick else 6)
+    for setting in settings(quick=options.quick):
+        runs: Sequence[Run] = measure(arms, prompts, setting, models.progress)
+        models.results.speed[setting.label] = summarise(runs)
+        if setting.temperature == 0:
+            models.progress("comparing texts")
+            models.results.texts = compare_texts(models.llm, prompts, runs)
+
+
+def _bits(models: _Models) -> None:
+    positions = 200 if models.options.quick else 2000
+    for batch in (1, 8):
+        models.progress(f"bits of chains and trees, batch {batch}")
+        # One row of 2,000 positions would leave the context that the model was trained on: several short ones.
+        rounds = max(1, positions // 500) if batch == 1 else 1
+        share = positions // rounds
+        length = CONTEXT + share // batch + 2 * MOST
+        texts = models.prompts(batch * rounds, length)
+        for start in range(0, len(texts), batch):
+            plan = BitPlan(context=CONTEXT, positions=share)
+            _merge(models.results.bits, compare(models.llm.target.model, texts[start : start + batch], plan))
+    models.progress("bits without padding")
+    plan = BitPlan(context=CONTEXT, positions=min(positions, 400), nodes=())
+    texts = models.prompts(1, CONTEXT + 400 + 2 * MOST)
+    models.results.free_bits = compare(models.llm.target.model, texts, plan)
+
+
+def _merge(total: list[BitCount], fresh: Sequence[BitCount]) -> None:
+    """Add counts of the same kind and batch."""
+    for count in fresh:
+        same = next((old for old in total if (old.name, old.batch) == (count.name, count.batch)), None)
+        if same is None:
+            total.append(count)
+            continue
+        for name in ("positions", "differing", "other_argmax"):
+            setattr(same, name, getattr(same, name) + getattr(count, name))
+        same.largest = max(same.largest, count.largest)
+        same.gaps += count.gaps
+
+
+def _tokens(models: _Models) -> None:
+    options = models.options
+    models.progress("greedy tokens of the small model")
+    small = LLM(str(resolve(options.target)), max_num_seqs=8, max_model_len=1024, reproducible=True)
+    drafters: dict[str, dict[str, object]] = {"ngram": {"method": "ngram", "num_speculative_tokens": options.lookup}}
+    if models.draft is not None:
+        drafters["draft_model"] = {
+            "method": "draft_model",
+            "model": str(resolve(options.draft)),
+            "num_speculative_tokens": options.chain,
+        }
+    each = 500
+    goal = 2_000 if options.quick else 50_000
+    prompts = contexts(small.tokenizer, count=goal // each, length=100)
+    models.results.tokens = count_tokens(small, prompts, drafters, new_tokens=each)
+
+
+_PART = {"steps": _steps, "speed": _speed, "bits": _bits, "tokens": _tokens}
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """Everything as plain values, for ``--json`` and for later comparison."""
+    import dataclasses
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    found: dict[str, Any] = plain(results)
+    found["goals"] = plain(results.goals)
+    return found
