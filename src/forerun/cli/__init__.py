@@ -7,13 +7,15 @@ Data goes to stdout, logs and statistics to stderr. Exit codes: 0 done, 1 a chec
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from cyclopts import App, CycloptsError, Parameter
-
-from forerun.cli import console
 from forerun.errors import ForerunError
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 VERBS = {
     "demo": "See the shipped model answer the same thing twice, plainly and speculatively.",
@@ -30,6 +32,8 @@ OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 def build_app() -> App:
     """The application, with every verb registered by its import path."""
+    from cyclopts import App, Parameter
+
     app = App(
         name="forerun",
         help="Language models answer faster without changing what they answer.",
@@ -50,13 +54,25 @@ def build_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; `arguments` default to the process's own."""
     try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    # Imported here, so that Ctrl-C during an import is a clean end, too.
+    from cyclopts import CycloptsError
+
+    try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
         return _fail(error, f"{error}\nTry: forerun --help")
+    except BrokenPipeError:
+        # Whoever read our stdout has read enough; without this, Python complains once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except (ForerunError, OSError) as error:
         return _fail(error, str(error))
-    except KeyboardInterrupt:
-        return INTERRUPTED
     return result if isinstance(result, int) else OK
 
 
@@ -67,5 +83,7 @@ def _worth_showing(default: object) -> str:
 def _fail(error: Exception, message: str) -> int:
     if os.environ.get("FORERUN_DEBUG") == "1":
         raise error
+    from forerun.cli import console
+
     console.report_error(message)
     return BAD_INPUT
