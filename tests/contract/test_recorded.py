@@ -19,7 +19,7 @@ from forerun.types import Budget, Draft, Drawn
 PARAMS = replace(SAMPLED, max_tokens=12, seed=3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Drawing:
     """One draw as the coins saw it."""
 
@@ -109,7 +109,7 @@ def watch(variant: Variant, prompts: Sequence[Sequence[int]], alterations: int =
                 for place in range(min(len(coins[0].log), alterations)):
                     other = [LoggedCoins(context.coins[0], altered=place)]
                     check_not_anticipating(draft, super().propose(replace(context, coins=other), budget))
-            except AssertionError as error:
+            except (AssertionError, RuntimeError, ValueError) as error:
                 watched.problems.append(str(error))
             return draft
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -269,7 +270,8 @@ class DraftModelDrafter(Drafter):
                 depth_of[node] = depth + 1
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
-        theirs = tokenizer_beside(_resolved(self.config.model)) if isinstance(self.config.model, str) else None
+        named = isinstance(self.config.model, str | Path)
+        theirs = tokenizer_beside(_resolved(self.config.model)) if named else None
         if setup.tokenizer is not None and theirs is not None:
             check_tokenizers(setup.tokenizer, theirs)
         else:
@@ -318,7 +320,7 @@ def _at_temperature(sampler: Sampler, temperature: float) -> Sampler:
     return Sampler(params, sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=sampler.bad_words)
 
 
-def _resolved(name: str) -> str:
+def _resolved(name: str | Path) -> str:
     from forerun import demo
 
     return str(demo.resolve(name))
@@ -327,6 +329,6 @@ def _resolved(name: str) -> str:
 def _load(config: DraftModelConfig, setup: DrafterSetup, shape: Shape) -> Target:
     from forerun.target import Target
 
-    model = _resolved(config.model) if isinstance(config.model, str) else config.model
+    model = _resolved(config.model) if isinstance(config.model, str | Path) else config.model
     nodes = len(shape.parents)
     return Target.load(model, rows=setup.rows, slots=setup.slots + nodes, dtype=config.dtype)

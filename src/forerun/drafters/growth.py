@@ -123,7 +123,7 @@ class Children:
 
 
 def likeliest(logits: Tensor, count: int) -> Children:
-    """The `count` likeliest tokens at each node, from raw logits (B, F, V): builds no law, does not wait for the host."""
+    """The `count` likeliest tokens at each node, from raw logits (B, F, V): no law, no wait for the host."""
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.GIVEN), dtype=torch.uint8, device=logits.device)
