@@ -47,6 +47,16 @@ def test_a_directory_loads_and_decodes(checkpoint: Path, as_text: bool) -> None:
     assert target.memory_bytes() > 4 * sum(weight.numel() for weight in target.model.parameters())
 
 
+def test_loading_is_silent(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    Target.load(checkpoint, slots=64, device="cpu")
+    assert capfd.readouterr() == ("", "")
+    edit(checkpoint, model__extra=torch.zeros(2))
+    with pytest.raises(CheckpointError):
+        Target.load(checkpoint, device="cpu")
+    assert capfd.readouterr() == ("", ""), "what transformers warns of is in the error"
+
+
 def test_dtype_is_the_callers_choice(checkpoint: Path) -> None:
     target = Target.load(checkpoint, dtype="bfloat16", device="cpu", repack=False)
     assert target.dtype is torch.bfloat16
@@ -67,6 +77,12 @@ def test_a_model_that_is_handed_in_is_left_alone() -> None:
 def test_options_of_loading_make_no_sense_for_a_loaded_model() -> None:
     with pytest.raises(ArgumentError, match="loaded already"):
         Target.load(make("llama"), device_map="auto")
+    for option in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"device": "meta"}):
+        with pytest.raises(ArgumentError, match=r"in torch\.float32 on cpu, and is left as it is"):
+            Target.load(make("llama"), **option)
+    Target.load(make("llama"), slots=64, dtype="float32", device="cpu")
+    with pytest.raises(ArgumentError, match="'float7' is no dtype"):
+        Target.load(make("llama"), dtype="float7")
     with pytest.raises(ArgumentError, match="a target is a directory"):
         Target.load(42)
 

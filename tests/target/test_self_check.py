@@ -12,6 +12,7 @@ from forerun.errors import UnsupportedModelError
 from forerun.target import Target, fast
 from forerun.target.cache import SlotCache
 from forerun.target.masks import MaskStyle
+from forerun.target.memory import cache_bytes_per_token
 from target.families import FAMILIES, WINDOW, make
 
 
@@ -20,7 +21,8 @@ from target.families import FAMILIES, WINDOW, make
 def test_passes(name: str, dtype: torch.dtype) -> None:
     target = Target.load(make(name, dtype=dtype), rows=1, slots=32)
     assert target.lengths == [0]
-    assert (target.rows, target.slots, target.cache.nbytes()) == (1, 32, 0)
+    assert (target.rows, target.slots, target.cache.rows) == (1, 32, 1)
+    assert target.cache.nbytes() == cache_bytes_per_token(target.config, dtype.itemsize) * 33, "reserved at load"
 
 
 def refused(model: Any, match: str, **options: Any) -> None:

@@ -116,7 +116,18 @@ class SlotCache:
             self._windows[device] = _Window(here.flat.to(device), rows, here.first, here.count, here.width)
         return self._windows[device]
 
+    def reserve(self, other: SlotCache) -> None:
+        """Allocate now what another cache of the same model had to allocate, so that a lack of memory shows at once.
+
+        Raises:
+            OutOfMemoryError: it does not fit.
+        """
+        for layer, pair in other._stores.items():
+            keys, values = (store[:1, :1].transpose(1, 2) for store in pair)
+            self._stores[layer] = (self._allocate(keys), self._allocate(values))
+
     def _allocate(self, like: Tensor) -> Tensor:
+        """Zeros for every slot, like a tensor (B, heads, N, dim). Not empty: a masked NaN would still be a NaN."""
         shape = (self.rows, self.slots + 1, like.shape[1], like.shape[3])
         try:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)

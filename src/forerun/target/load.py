@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,25 @@ def check_directory(name: str | Path) -> None:
         )
 
 
-def open_model(name: str | Path, options: LoadOptions, config: Any) -> Any:
-    """The model with its adapter, in evaluation mode.
+@contextmanager
+def _calm(quiet: bool) -> Iterator[None]:
+    """While open, transformers keeps to errors (its warnings are raised here instead); no bar if `quiet`."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
+    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar.
 
     Raises:
         CheckpointError: unreadable, or its tensors are not the ones that its configuration announces.
@@ -94,17 +112,18 @@ def open_model(name: str | Path, options: LoadOptions, config: Any) -> Any:
     if placed is None and options.tp_plan is None:
         placed = {"": str(options.first_device())}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=options.dtype,
-            device_map=placed,
-            **_parallel(options.tp_plan),
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options.hub,
-        )
+        with _calm(quiet):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=options.dtype,
+                device_map=placed,
+                **_parallel(options.tp_plan),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options.hub,
+            )
     except ForerunError:
         raise
     except Exception as error:

@@ -29,6 +29,8 @@ HEADROOM = 129
 """Slots behind the context for the nodes of a tree that stands at its end."""
 LEAST_SLOTS = 512
 """Where memory is short and nobody asked for a number, slots are lowered to this, not further."""
+_SMALL = 2**30
+"""Bytes of weights below which loading shows no progress."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,9 +70,12 @@ def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, 
         expected = self_check.reference(model, window, device) if check else None
         if faster:
             _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
+        trial = cls(model, rows=2, slots=self_check.SLOTS)
         if expected is not None:
-            self_check.check(cls(model, rows=2, slots=self_check.SLOTS), expected)
-    return cls(model, rows=sizes.rows, slots=slots)
+            self_check.check(trial, expected)
+    target = cls(model, rows=sizes.rows, slots=slots)
+    target.cache.reserve(trial.cache)
+    return target
 
 
 def _open(name: str | Path, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
@@ -88,7 +93,7 @@ def _open(name: str | Path, options: LoadOptions, sizes: Sizes) -> tuple[Any, in
             itemsize=(resolved_dtype(options, config) or torch.float32).itemsize,
         ),
     )
-    return open_model(name, options, config), slots
+    return open_model(name, options, config, quiet=weights < _SMALL), slots
 
 
 def _adopt(model: Any, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
@@ -97,16 +102,29 @@ def _adopt(model: Any, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
         raise ArgumentError(
             f"a target is a directory, a hub id or a loaded transformers causal LM, got {type(model).__name__}"
         )
-    if options != LoadOptions(dtype=options.dtype, trust_remote_code=options.trust_remote_code, token=options.token):
+    if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
         raise ArgumentError(
-            "device, device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
+            "device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
             "already: load it that way, or pass its directory"
         )
     model = without_wrapper(model)
     refuse_config(model.config)
+    _leave_alone(model, options)
     device = None if _spread(model) else device_of(model.get_input_embeddings())
     room = _Room(device=device, weights=0, itemsize=model.dtype.itemsize)
     return model.eval(), _slots(text_config(model), sizes, room)
+
+
+def _leave_alone(model: Any, options: LoadOptions) -> None:
+    """Raise ArgumentError if a loaded model would have to be moved or converted."""
+    dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
+    place = device_of(model.get_input_embeddings())
+    wanted = place if options.device is None else torch.device(options.device)
+    if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
+        raise ArgumentError(
+            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
+            "before, or pass its directory"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
