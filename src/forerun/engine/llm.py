@@ -15,7 +15,7 @@ from forerun.drafters.base import DrafterSetup
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
 from forerun.engine.core import Engine
 from forerun.engine.drafting import Drafting
-from forerun.engine.loading import load_tokenizer
+from forerun.engine.loading import drafter_bytes, load_tokenizer
 from forerun.engine.prompts import Prompt, PromptReader
 from forerun.errors import ArgumentError, nearest
 from forerun.target import Buckets, Target
@@ -98,6 +98,7 @@ class LLM:
             slots=None if max_model_len is None else max_model_len + headroom,
             dtype=dtype,
             device=device,
+            reserve_bytes=drafter_bytes(self.speculative),
             **loading,
         )
         self.max_model_len = min(self.target.max_length, self.target.slots - headroom)

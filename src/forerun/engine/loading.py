@@ -1,14 +1,17 @@
-"""Finding the tokenizer that belongs to a model."""
+"""Finding the tokenizer that belongs to a model, and what a drafter will weigh."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.demo import resolve
 from forerun.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from forerun.engine.config import SpeculativeConfig
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
@@ -35,3 +38,14 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
             f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]});"
             " pass tokenizer=..., or tokenizer=False to work on token ids"
         ) from error
+
+
+def drafter_bytes(config: SpeculativeConfig | None) -> int:
+    """Bytes of the weights of the model that drafts, where its directory says; 0 where there is none to ask."""
+    model = config.options.get("model") if config is not None else None
+    folder = Path(resolve(model)) if isinstance(model, str) else None
+    if folder is None or not folder.is_dir():
+        return 0
+    from forerun.target.headers import weight_bytes
+
+    return weight_bytes(folder, None)
