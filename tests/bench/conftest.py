@@ -34,3 +34,24 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("source") / f"tiny-{request.param}"
     tiny_llama(tied=request.param).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def source_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 checkpoint: greedy texts are then the same in every arm."""
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with slight noise: agrees often, not always."""
+    folder = tmp_path_factory.mktemp("draft") / "tiny"
+    model = tiny_llama()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    model.save_pretrained(folder)
+    return folder

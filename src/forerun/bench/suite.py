@@ -1,7 +1,7 @@
 """The whole benchmark: makes the scale models, runs each part, gathers what was found. Knows no terminal.
 
 Parts: ``steps`` (cost of a pass), ``speed`` (the arms against each other), ``bits`` (logits of chains and trees beside
-plain ones) and ``tokens`` (50,000 greedy tokens of the small model itself).
+plain ones) and ``tokens`` (greedy tokens of the small model itself, speculative beside plain).
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ class Options:
     """Tokens that a draft model proposes, here and in transformers."""
     lookup: int = 8
     """Tokens that prompt lookup proposes, here and in transformers."""
+    tokens: int = 10_000
+    """Greedy tokens of the part of that name."""
     quick: bool = False
+    """Fewer prompts, seeds, positions and tokens: a look, not a measurement."""
     compile: bool = False
+    """Compile the target's forward pass; the arms of transformers stay as they are."""
     parts: tuple[str, ...] = PARTS
+    """Of ``steps``, ``speed``, ``bits``, ``tokens``."""
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -212,8 +217,8 @@ def _tokens(models: _Models) -> None:
             "num_speculative_tokens": options.chain,
         }
     each = 500
-    goal = 2_000 if options.quick else 50_000
-    prompts = contexts(small.tokenizer, count=goal // each, length=100)
+    goal = 1_000 if options.quick else options.tokens
+    prompts = contexts(small.tokenizer, count=max(1, goal // each), length=100)
     models.results.tokens = count_tokens(small, prompts, drafters, new_tokens=each)
 
 

@@ -50,7 +50,7 @@ def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[
     Raises:
         ArgumentError: the files do not hold that many pieces.
     """
-    encoded = [tokenizer.encode(prompt.text, add_special_tokens=False) for prompt in prompts()]
+    encoded = [tokenizer.encode(prompt.text, add_special_tokens=False, verbose=False) for prompt in prompts()]
     pieces: list[list[int]] = []
     taken = 0
     while len(pieces) < count:

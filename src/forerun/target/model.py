@@ -187,7 +187,8 @@ class Target:
         states, caught = self._forward(self._place(rows, nodes, padded=True), signals)
         self._note_run(rows, nodes)
         kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
-        return Scored(logits=self.head(states[:, : nodes.fresh]), signals=kept)
+        # The head runs over the padding too: with fewer rows it may sum in another order.
+        return Scored(logits=self.head(states)[:, : nodes.fresh], signals=kept)
 
     @torch.inference_mode()
     def run(
