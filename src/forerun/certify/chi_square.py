@@ -37,7 +37,8 @@ def chi_square_check(llm: LLM, prompt: Sequence[int], params: SamplingParams, pl
     chance = survival(statistic, freedom)
     level = plan.family_error / tests
     judged = stats.num_draft_tokens > 0
-    name = f"sampled law, T = {params.temperature:g}" + (f", top-p {params.top_p:g}" if params.top_p else "")
+    cut = params.top_p is not None and params.top_p < 1
+    name = f"sampled law, T = {params.temperature:g}" + (f", top-p {params.top_p:g}" if cut else "")
     return Check(
         name=name,
         passed=chance >= level and judged,

@@ -54,13 +54,25 @@ def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter
     """A drafter of that name with these options.
 
     Raises:
-        ArgumentError: unknown drafter or option; the message names the nearest valid one.
+        ArgumentError: unknown drafter or option (the message names the nearest valid one), or one that is missing or
+            of the wrong type.
     """
     cls = drafter_class(name)
-    known = [field.name for field in dataclasses.fields(cls.Config)]
+    fields = dataclasses.fields(cls.Config)
+    known = [field.name for field in fields]
     for option in options:
         if option not in known:
             raise ArgumentError(
                 f"drafter {name!r} has no option {option!r}; it has {', '.join(known)}.{nearest(option, known)}"
             )
-    return cls(cls.Config(**options), setup)  # type: ignore[call-arg]
+    unset = (dataclasses.MISSING, dataclasses.MISSING)
+    missing = [f.name for f in fields if (f.default, f.default_factory) == unset and f.name not in options]
+    if missing:
+        raise ArgumentError(f"drafter {name!r} needs {', '.join(missing)}; it has the options {', '.join(known)}")
+    try:
+        config = cls.Config(**options)
+    except TypeError as error:
+        raise ArgumentError(
+            f"drafter {name!r}: an option has the wrong type ({error}); given {dict(options)}"
+        ) from error
+    return cls(config, setup)  # type: ignore[call-arg]

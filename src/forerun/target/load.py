@@ -45,10 +45,22 @@ class LoadOptions:
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
-        """Where the model goes if no map says otherwise."""
-        if self.device is not None:
-            return torch.device(self.device)
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        """Where the model goes if no map says otherwise.
+
+        Raises:
+            ArgumentError: no such device, or this machine or this torch has none.
+        """
+        if self.device is None:
+            return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, ...") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ArgumentError(
+                f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices here"
+            )
+        return device
 
 
 def read_config(name: str | Path, options: LoadOptions) -> Any:
