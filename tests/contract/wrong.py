@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from contract.harness import NEVER, VOCABULARY
+from contract.harness import NEVER, VOCABULARY, model
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, Drawn
@@ -76,6 +76,20 @@ class Whimsical(Wrong):
         return _sampled_chain(context, row, depth, law)
 
 
+class Twins(Wrong):
+    """Siblings from a law on two tokens, an impossible one and the target's favourite: duplicates are the rule."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+        builder, law = TreeBuilder(), torch.zeros(VOCABULARY)
+        text, prompt = list(context.tokens[row]), context.prompt_lengths[row]
+        logits = context.samplers[row].process(model()(torch.tensor([text])).logits[0, -1], text[prompt:])
+        law[NEVER], law[int(logits.argmax())] = 0.7, 0.3
+        builder.set_law(0, law)
+        for index in range(3 if depth > 0 else 0):
+            builder.add(context.coins[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
+        return builder
+
+
 class Raising(Wrong):
     """Fails in every second proposal."""
 
@@ -128,6 +142,7 @@ WRONG: dict[str, type[Wrong]] = {
     "off-support": OffSupport,
     "given": Given,
     "whimsical": Whimsical,
+    "twins": Twins,
     "raising": Raising,
     "deaf": Deaf,
     "overlong": Overlong,
