@@ -120,11 +120,19 @@ def compile_forward(model: Any) -> bool:
     if reason:
         log.warning("not compiled: %s", reason)
         return False
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forerun" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    _keep_on_disk()
     base = getattr(model, model.base_model_prefix)
     base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
     return True
+
+
+def _keep_on_disk() -> None:
+    """Keep what the compiler makes below the user's cache folder, unless they named another: /tmp is often emptied."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(base / "forerun" / "inductor")
 
 
 def _obstacle(model: Any) -> str | None:
