@@ -125,6 +125,8 @@ def write_prompts(files: list[corpus.SourceFile], folder: Path, python_version: 
 def _write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
 
 
 def _context(model: LlamaForCausalLM) -> int:
