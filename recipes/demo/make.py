@@ -27,7 +27,7 @@ SHAPES = {
     "draft": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 SCHEDULES = {
-    "target": pretrain.Schedule(tokens=15_100_000),
+    "target": pretrain.Schedule(tokens=11_500_000),
     "draft": pretrain.Schedule(tokens=6_000_000, distill_weight=0.9),
 }
 

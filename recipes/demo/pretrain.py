@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaForCausalLM
 
-PHASES = ((0.60, 512), (0.30, 1024), (0.10, 2048))
+PHASES = ((0.70, 512), (0.22, 1024), (0.08, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
 
 

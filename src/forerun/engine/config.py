@@ -118,4 +118,7 @@ def _method(values: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | type(None)) else repr(value)
+    """Something JSON knows; objects (a loaded model, say) are told apart by identity."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | type(None)) else f"{type(value).__name__}@{id(value)}"
