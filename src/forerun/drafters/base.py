@@ -25,7 +25,7 @@ class DraftContext:
     rows: Sequence[int]
     """(B,) cache row of each sequence; stays the same while a sequence lives."""
     tokens: Sequence[Sequence[int]]
-    """(B,) all committed tokens of each row, prompt included; the last one is the root. Live lists: read, never write."""
+    """(B,) all committed tokens of each row, prompt included; the last one is the root. Live lists: never write."""
     prompt_lengths: Sequence[int]
     """(B,) how many of the tokens are the prompt's."""
     fresh: Sequence[int]
@@ -35,7 +35,9 @@ class DraftContext:
     coins: Sequence[Coins]
     """(B,) the only source of randomness."""
     signals: Mapping[Signal, Tensor]
-    """What the drafter required, (B, F, H): entry i of a row is the state of the token *before* its i-th fresh token."""
+    """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
+    that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
+    ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,75 @@
+"""A drafter that asks for hidden states gets those of the token before each fresh one, after prompts and after steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.drafters import DRAFTERS, Entry
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.tree import TreeBuilder, stack
+from forerun.types import LAST_HIDDEN, Budget, Draft, Signal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Config:
+    num_speculative_tokens: int = 3
+
+
+class _Listener(Drafter):
+    """Writes down every state it is shown; repeats the text's first tokens as a branching draft."""
+
+    name = "listener"
+    Config = _Config
+    heard: dict[tuple[int, ...], dict[int, dict[Signal, Tensor]]] = {}
+
+    def __init__(self, config: _Config, setup: DrafterSetup) -> None:
+        self.texts: dict[int, Sequence[int]] = {}
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return frozenset({0, 1, LAST_HIDDEN})
+
+    def extend(self, context: DraftContext) -> None:
+        for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
+            count = min(fresh, len(tokens) - 1)
+            prompt = tuple(tokens[: context.prompt_lengths[index]])
+            notes = self.heard.setdefault(prompt, {})
+            for entry in range(count):
+                place = len(tokens) - 1 - count + entry
+                assert place not in notes, "a state came twice"
+                notes[place] = {signal: context.signals[signal][index, entry] for signal in self.requires}
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        trees = []
+        for tokens, depth in zip(context.tokens, budget.depth, strict=True):
+            tree = TreeBuilder()
+            tree.add_path(list(tokens[:3])[:depth])
+            tree.add_path(list(tokens[-3:])[:depth])
+            trees.append(tree)
+        return stack(trees)
+
+
+def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "listener", Entry(path=f"{__name__}:_Listener", summary="listens"))
+    _Listener.heard.clear()
+    llm = LLM(str(checkpoint), dtype="float32", speculative_config={"method": "listener"}, max_num_seqs=2)
+    prompts = [[9, 9, 9, 9, 9], [20, 31, 42], [7, 8]]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))
+    assert sum(output.outputs[0].speculation.num_accepted_draft_tokens for output in outputs) > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = [*prompt, *output.outputs[0].token_ids]
+        with torch.no_grad():
+            states = llm.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        notes = _Listener.heard[tuple(prompt)]
+        assert sorted(notes) == list(range(len(notes)))
+        assert len(notes) >= len(text) - 4
+        for place in range(min(len(notes), len(text) - 1)):
+            for signal, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
+                torch.testing.assert_close(notes[place][signal], states[entry][0, place], atol=2e-5, rtol=1e-4)
