@@ -50,7 +50,11 @@ def read_standard_library(root: Path | None = None) -> list[SourceFile]:
 
 def is_held_out(file: SourceFile) -> bool:
     """A share of the library modules of middle size, chosen by a hash of their name; never a test or a code page."""
-    if "test" in file.name or file.name.startswith("encodings/") or not HELD_OUT_BYTES[0] <= len(file.text) <= HELD_OUT_BYTES[1]:
+    if (
+        "test" in file.name
+        or file.name.startswith("encodings/")
+        or not HELD_OUT_BYTES[0] <= len(file.text) <= HELD_OUT_BYTES[1]
+    ):
         return False
     digest = hashlib.sha256(file.name.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < HELD_OUT_SHARE

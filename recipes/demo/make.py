@@ -23,8 +23,20 @@ import tokenizer as demo_tokenizer
 CONTEXT = 2048
 STAGES = ("tokenizer", "target", "draft", "ship")
 SHAPES = {
-    "target": {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
-    "draft": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "target": {
+        "hidden_size": 384,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
+    "draft": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
 }
 SCHEDULES = {
     "target": pretrain.Schedule(tokens=11_500_000),
@@ -53,7 +65,9 @@ def training_documents(tokenizer: PreTrainedTokenizerFast, files: list[corpus.So
     """Token ids of every training module, and of every conversation cut out of one."""
     texts = [file.text for file in files]
     texts += [
-        str(tokenizer.apply_chat_template(chat, tokenize=False)) for file in files for chat in corpus.conversations(file)
+        str(tokenizer.apply_chat_template(chat, tokenize=False))
+        for file in files
+        for chat in corpus.conversations(file)
     ]
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -120,7 +120,9 @@ def optimizers_for(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.op
     ]
 
 
-def row_losses(model: LlamaForCausalLM, ids: Tensor, teacher: LlamaForCausalLM | None, weight: float) -> Iterator[Tensor]:
+def row_losses(
+    model: LlamaForCausalLM, ids: Tensor, teacher: LlamaForCausalLM | None, weight: float
+) -> Iterator[Tensor]:
     """The loss in nats per token, one row at a time so that the logits of one row are alive at once."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     for row in range(len(ids)):
@@ -147,7 +149,13 @@ def train(
     optimizers = optimizers_for(model, schedule)
     first = _resume(folder, model, optimizers)
     saved = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress, (folder / "log.jsonl").open("a") as log:
         bar = progress.add_task("training", total=schedule.steps, completed=first)
         for step in range(first, schedule.steps):

@@ -50,8 +50,9 @@ class Source(StrEnum):
 class SamplingParams:
     """How to sample one request. Names and meaning are vLLM's.
 
-    ``None`` means: what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors apply in this
-    order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors, temperature, min-p, top-k, top-p.
+    ``None`` means: what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors apply in
+    this order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors, temperature, min-p,
+    top-k, top-p.
     """
 
     n: int = 1
@@ -121,7 +122,10 @@ def _check_sampling(params: SamplingParams) -> None:
         (params.repetition_penalty is None or params.repetition_penalty > 0, "repetition_penalty must be above 0"),
         (-2 <= params.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {params.presence_penalty}"),
         (-2 <= params.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {params.frequency_penalty}"),
-        (params.max_tokens is None or params.max_tokens >= 1, f"max_tokens must be at least 1, got {params.max_tokens}"),
+        (
+            params.max_tokens is None or params.max_tokens >= 1,
+            f"max_tokens must be at least 1, got {params.max_tokens}",
+        ),
         (params.min_tokens >= 0, f"min_tokens must be 0 or more, got {params.min_tokens}"),
         (params.max_tokens is None or params.min_tokens <= params.max_tokens, "min_tokens must not exceed max_tokens"),
         (params.logprobs is None or params.logprobs >= 0, "logprobs must be 0 or more"),
@@ -140,9 +144,10 @@ def _check_sampling(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """What one drafter proposed for B rows: a tree of K nodes a row, a chain being the tree in which every parent is the node before.
+    """What one drafter proposed for B rows: a tree of K nodes a row.
 
-    Only `Drawn.GIVEN` siblings are merged; a token that was sampled twice is two nodes.
+    A chain is the tree in which every parent is the node before. Only `Drawn.GIVEN` siblings are merged; a token that
+    was sampled twice is two nodes.
     """
 
     tokens: Tensor
@@ -154,7 +159,7 @@ class Draft:
     drawn: Tensor
     """(B, K) uint8, a `Drawn` for each node."""
     laws: Tensor | None = None
-    """(B, N, V) float32 (V' wide with `law_ids`): for every node with sampled children, the law that they were drawn from."""
+    """(B, N, V) float32 (V' wide with `law_ids`): for nodes with sampled children, the law these were drawn from."""
     law_ids: Tensor | None = None
     """(V',) int64, target token id of each entry of `laws`; None where the vocabularies are the same."""
     confidence: Tensor | None = None
@@ -282,7 +287,13 @@ class SpeculationStats:
 
     def add(self, other: SpeculationStats) -> None:
         """Add another request's counts to these."""
-        for name in ("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_emitted_tokens"):
+        for name in (
+            "num_spec_steps",
+            "num_plain_steps",
+            "num_draft_tokens",
+            "num_accepted_draft_tokens",
+            "num_emitted_tokens",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         _add_counts(self.drafted_per_depth, other.drafted_per_depth)
         _add_counts(self.accepted_per_depth, other.accepted_per_depth)

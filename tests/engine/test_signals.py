@@ -1,10 +1,11 @@
-"""A drafter that asks for hidden states gets those of the token before each fresh one, after prompts and after steps."""
+"""A drafter that asks for hidden states gets those of the token before each fresh one, after prompts and steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ class _Listener(Drafter):
 
     name = "listener"
     Config = _Config
-    heard: dict[tuple[int, ...], dict[int, dict[Signal, Tensor]]] = {}
+    heard: ClassVar[dict[tuple[int, ...], dict[int, dict[Signal, Tensor]]]] = {}
 
     def __init__(self, config: _Config, setup: DrafterSetup) -> None:
         self.texts: dict[int, Sequence[int]] = {}

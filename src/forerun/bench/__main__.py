@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import transformers
 from cyclopts import App, Parameter
 from rich.console import Console
 
@@ -46,6 +47,8 @@ def main(
         Processor threads; all cores by default.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     if threads is not None:
         torch.set_num_threads(threads)
     errors = Console(stderr=True)

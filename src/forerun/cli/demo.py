@@ -47,6 +47,7 @@ def demo(
     scale: float | None = None,
     prompt_name: str = DEFAULT_PROMPT,
     temperature: Annotated[float, Parameter(alias="-t")] = 0.0,
+    top_p: float | None = None,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
     repeats: int = 3,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -66,7 +67,9 @@ def demo(
     prompt_name
         Which shipped held-out file to continue.
     temperature
-        0 is greedy.
+        0 is greedy. Above, a fixed seed: deterministic drafts give the same text, sampled ones the same law.
+    top_p
+        Keep the smallest set of tokens whose mass reaches this.
     max_tokens
         Tokens to answer with: 192, or 64 for an enlarged model.
     repeats
@@ -81,7 +84,9 @@ def demo(
     from forerun.cli import race, session, show
     from forerun.types import SamplingParams
 
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens or (64 if scale else 192), ignore_eos=True)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, max_tokens=max_tokens or (64 if scale else 192), ignore_eos=True
+    )
     path, note = enlarged(model, scale) if scale is not None else (model, None)
     setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=race.with_seed(params, SEED))
     llm = session.load(path, _loading(loading, scale), config, max_num_seqs=1)

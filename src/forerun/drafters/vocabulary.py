@@ -43,7 +43,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         token = differing[0]
         raise VocabularyMismatchError(
             f"the vocabularies of target ({len(ours)} tokens) and draft model ({len(theirs)} tokens) differ in "
-            f"{len(differing)} tokens, for example {token!r}: id {ours.get(token)} and id {theirs.get(token)}. {_REMEDY}"
+            f"{len(differing)} tokens, for example {token!r}: id {ours.get(token)} and {theirs.get(token)}. {_REMEDY}"
         )
     if set(target.all_special_ids) != set(draft.all_special_ids):
         raise VocabularyMismatchError(
@@ -60,6 +60,6 @@ def check_sizes(target: int, draft: int) -> None:
     """
     if target != draft:
         raise VocabularyMismatchError(
-            f"the target has {target} token ids and the draft model {draft}, and without both tokenizers nobody can tell "
+            f"the target has {target} token ids and the draft model {draft}; without both tokenizers nobody can tell "
             f"whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside both models."
         )
