@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from forerun.bench import plots, report
-from forerun.bench.suite import Options, as_json, run
+from forerun.bench.suite import Options, Results, as_json, run
 from forerun.errors import ForerunError
 
 app = App(
@@ -52,12 +52,14 @@ def main(
     if threads is not None:
         torch.set_num_threads(threads)
     errors = Console(stderr=True)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def save(results: Results) -> None:
+        (out / "results.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
+
     try:
         with errors.status("starting") as status:
-            results = run(options, status.update)
-        out.mkdir(parents=True, exist_ok=True)
-        document = as_json(results)
-        (out / "results.json").write_text(json.dumps(document, indent=2) + "\n")
+            results = run(options, status.update, save)
         if plot:
             plots.draw(results, out)
     except ForerunError as error:
@@ -66,7 +68,7 @@ def main(
     except KeyboardInterrupt:
         return 130
     if json_only:
-        sys.stdout.write(json.dumps(document) + "\n")
+        sys.stdout.write(json.dumps(as_json(results)) + "\n")
     else:
         report.show(results, Console(width=max(120, Console().width)))
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,12 @@ class Results:
         return found + goals.text_goals(self.texts, self.tokens)
 
 
-def run(options: Options, progress: Progress) -> Results:
+def run(options: Options, progress: Progress, save: Callable[[Results], None]) -> Results:
     """Measure what `options` ask for.
 
     Args:
         progress: is told what is being done.
+        save: is given the results after every part, so that an interruption loses little.
 
     Raises:
         ForerunError: a model is missing or cannot be enlarged.
@@ -111,6 +112,7 @@ def run(options: Options, progress: Progress) -> Results:
         began = time.perf_counter()
         _PART[part](models)
         results.seconds[part] = time.perf_counter() - began
+        save(results)
     return results
 
 
