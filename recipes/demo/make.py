@@ -93,13 +93,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stages", nargs="*", default=list(STAGES), choices=STAGES)
     parser.add_argument("--work", type=Path, default=Path("build/demo"))
+    parser.add_argument("--loss-goal", type=float, default=ship.LOSS_GOAL, help="held-out nats per token, at most")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     for stage in arguments.stages:
         if stage == "tokenizer":
             make_tokenizer(arguments.work)
         elif stage == "ship":
-            ship.ship(arguments.work, Path(__file__).parents[2] / "src/forerun/demo", platform.python_version())
+            package = Path(__file__).parents[2] / "src/forerun/demo"
+            ship.ship(arguments.work, package, platform.python_version(), arguments.loss_goal)
         else:
             make_model(stage, arguments.work)
 

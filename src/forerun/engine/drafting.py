@@ -16,6 +16,7 @@ from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.step import Group, Row, context_for, warn_drafter
 from forerun.types import Signal, SpeculationStats
+from forerun.verify import rule_named
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,15 @@ class Drafting:
         self._active: dict[str, _Active] = {}
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
-        """The key of a drafter with this configuration, built if there is none yet; None for None."""
+        """The key of a drafter with this configuration, built if there is none yet; None for None.
+
+        Raises:
+            ArgumentError: an unknown rule, drafter or option.
+        """
         if config is None:
             return None
+        if config.rule is not None:
+            rule_named(config.rule)
         if config.key not in self._active:
             drafter = build(config.method, config.drafter_options, self._setup)
             self._active[config.key] = _Active(config=config, drafter=drafter)
