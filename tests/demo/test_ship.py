@@ -27,7 +27,6 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     ]
     monkeypatch.setattr(corpus, "read_standard_library", lambda: files)
     monkeypatch.setattr(corpus, "split", lambda files: (files[:1], files[1:]))
-    monkeypatch.setattr(ship, "LOSS_GOAL", 100.0)
     yield ship
     for name in ("corpus", "ship", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)
@@ -65,7 +64,7 @@ def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: P
     package = tmp_path / "package"
     (package / "target").mkdir(parents=True)
     (package / "target" / "stale.bin").touch()
-    ship.ship(work, package, "3.11.7")
+    ship.ship(work, package, "3.11.7", loss_goal=100.0)
 
     for role in ("target", "draft"):
         model = AutoModelForCausalLM.from_pretrained(package / role)
@@ -82,10 +81,7 @@ def test_writes_ordinary_checkpoints_cards_and_prompts(ship: ModuleType, work: P
     assert not list(package.glob(".*")) and not (package / "target" / "stale.bin").exists()
 
 
-def test_a_target_that_misses_its_goal_is_not_shipped(
-    ship: ModuleType, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ship, "LOSS_GOAL", 0.5)
+def test_a_target_that_misses_its_goal_is_not_shipped(ship: ModuleType, work: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="held-out loss"):
-        ship.ship(work, tmp_path / "package", "3.11.7")
+        ship.ship(work, tmp_path / "package", "3.11.7", loss_goal=0.5)
     assert not (tmp_path / "package" / "target").exists()
