@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from forerun.target import Target
 from forerun.target.fast import accelerate
 from forerun.target.fast.packing import FusedGroup, FusedLinear, PackedLinear, cpu_packs, pack, packable
 from target_fast.conftest import build
@@ -111,3 +112,12 @@ def test_float32_is_left_alone() -> None:
     done = accelerate(model)
     assert done.packing.layers == 0 and not done.folded_attention
     assert "nothing" in str(done)
+
+
+def test_packed_weights_are_counted_as_memory() -> None:
+    plain = build("qwen2")
+    changed = copy.deepcopy(plain)
+    pack(changed)
+    head = 2 * 128 * 64 if plain.config.tie_word_embeddings else 0  # a tied embedding stays beside the packed head
+    difference = Target(changed).memory_bytes() - Target(plain).memory_bytes()
+    assert difference == head

@@ -296,7 +296,9 @@ class Target:
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
         weights: int = self.model.get_memory_footprint()
-        return weights + self.cache.nbytes()
+        found = [getattr(module, "packed_weight", None) for module in self.model.modules()]
+        packed = {id(weight): weight.nbytes() for weight in found if weight is not None}
+        return weights + sum(packed.values()) + self.cache.nbytes()
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 

@@ -60,8 +60,9 @@ class PackedWeight:
         return self  # never written to, and oneDNN's tensors cannot be copied
 
     def nbytes(self) -> int:
-        """Bytes of the packed weights, padding of the layout not counted."""
-        return sum(self.sizes) * self.in_features * self.dtype.itemsize
+        """Bytes of packed weights and biases, padding of the layout not counted."""
+        columns = self.in_features + (self.bias is not None)
+        return sum(self.sizes) * columns * self.dtype.itemsize
 
 
 class _Packed(nn.Module):
