@@ -297,7 +297,7 @@ class Target:
         """Bytes of weights and cache."""
         weights: int = self.model.get_memory_footprint()
         found = [getattr(module, "packed_weight", None) for module in self.model.modules()]
-        packed = {id(weight): weight.nbytes() for weight in found if weight is not None}
+        packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
         return weights + sum(packed.values()) + self.cache.nbytes()
 
     # --- one pass ---------------------------------------------------------------------------------------------------
