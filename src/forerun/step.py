@@ -59,11 +59,6 @@ class Row:
     steps: int = 0
     """Steps done so far."""
 
-    @property
-    def output(self) -> list[int]:
-        """The tokens after the prompt."""
-        return self.tokens[self.prompt_length :]
-
     def coins(self) -> Coins:
         """The coins of the coming step."""
         return Coins(self.seed, len(self.tokens))
@@ -111,6 +106,7 @@ class Scores:
         """(B, N, V), raw."""
         self.trees = row_trees
         self._rows = rows
+        self._lengths = [len(row.tokens) for row in rows]
         self._argmax: list[list[int]] | None = None
 
     def row(self, index: int) -> RowScores:
@@ -122,9 +118,9 @@ class Scores:
         return self._rows[index].sampler
 
     def output(self, index: int, node: int) -> list[int]:
-        """The row's output up to and including `node`."""
-        tree = self.trees[index]
-        return [*self._rows[index].output, *(tree.tokens[step] for step in tree.path(node))]
+        """The row's output up to and including `node`, as it was when the tree was scored."""
+        tree, row = self.trees[index], self._rows[index]
+        return [*row.tokens[row.prompt_length : self._lengths[index]], *(tree.tokens[step] for step in tree.path(node))]
 
     def raw_argmax(self, index: int, node: int) -> int:
         """Argmax of the raw logits, computed for the whole batch at the first call: one transfer to the host."""
@@ -215,10 +211,9 @@ def first_tokens(rows: Sequence[Row], logits: Tensor) -> list[Emitted]:
     judged = [_judge(row, scores, index) for index, row in enumerate(rows)]
     for _ in range(3):
         clock.lap()
-    emitted = [_emitted(row, scores, index, judged[index], clock, None) for index, row in enumerate(rows)]
     for row, (verdict, _, _) in zip(rows, judged, strict=True):
         row.tokens.append(verdict.next_token)
-    return emitted
+    return [_emitted(row, scores, index, judged[index], clock, None) for index, row in enumerate(rows)]
 
 
 def context_for(
@@ -334,7 +329,7 @@ def _emitted(
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     trace = StepTrace(
         step=row.steps,
-        position=len(row.tokens) - len(tokens) if tree.size or drafter else len(row.tokens),
+        position=len(row.tokens) - len(tokens),
         drafter=drafter,
         rule=rule,
         nodes=_traced_nodes(tree, laws, set(verdict.path)) if row.traced else (),

@@ -148,6 +148,29 @@ def test_processed_log_probabilities_are_those_of_the_law_that_was_sampled(plain
         assert sum(torch.tensor(entry.logprob).exp() for entry in kept) == pytest.approx(1.0, abs=1e-4)
 
 
+def test_processed_log_probabilities_see_each_nodes_own_path(plain: LLM, ngram: LLM) -> None:
+    params = SamplingParams(
+        temperature=0.8,
+        seed=5,
+        max_tokens=24,
+        logprobs=0,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        allowed_token_ids=[260, 261, 262],
+        logprobs_mode="processed_logprobs",
+    )
+    left, right = (llm.generate(PROMPTS[1], params, trace=True)[0].outputs[0] for llm in (plain, ngram))
+    assert right.speculation.num_accepted_draft_tokens > 0
+    for one, other in zip(left.tokens, right.tokens, strict=True):
+        assert one.logprob is not None and other.logprob is not None
+        assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-3)
+    for answer in (left, right):
+        prompt = len(plain.generate(PROMPTS[1], params)[0].prompt_token_ids)
+        assert answer.trace[0].position == prompt + 1
+        places = [trace.position for trace in answer.trace]
+        assert places[1:] == [trace.position + trace.emitted for trace in answer.trace][:-1]
+
+
 def test_stop_strings_stop_ids_and_lengths_hold_inside_an_accepted_block(plain: LLM, ngram: LLM) -> None:
     text = plain.generate(PROMPTS[1], GREEDY)[0].outputs[0]
     for place in range(2, 20):

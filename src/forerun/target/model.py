@@ -298,7 +298,8 @@ class Target:
         weights: int = self.model.get_memory_footprint()
         found = [getattr(module, "packed_weight", None) for module in self.model.modules()]
         packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
-        return weights + sum(packed.values()) + self.cache.nbytes()
+        cache: int = self.cache.nbytes()
+        return weights + sum(packed.values()) + cache
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
