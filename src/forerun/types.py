@@ -81,7 +81,7 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same text, whoever else is in the batch. None draws one."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the answer; cut off unless `include_stop_str_in_output`."""
+    """Strings that end the answer; cut off the text, as stop tokens are, unless `include_stop_str_in_output`."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the answer, besides the model's own."""
     include_stop_str_in_output: bool = False

@@ -204,6 +204,24 @@ def test_a_stop_string_cuts_text_and_tokens_as_plain_decoding_does(plain: LLM, n
             assert streamed == left.text
 
 
+def test_the_text_of_a_stop_token_is_shown_only_if_asked_for(plain: LLM) -> None:
+    free = plain.generate(PROMPTS[1], GREEDY)[0].outputs[0]
+    place = next(
+        i for i, token in enumerate(free.tokens) if i > 2 and token.text.strip() and token.id not in free.token_ids[:i]
+    )
+    for include in (False, True):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=24,
+            ignore_eos=True,
+            stop_token_ids=[free.token_ids[place]],
+            include_stop_str_in_output=include,
+        )
+        answer = plain.generate(PROMPTS[1], params)[0].outputs[0]
+        assert answer.token_ids == free.token_ids[: place + 1]
+        assert answer.text == "".join(token.text for token in free.tokens[: place + include])
+
+
 def test_min_tokens_keeps_stop_ids_away_at_every_node(plain: LLM, ngram: LLM) -> None:
     stops = plain.generate(PROMPTS[1], GREEDY)[0].outputs[0].token_ids[:3]
     params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=9, stop_token_ids=stops)

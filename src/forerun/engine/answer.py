@@ -115,8 +115,7 @@ class Answer:
 
     def _output_token(self, emitted: Emitted, place: int, token: int) -> OutputToken:
         chosen, top = emitted.logprobs[place] if emitted.logprobs is not None else (None, None)
-        ends = token in self.row.stop_ids
-        skipped = ends and self.request.params.skip_special_tokens
+        skipped = token in self.row.stop_ids and not self.request.params.include_stop_str_in_output
         return OutputToken(
             id=token,
             text="" if skipped else self.detokenizer.add(token),
