@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forerun.cli.race import Race
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-DEFAULT_DRAFTER: dict[str, Any] = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}
+DEFAULT_DRAFTER: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 8}
 DEFAULT_PROMPT = "sched.py"
 PROMPT_CHARACTERS = 1200
 """How much of the held-out file is the question; about 300 tokens."""
