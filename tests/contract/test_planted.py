@@ -70,7 +70,8 @@ def test_a_residual_that_is_not_normalised(monkeypatch: Patch) -> None:
 
 
 def test_frozen_penalties(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Scores, "output", lambda self, index, node: self._rows[index].output)
+    output = Scores.output
+    monkeypatch.setattr(Scores, "output", lambda self, index, node: output(self, index, 0))
     assert law_is_off(named("given-tree"))
     assert greedy_is_off(llm(named("chain")), PENALISED)
 
