@@ -92,11 +92,6 @@ class Emitted:
     """One entry per token where the request asked for log-probabilities."""
     trace: StepTrace
 
-    @property
-    def accepted(self) -> int:
-        """Drafted tokens that were kept."""
-        return sum(source is Source.DRAFT for source in self.sources)
-
 
 class Scores:
     """The target's raw logits over a step's trees, and the processed laws that rules ask for."""

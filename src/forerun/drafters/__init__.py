@@ -37,15 +37,20 @@ DRAFTERS: dict[str, Entry] = {
 }
 
 
-def drafter_class(name: str) -> type[Drafter]:
-    """The class behind a registered name.
+def entry_named(name: str) -> Entry:
+    """The registry's line for a drafter; imports nothing.
 
     Raises:
         ArgumentError: there is no such drafter; the message names the nearest.
     """
     if name not in DRAFTERS:
         raise ArgumentError(f"unknown drafter {name!r}; there are {', '.join(DRAFTERS)}.{nearest(name, DRAFTERS)}")
-    module, _, attribute = DRAFTERS[name].path.partition(":")
+    return DRAFTERS[name]
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """The class behind a registered name; errors as `entry_named`."""
+    module, _, attribute = entry_named(name).path.partition(":")
     found: type[Drafter] = getattr(importlib.import_module(module), attribute)
     return found
 

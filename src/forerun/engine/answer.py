@@ -74,8 +74,6 @@ class Answer:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    introduced: bool = False
-    """Whether its drafter has been shown the prompt."""
 
     def absorb(self, emitted: Emitted) -> StreamChunk:
         """Take one step's tokens in, one by one, up to the first that ends the answer."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.drafters import DRAFTERS
-from forerun.errors import ArgumentError, nearest
+from forerun.drafters import DRAFTERS, entry_named
+from forerun.errors import ArgumentError
 
 MAX_SPECULATIVE_TOKENS = 128
 """Larger K is refused: no drafter is that good, and the tree mask grows with its square."""
@@ -19,7 +19,7 @@ _ALIASES = {
     "ngram_prompt_lookup_min": "prompt_lookup_min",
     "rejection_sample_method": "rule",
 }
-_RULE_ALIASES = {"block": "block", "strict": "token_rejection", "standard": "token_rejection"}
+_RULE_ALIASES = {"strict": "token_rejection", "standard": "token_rejection"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +110,7 @@ def _method(values: dict[str, Any]) -> str:
         method = "draft_model"
     if method is None:
         raise ArgumentError(f"the speculative configuration names no method; there are {', '.join(DRAFTERS)}")
-    if method not in DRAFTERS:
-        raise ArgumentError(
-            f"unknown drafter {method!r}; there are {', '.join(DRAFTERS)}.{nearest(str(method), DRAFTERS)}"
-        )
+    entry_named(str(method))
     return str(method)
 
 
