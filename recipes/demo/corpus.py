@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT_SHARE = 0.06
-HELD_OUT_BYTES = (4_000, 40_000)
-"""A held-out file is long enough to be a prompt and short enough to ship."""
+HELD_OUT_SHARE = 0.03
+PROMPT_CHARACTERS = (4_000, 40_000)
+"""A held-out file of this length ships as a prompt: long enough to ask with, short enough to carry."""
 MAX_FILE_BYTES = 400_000
 SKIPPED_FOLDERS = {"site-packages", "__pycache__", "lib2to3", "idle_test", "ensurepip", "pydoc_data"}
 
@@ -49,15 +49,20 @@ def read_standard_library(root: Path | None = None) -> list[SourceFile]:
 
 
 def is_held_out(file: SourceFile) -> bool:
-    """A share of the library modules of middle size, chosen by a hash of their name; never a test or a code page."""
-    if (
-        "test" in file.name
-        or file.name.startswith("encodings/")
-        or not HELD_OUT_BYTES[0] <= len(file.text) <= HELD_OUT_BYTES[1]
-    ):
-        return False
+    """A share of all files, chosen by a hash of their name: library, tests and code pages as they come."""
     digest = hashlib.sha256(file.name.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < HELD_OUT_SHARE
+
+
+def is_prompt(file: SourceFile) -> bool:
+    """A held-out file worth continuing: of middle length, and not a table of characters."""
+    low, high = PROMPT_CHARACTERS
+    return is_held_out(file) and low <= len(file.text) <= high and not file.name.startswith("encodings/")
+
+
+def is_library(file: SourceFile) -> bool:
+    """A module that others import: harder to predict than a test or a code page."""
+    return "test" not in file.name and not file.name.startswith("encodings/")
 
 
 def split(files: list[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:

@@ -39,8 +39,8 @@ SHAPES = {
     },
 }
 SCHEDULES = {
-    "target": pretrain.Schedule(tokens=11_500_000),
-    "draft": pretrain.Schedule(tokens=2_000_000, distill_weight=0.9),
+    "target": pretrain.Schedule(tokens=15_020_000),
+    "draft": pretrain.Schedule(tokens=6_000_000, distill_weight=0.9),
 }
 
 

@@ -1,0 +1,1 @@
+"""Training drafters: data, features, losses, the loop. Knows nothing of engines or servers."""
