@@ -24,9 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.sampling import Sampler
 from forerun.tree import TokenTree, token_trees
-from forerun.types import Budget, Draft, RequestOutput
+from forerun.types import LAST_HIDDEN, Budget, Draft, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named
 
 VOCABULARY = 12
@@ -113,6 +115,36 @@ class Variant:
         return f"{self.method}-{self.label}"
 
 
+@functools.cache
+def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
+    """A random head for `model()`, with a draft vocabulary of its own: mostly wrong, so that every path is walked."""
+    torch.manual_seed(generation)
+    own = generation == 3
+    config = EagleConfig(
+        generation=generation,
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=9 if own else VOCABULARY,
+        boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
+        own_lm_head=own,
+        initializer_range=0.3,
+        **options,
+    )
+    head = EagleHead(config).eval()
+    if own:
+        head.set_vocabulary(torch.tensor([0, 1, 2, 3, 5, 7, 8, 10, 11]))
+    return head
+
+
+def _eagle(method: str, label: str, **options: Any) -> Variant:
+    return Variant(method, label, {"model": eagle_head(3 if method == "eagle3" else 1), **options})
+
+
 def _draft_model(label: str, **options: Any) -> Variant:
     return Variant("draft_model", label, {"model": relative(), **options})
 
@@ -130,6 +162,16 @@ VARIANTS: dict[str, list[Variant]] = {
         _draft_model("given-tree", shape=(3, 2, 1), draw="given"),
         _draft_model("greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
         _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
+    ],
+    "eagle3": [
+        _eagle("eagle3", "chain", num_speculative_tokens=3),
+        _eagle("eagle3", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
+        _eagle("eagle3", "tree", shape=(3, 2, 1)),
+        _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
+    ],
+    "eagle": [
+        _eagle("eagle", "chain", num_speculative_tokens=3),
+        _eagle("eagle", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
     ],
 }
 

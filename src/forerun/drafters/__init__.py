@@ -34,6 +34,16 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
     ),
+    "eagle3": Entry(
+        path="forerun.drafters.eagle3:Eagle3Drafter",
+        summary="a small head on fused hidden states of the target (EAGLE-3, 3.1); chain, fixed or dynamic tree",
+        needs_training=True,
+    ),
+    "eagle": Entry(
+        path="forerun.drafters.eagle:EagleDrafter",
+        summary="a small head that continues the target's last hidden state (EAGLE-1, EAGLE-2)",
+        needs_training=True,
+    ),
 }
 
 

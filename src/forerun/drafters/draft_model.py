@@ -7,9 +7,8 @@ twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Seq
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.calibration import Calibration, Signs
-from forerun.drafters.growth import Children, Draw, Grower, Shape, grow, resolve
+from forerun.drafters.growth import Draw, Shape
+from forerun.drafters.levels import FixedTree, Grown, Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, tokenizer_beside
 from forerun.errors import ArgumentError, nearest
-from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Drawn, empty_draft
+from forerun.types import Budget, Draft, empty_draft
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -66,38 +64,13 @@ class DraftModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Drafted:
-    """One row's last proposal, numbered as the full shape is."""
-
-    tokens: list[int]
-    """Of nodes 1, 2, ..."""
-    run: int
-    """Nodes whose keys stand behind the root's; 0: the root is still committed."""
-    signs: dict[int, Signs] = field(default_factory=dict)
-    """Of every node that was submitted."""
-
-
-@dataclass(kw_only=True, slots=True)
 class _Row:
     """What the draft model's cache knows of one row."""
 
     cached: int = 0
     """Committed tokens in the cache."""
-    drafted: _Drafted | None = None
+    drafted: Submitted | None = None
     """The last proposal, until the target has spoken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Grown:
-    """A tree of the full shape for every row, before any budget."""
-
-    tokens: Tensor
-    """(B, K) int64"""
-    drawn: Tensor
-    confidence: Tensor
-    valid: Tensor | None
-    laws: list[dict[int, Tensor]]
-    """(B,) node -> law"""
 
 
 class DraftModelDrafter(Drafter):
@@ -108,12 +81,12 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._shape = Shape(tuple(config.shape) if config.shape else (1,) * config.num_speculative_tokens)
-        self.model = _load(config, setup, self._shape)
+        shape = Shape(tuple(config.shape) if config.shape else (1,) * config.num_speculative_tokens)
+        self._tree = FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
+        self.model = _load(config, setup, shape)
         self._vocabulary = setup.target.vocab_size
         self._check_vocabulary(setup)
         self._rows: dict[int, _Row] = {}
-        self._calibration = Calibration()
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -126,9 +99,9 @@ class DraftModelDrafter(Drafter):
             known = len(tokens) - fresh
             drafted, row.drafted = row.drafted, None
             if drafted is not None:
-                self._learn(drafted, tokens[known:])
+                drafted.learn(self._tree.calibration, tokens[known:])
             if drafted is not None and drafted.run and row.cached == known - 1:
-                path = _kept(self._shape.parents, drafted.tokens[: drafted.run], tokens[known:-1])
+                path = drafted.kept(tokens[known:-1])
                 rows.append(row_id)
                 paths.append(path)
                 row.cached += 1 + len(path)
@@ -145,49 +118,27 @@ class DraftModelDrafter(Drafter):
                 del self._rows[row_id]
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        within = [
-            self._shape.within(nodes, min(depth, self.model.max_length - len(tokens)))
-            for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
-        ]
+        within = self._tree.within(context, budget, self.model.max_length)
         active = [index for index, count in enumerate(within) if count > 0]
         if not active:
             return empty_draft(len(within))
         grown = self._grow(context, active, max(within))
         builders = [TreeBuilder() for _ in within]
         for place, index in enumerate(active):
-            drafted = self._rows[context.rows[index]].drafted
-            assert drafted is not None
-            builders[index] = self._cut(grown, place, within[index], drafted)
+            builders[index], self._rows[context.rows[index]].drafted = self._tree.cut(grown, place, within[index])
         return stack(builders, device=grown.tokens.device)
 
-    def _grow(self, context: DraftContext, active: Sequence[int], nodes: int) -> _Grown:
+    def _grow(self, context: DraftContext, active: Sequence[int], nodes: int) -> Grown:
         """The first `nodes` nodes of the shape for the active rows, level by level."""
         rows, tokens = [context.rows[index] for index in active], [context.tokens[index] for index in active]
         roots = [row_tokens[-1] for row_tokens in tokens]
-        growers = [self._grower(context, index) for index in active]
-        logits = self._catch_up(rows, tokens)
-        levels, grown, run = self._shape.levels, list[Children](), 0
-        ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
 
-        def path(row: int, node: int) -> list[int]:
-            found = list[int]()
-            while node:
-                found.append(int(ids[row, node - 1]))
-                node = self._shape.parents[node - 1]
-            return found[::-1]
-
-        for level, count in zip(levels, self._shape.children, strict=False):
-            grown.append(grow(self._fit(logits), count, growers, level, path))
-            ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
-            if ids.shape[1] >= nodes:
-                break
-            if level.start == 0:
+        def descend(ids: Tensor, level: range) -> Tensor:
+            if level.start == 1:
                 self._release_roots(rows)
-            logits = self.model.score(rows, roots, self._partial(ids), start=level.stop).logits
-            run = ids.shape[1]
-        for row, row_tokens in zip(rows, ids.tolist(), strict=True):
-            self._rows[row].drafted = _Drafted(tokens=row_tokens, run=run)
-        return _joined(grown, ids, levels)
+            return self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits)
+
+        return self._tree.grow(context, active, nodes, self._fit(self._catch_up(rows, tokens)), descend)
 
     def _catch_up(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""
@@ -215,18 +166,6 @@ class DraftModelDrafter(Drafter):
             self._rows[row].cached -= 1
         self.model.truncate(rows, [self._rows[row].cached for row in rows])
 
-    def _grower(self, context: DraftContext, index: int) -> Grower:
-        sampler = context.samplers[index]
-        tokens, prompt = context.tokens[index], context.prompt_lengths[index]
-        if self.config.temperature is not None and not sampler.greedy:
-            sampler = _at_temperature(sampler, self.config.temperature)
-        return Grower(
-            draw=resolve(Draw(self.config.draw), greedy=sampler.greedy, chain=self._shape.chain),
-            sampler=sampler,
-            coins=context.coins[index],
-            output=() if sampler.neutral else tokens[prompt:],
-        )
-
     def _fit(self, logits: Tensor) -> Tensor:
         """(B, F, V) over the target's ids: padding beyond them is dropped, ids that the draft lacks are impossible."""
         missing = self._vocabulary - logits.shape[-1]
@@ -237,37 +176,9 @@ class DraftModelDrafter(Drafter):
     def _partial(self, ids: Tensor) -> Draft:
         """The nodes so far, as the draft model's own target sees them."""
         batch, size = ids.shape
-        parents = torch.tensor(self._shape.parents[:size], device=ids.device).expand(batch, -1)
+        parents = torch.tensor(self._tree.shape.parents[:size], device=ids.device).expand(batch, -1)
         counts = torch.full((batch,), size, device=ids.device)
         return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros_like(ids, dtype=torch.uint8))
-
-    def _cut(self, grown: _Grown, place: int, nodes: int, drafted: _Drafted) -> TreeBuilder:
-        """One row's share of the tree: the first nodes that its budget allows, whatever they hold."""
-        drawn, raw = grown.drawn[place].tolist(), grown.confidence[place].tolist()
-        valid = None if grown.valid is None else grown.valid[place].tolist()
-        builder, ids = TreeBuilder(), {0: 0}
-        for node, parent in enumerate(self._shape.parents[:nodes], start=1):
-            if parent not in ids or (valid is not None and not valid[node - 1]):
-                continue
-            kind = Drawn(drawn[node - 1])
-            signs = drafted.signs[node] = Signs(kind, self._shape.ranks[node - 1], raw[node - 1])
-            confidence = self._calibration.estimate(signs)
-            ids[node] = builder.add(drafted.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
-            if kind is not Drawn.GIVEN:
-                builder.set_law(ids[parent], grown.laws[place][parent])
-        return builder
-
-    def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
-        """Compare what was submitted with what the text went on with."""
-        depth_of = {0: 0}
-        for node, signs in drafted.signs.items():
-            depth = depth_of.get(self._shape.parents[node - 1])
-            if depth is None or depth >= len(tokens):
-                continue
-            right = tokens[depth] == drafted.tokens[node - 1]
-            self._calibration.learn(signs, right)
-            if right:
-                depth_of[node] = depth + 1
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         named = isinstance(self.config.model, str | Path)
@@ -276,48 +187,6 @@ class DraftModelDrafter(Drafter):
             check_tokenizers(setup.tokenizer, theirs)
         else:
             check_sizes(setup.target.vocab_size, self.model.vocab_size)
-
-
-def _joined(grown: Sequence[Children], ids: Tensor, levels: Sequence[range]) -> _Grown:
-    batch = ids.shape[0]
-    laws: list[dict[int, Tensor]] = [{} for _ in range(batch)]
-    for children, level in zip(grown, levels, strict=False):
-        for (row, place), law in children.laws.items():
-            laws[row][level[place]] = law
-    valid = None
-    if any(children.valid is not None for children in grown):
-        parts = [torch.ones_like(c.tokens, dtype=torch.bool) if c.valid is None else c.valid for c in grown]
-        valid = torch.cat([part.flatten(1) for part in parts], dim=1)
-    return _Grown(
-        tokens=ids,
-        drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
-        confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
-        valid=valid,
-        laws=laws,
-    )
-
-
-def _kept(parents: Sequence[int], run: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
-    """The longest path among the nodes that were run which holds a beginning of `tokens`."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents[: len(run)], start=1):
-        children.setdefault(parent, []).append(node)
-    frontier = [0]
-    for token in tokens:
-        below = [child for node in frontier for child in children.get(node, []) if run[child - 1] == token]
-        if not below:
-            break
-        frontier = below
-    node, path = frontier[0], list[int]()
-    while node:
-        path.append(node)
-        node = parents[node - 1]
-    return tuple(reversed(path))
-
-
-def _at_temperature(sampler: Sampler, temperature: float) -> Sampler:
-    params = dataclasses.replace(sampler.params, temperature=temperature)
-    return Sampler(params, sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=sampler.bad_words)
 
 
 def _resolved(name: str | Path) -> str:

@@ -89,6 +89,22 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DraftVocabulary:
+    """A drafter's own, smaller vocabulary."""
+
+    token_ids: Tensor
+    """(V',) int64, the target's id of each entry."""
+    size: int
+    """V, of the target."""
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """(.., V') -> (.., V): tokens that the drafter lacks are impossible."""
+        wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+        wide[..., self.token_ids] = logits
+        return wide
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Grower:
     """How one row draws."""
 
@@ -122,28 +138,37 @@ class Children:
     """(row, parent's index in the level) -> (V,) the law that its children were drawn from."""
 
 
-def likeliest(logits: Tensor, count: int) -> Children:
+def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:
     """The `count` likeliest tokens at each node, from raw logits (B, F, V): no law, no wait for the host."""
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.GIVEN), dtype=torch.uint8, device=logits.device)
-    return Children(tokens=best.indices, drawn=drawn, confidence=confidence, valid=None, laws={})
+    tokens = best.indices if vocabulary is None else vocabulary.token_ids[best.indices]
+    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, laws={})
 
 
 def grow(
-    logits: Tensor, count: int, growers: Sequence[Grower], level: range, paths: Callable[[int, int], list[int]]
+    logits: Tensor,
+    count: int,
+    growers: Sequence[Grower],
+    level: range,
+    paths: Callable[[int, int], list[int]],
+    vocabulary: DraftVocabulary | None = None,
 ) -> Children:
     """Children of every node of a level.
 
     Args:
-        logits: (B, F, V) raw, over the target's vocabulary.
+        logits: (B, F, V) raw, over the target's vocabulary, or (B, F, V') over `vocabulary`.
         count: C, children per node.
         growers: (B,) one per row.
         level: the F node ids.
         paths: (row, node) -> tokens from the root's child to the node; called only where a processor needs them.
+        vocabulary: of the drafter, where it is not the target's.
     """
     if all(grower.batchable for grower in growers):
-        return likeliest(logits, count)
+        return likeliest(logits, count, vocabulary)
+    if vocabulary is not None:
+        logits = vocabulary.spread(logits)
     batch, width = logits.shape[:2]
     found = [
         [

@@ -1,0 +1,222 @@
+"""Drafting with an EAGLE head of any generation: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
+
+The head is fed with the target's features as tokens are committed, so a proposal starts at the root's children with no
+catching up. Knows no rule and no file format beyond asking `checkpoints` for the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.dynamic import DynamicTree, columns
+from forerun.drafters.growth import Draw, DraftVocabulary, Shape
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.levels import FixedTree, Submitted
+from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
+from forerun.target.fast import packing
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft, Signal, empty_draft
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadDrafterConfig:
+    """Options of the drafters that run a draft head."""
+
+    model: Any
+    """Directory or hub id of the head, ``demo-eagle3``, or an `EagleHead`."""
+    num_speculative_tokens: int = 5
+    """Length of the chain, or most tokens on one path of a tree."""
+    shape: Sequence[int] | None = None
+    """Children of each node at depth 0, 1, ...: a tree of fixed shape."""
+    top_k: int | None = None
+    """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10)."""
+    nodes: int = 32
+    """Nodes of the dynamic tree, root not counted (EAGLE: 59)."""
+    stop_below: float = 0.0
+    """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
+    draw: str = "auto"
+    """Of a chain or fixed shape: ``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``."""
+    temperature: float | None = None
+    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    repack: bool = True
+    """Repack the linear layers of a head that was loaded here, where that is faster."""
+
+    def __post_init__(self) -> None:
+        kinds = [kind.value for kind in Draw]
+        checks = [
+            (self.draw in kinds, f"draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"),
+            (self.num_speculative_tokens >= 1, f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"),
+            (not self.shape or min(self.shape) >= 1, f"shape needs at least one child a node, got {self.shape}"),
+            (self.shape is None or self.top_k is None, "shape and top_k exclude each other: fixed or dynamic tree"),
+            (self.top_k is None or self.top_k >= 1, f"top_k must be at least 1, got {self.top_k}"),
+            (self.nodes >= 1, f"nodes must be at least 1, got {self.nodes}"),
+            (0 <= self.stop_below < 1, f"stop_below must be in [0, 1), got {self.stop_below}"),
+            (self.temperature is None or self.temperature > 0, f"temperature must be above 0, got {self.temperature}"),
+            (self.top_k is None or self.draw in ("auto", "given"), "the nodes of a dynamic tree are given, not drawn"),
+        ]
+        for passed, message in checks:
+            if not passed:
+                raise ArgumentError(f"draft head: {message}")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What is known of one row."""
+
+    ready: bool = False
+    """The head has seen every committed token, the root included."""
+    submitted: Submitted | None = field(default=None)
+
+
+class HeadDrafter(Drafter):
+    """Everything but the name: subclasses say which generation of heads they take."""
+
+    Config = HeadDrafterConfig
+    generation: ClassVar[int]
+
+    def __init__(self, config: HeadDrafterConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self.head = _load(config, setup, self.name, self.generation)
+        self.tree = _tree(config)
+        most = self.tree.run if isinstance(self.tree, DynamicTree) else len(self.tree.shape.parents)
+        self.runner = HeadRunner(self.head, setup.target, setup.rows, setup.slots + most)
+        self._vocabulary = None
+        if self.head.config.reduced_vocabulary:
+            self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return frozenset(self.head.config.boundaries)
+
+    def memory_bytes(self) -> int:
+        return self.runner.memory_bytes()
+
+    def extend(self, context: DraftContext) -> None:
+        """Feed the head what was committed, with the target's own features."""
+        fed = list[int]()
+        for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
+            row = self._rows.setdefault(row_id, _Row())
+            if row.submitted is not None:
+                row.submitted.learn(self.tree.calibration, tokens[len(tokens) - fresh :])
+                row.submitted = None
+            count = min(fresh, len(tokens) - 1)
+            row.ready = self.runner.lengths[row_id] == len(tokens) - 1 - count and count > 0
+            if row.ready:
+                fed.append(index)
+        if fed:
+            rows = [context.rows[index] for index in fed]
+            texts = [context.tokens[index] for index in fed]
+            counts = [min(context.fresh[index], len(tokens) - 1) for index, tokens in zip(fed, texts, strict=True)]
+            new = [tokens[len(tokens) - count :] for tokens, count in zip(texts, counts, strict=True)]
+            self.runner.ingest(rows, new, {signal: states[fed] for signal, states in context.signals.items()})
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            self.runner.truncate(row_id, max(0, length - 1))
+            self._rows.pop(row_id, None)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        """A tree for each row whose every token the head has seen."""
+        ready = [self._rows.get(row, _Row()).ready for row in context.rows]
+        nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
+        limits = Budget(nodes=nodes, depth=budget.depth)
+        builders = [TreeBuilder() for _ in ready]
+        grow = self._dynamic if isinstance(self.tree, DynamicTree) else self._fixed
+        grow(context, limits, builders)
+        if not any(builder.tokens for builder in builders):
+            return empty_draft(len(ready))
+        return stack(builders, device=self.head.fc.weight.device)
+
+    def _dynamic(self, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
+        assert isinstance(self.tree, DynamicTree)
+        active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]
+        if not active:
+            return
+        logits = self.runner.begin([context.rows[index] for index in active])
+        deepest = min(self.tree.depth, max(budget.depth[index] for index in active))
+        grown = self.tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
+        for index, row in zip(active, columns(grown), strict=True):
+            cut = self.tree.cut(row, budget.nodes[index], budget.depth[index])
+            builders[index], self._rows[context.rows[index]].submitted = cut
+
+    def _fixed(self, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
+        tree = self.tree
+        assert isinstance(tree, FixedTree)
+        within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]
+        active = [index for index, count in enumerate(within) if count > 0]
+        if not active:
+            return
+
+        def descend(ids: Tensor, level: range) -> Tensor:
+            above = tree.shape.levels[tree.shape.depths[level.start - 1] - 1]
+            places = [tree.shape.parents[node - 1] - above.start for node in level]
+            tokens = ids[:, level.start - 1 : level.stop - 1]
+            return self.runner.descend(tokens, torch.tensor(places, device=ids.device).expand_as(tokens))
+
+        logits = self.runner.begin([context.rows[index] for index in active])
+        grown = tree.grow(context, active, max(within), logits, descend, self._vocabulary)
+        for place, index in enumerate(active):
+            cut = tree.cut(grown, place, within[index])
+            builders[index], self._rows[context.rows[index]].submitted = cut
+
+
+def _tree(config: HeadDrafterConfig) -> FixedTree | DynamicTree:
+    if config.top_k is not None:
+        return DynamicTree(
+            depth=config.num_speculative_tokens, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below
+        )
+    shape = Shape(tuple(config.shape) if config.shape else (1,) * config.num_speculative_tokens)
+    return FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
+
+
+def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation: int) -> EagleHead:
+    """The head, checked against the target, in its dtype and on its device."""
+    target = setup.target
+    head = config.model
+    loaded = isinstance(head, str | Path)
+    if loaded:
+        from forerun import demo
+        from forerun.checkpoints import read_head
+
+        head = read_head(demo.resolve(head), num_layers=target.num_layers).build()
+    if not isinstance(head, EagleHead):
+        raise ArgumentError(f"{name}: model is a directory, a hub id or an EagleHead, got {type(head).__name__}")
+    _check(head, setup, name, generation)
+    if loaded:
+        head = head.to(target.device, target.dtype).eval()
+        if config.repack:
+            packing.pack(head)
+    return head
+
+
+def _check(head: EagleHead, setup: DrafterSetup, name: str, generation: int) -> None:
+    """Refuse a head that was made for another target or another method, before the first token."""
+    config, target = head.config, setup.target
+    if config.generation != generation:
+        other = "eagle" if generation == 3 else "eagle3"
+        raise ArgumentError(f"{name}: the checkpoint holds a head for the method {other!r}; use that method")
+    if config.target_hidden_size != target.hidden_size:
+        raise ArgumentError(
+            f"{name}: the head reads hidden states of size {config.target_hidden_size}, the target's have "
+            f"{target.hidden_size}; it was trained for another model"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"{name}: the head was made for a vocabulary of {config.vocab_size} tokens, the target has "
+            f"{target.vocab_size}; a head works only with the model that it was trained for"
+        )
+    if not config.own_embedding and config.hidden_size != target.hidden_size:
+        raise ArgumentError(f"{name}: a head of hidden size {config.hidden_size} needs an embedding of its own")
+    if max(config.boundaries) > target.num_layers:
+        raise ArgumentError(
+            f"{name}: the head reads boundary {max(config.boundaries)}, the target has {target.num_layers} layers"
+        )

@@ -1,0 +1,157 @@
+"""A draft head at work: its own row-and-slot cache, fed with the target's features, unrolled over tree levels.
+
+Entry i of a row reads the embedding of token i + 1 and the target's feature of token i; it stands in slot i. Behind the
+committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon as
+they are known. All levels stay on the device. Knows no law, no budget and no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.heads.eagle import Advanced, EagleHead
+from forerun.target import Target
+from forerun.target.cache import SlotCache
+from forerun.target.fast.attention import fold_attention
+from forerun.target.masks import FULL, Block, MaskStyle, build
+from forerun.types import Signal
+
+PIECE = 512
+"""Most entries of a row in one pass over a prompt."""
+_PLAIN = MaskStyle(types=(FULL,), window=None)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Frontier:
+    """The last level of the trees that are being drafted."""
+
+    rows: list[int]
+    lengths: Tensor
+    """(B,) committed entries."""
+    sees: Tensor
+    """(B, F, M) bool: which of the M nodes run so far each node of the level looks at, itself included."""
+    features: Tensor
+    """(B, F, H)"""
+    depth: int
+
+
+class HeadRunner:
+    """Runs an `EagleHead` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
+
+    def __init__(self, head: EagleHead, target: Target, rows: int, slots: int) -> None:
+        self.head, self.target = head, target
+        self.lengths = [0] * rows
+        """Entries with the target's own features, by row."""
+        self._cache = SlotCache(rows, slots)
+        weight = head.fc.weight
+        size = head.config.hidden_size
+        self._device, self._dtype = weight.device, weight.dtype
+        self._features = torch.zeros(rows, size, device=self._device, dtype=self._dtype)
+        self._outputs = torch.zeros_like(self._features)
+        self._frontier: _Frontier | None = None
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights and cache."""
+        return sum(weight.nbytes for weight in self.head.parameters()) + self._cache.nbytes()
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget all but the first `length` entries of a row."""
+        self.lengths[row] = min(self.lengths[row], length)
+
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
+        """Append entries: ``tokens[b][i]`` follows the token whose feature is ``signals[boundary][b, i]``.
+
+        Args:
+            tokens: (B,) at least one token each.
+            signals: boundary -> (B, F, Ht), left aligned.
+        """
+        counts = [len(row_tokens) for row_tokens in tokens]
+        for start in range(0, max(counts), PIECE):
+            active = [index for index, count in enumerate(counts) if count > start]
+            pieces = [list(tokens[index][start : start + PIECE]) for index in active]
+            size = max(map(len, pieces))
+            states = [signals[b][active, start : start + size] for b in self.head.config.boundaries]
+            self._append([rows[index] for index in active], pieces, states)
+
+    def begin(self, rows: Sequence[int]) -> Tensor:
+        """Start trees at the roots: logits (B, 1, V') of their children."""
+        index = torch.tensor(rows, device=self._device)
+        lengths = torch.tensor([self.lengths[row] for row in rows], device=self._device)
+        none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self._device)
+        features = self._features[index].unsqueeze(1)
+        self._frontier = _Frontier(rows=list(rows), lengths=lengths, sees=none, features=features, depth=0)
+        return self.logits(self._outputs[index].unsqueeze(1))
+
+    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Run the next level: `tokens` (B, F), children of the nodes `parents` (B, F) of the level before.
+
+        Returns:
+            logits (B, F, V') after each of them.
+        """
+        last = self._frontier
+        assert last is not None, "begin comes first"
+        batch, width = tokens.shape
+        run = last.sees.shape[2]
+        inherited = last.sees.gather(1, parents.unsqueeze(-1).expand(-1, -1, run))
+        own = torch.eye(width, dtype=torch.bool, device=self._device).expand(batch, -1, -1)
+        sees = torch.cat([inherited, own], dim=-1)
+        features = last.features.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.features.shape[-1]))
+        positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)
+        slots = last.lengths.unsqueeze(1) + run + torch.arange(width, device=self._device)
+        most = max(self.lengths[row] for row in last.rows) + run + width
+        self._cache.begin(last.rows, slots, most)
+        block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=positions)
+        advanced = self._advance(tokens, features, positions, build(block, _PLAIN, most, self._dtype))
+        self._frontier = _Frontier(
+            rows=last.rows, lengths=last.lengths, sees=sees, features=advanced.feature, depth=last.depth + 1
+        )
+        return self.logits(advanced.output)
+
+    def logits(self, output: Tensor) -> Tensor:
+        """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
+        if self.head.config.own_lm_head:
+            logits: Tensor = self.head.lm_head(output)
+            return logits
+        return self.target.lm_head(output.to(self.target.dtype))
+
+    def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
+        size = max(map(len, pieces))
+        counts = torch.tensor([len(piece) for piece in pieces], device=self._device)
+        lengths = torch.tensor([self.lengths[row] for row in rows], device=self._device)
+        steps = torch.arange(size, device=self._device)
+        real = steps < counts.unsqueeze(1)
+        tokens = torch.tensor([piece + [0] * (size - len(piece)) for piece in pieces], device=self._device)
+        positions = lengths.unsqueeze(1) + steps
+        most = max(self.lengths[row] for row in rows) + size
+        self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most)
+        sees = torch.ones(size, size, dtype=torch.bool, device=self._device).tril() & real.unsqueeze(2)
+        block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
+        fused = self.head.fuse([state.to(self._device, self._dtype) for state in states])
+        advanced = self._advance(tokens, fused, positions, build(block, _PLAIN, most, self._dtype))
+        place = torch.arange(len(rows), device=self._device)
+        index = torch.tensor(rows, device=self._device)
+        self._features[index] = advanced.feature[place, counts - 1]
+        self._outputs[index] = advanced.output[place, counts - 1]
+        for row, piece in zip(rows, pieces, strict=True):
+            self.lengths[row] += len(piece)
+
+    def _advance(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: object) -> Advanced:
+        embeds = self.embed(tokens)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            assert isinstance(mask, Tensor)
+            keys, values = self._cache.update(key, value, layer)
+            return fold_attention(self.head, query, keys, values, mask)[0]
+
+        return self.head.advance(embeds, features, self.head.angles(positions, embeds), attend)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(..) -> (.., H), from the head's own table or the target's."""
+        if self.head.config.own_embedding:
+            embedded: Tensor = self.head.embed_tokens(tokens)
+            return embedded
+        return self.target.embed(tokens).to(self._device, self._dtype)

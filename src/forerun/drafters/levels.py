@@ -1,0 +1,187 @@
+"""Trees of a fixed shape, drafted a level at a time, and what is remembered of a proposal until the target has spoken.
+
+Shared by every drafter that runs a model once per level. Knows no model: logits come from a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import DraftContext
+from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.growth import Children, Draw, DraftVocabulary, Grower, Shape, grow, resolve
+from forerun.sampling import Sampler
+from forerun.tree import TreeBuilder
+from forerun.types import Budget, Drawn
+
+Descend = Callable[[Tensor, range], Tensor]
+"""(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grown:
+    """A tree of the full shape for every row, before any budget."""
+
+    tokens: Tensor
+    """(B, K) int64"""
+    drawn: Tensor
+    confidence: Tensor
+    valid: Tensor | None
+    laws: list[dict[int, Tensor]]
+    """(B,) node -> law"""
+    run: int
+    """Nodes that the model has run, from the first."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Submitted:
+    """One row's last proposal, numbered as it was grown."""
+
+    tokens: list[int]
+    """Of nodes 1, 2, ..."""
+    parents: Sequence[int]
+    """Of nodes 1, 2, ...; 0 is the root."""
+    run: int = 0
+    """Nodes whose keys stand behind the root's; 0: the root is still committed."""
+    signs: dict[int, Signs] = field(default_factory=dict)
+    """Of every node that was submitted."""
+
+    def learn(self, calibration: Calibration, committed: Sequence[int]) -> None:
+        """Compare what was submitted with what the text went on with."""
+        depth_of = {0: 0}
+        for node, signs in self.signs.items():
+            depth = depth_of.get(self.parents[node - 1])
+            if depth is None or depth >= len(committed):
+                continue
+            right = committed[depth] == self.tokens[node - 1]
+            calibration.learn(signs, right)
+            if right:
+                depth_of[node] = depth + 1
+
+    def kept(self, committed: Sequence[int]) -> tuple[int, ...]:
+        """The longest path among the nodes that were run which holds a beginning of `committed`."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents[: self.run], start=1):
+            children.setdefault(parent, []).append(node)
+        frontier = [0]
+        for token in committed:
+            below = [c for node in frontier for c in children.get(node, []) if self.tokens[c - 1] == token]
+            if not below:
+                break
+            frontier = below
+        node, path = frontier[0], list[int]()
+        while node:
+            path.append(node)
+            node = self.parents[node - 1]
+        return tuple(reversed(path))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedTree:
+    """How a drafter grows trees of one shape."""
+
+    shape: Shape
+    draw: Draw
+    temperature: float | None = None
+    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
+    calibration: Calibration = field(default_factory=Calibration)
+
+    def within(self, context: DraftContext, budget: Budget, max_length: int) -> list[int]:
+        """How many nodes each row may submit; no path leaves the drafter's own context of `max_length`."""
+        limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        return [self.shape.within(nodes, min(depth, max_length - len(tokens))) for nodes, depth, tokens in limits]
+
+    def grow(
+        self,
+        context: DraftContext,
+        active: Sequence[int],
+        nodes: int,
+        logits: Tensor,
+        descend: Descend,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> Grown:
+        """The first `nodes` nodes of the shape for the active rows.
+
+        Args:
+            active: rows of the context, B of them.
+            logits: (B, 1, V) after the roots.
+            descend: the model, one level further.
+            vocabulary: the model's, where it is not the target's.
+        """
+        growers = [self._grower(context, index) for index in active]
+        grown, run = list[Children](), 0
+        ids = torch.zeros(len(active), 0, dtype=torch.int64, device=logits.device)
+
+        def path(row: int, node: int) -> list[int]:
+            found = list[int]()
+            while node:
+                found.append(int(ids[row, node - 1]))
+                node = self.shape.parents[node - 1]
+            return found[::-1]
+
+        for depth, count in enumerate(self.shape.children):
+            level = self.shape.levels[depth]
+            grown.append(grow(logits, count, growers, level, path, vocabulary))
+            ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
+            if ids.shape[1] >= nodes:
+                break
+            logits, run = descend(ids, self.shape.levels[depth + 1]), ids.shape[1]
+        return self._joined(grown, ids, run)
+
+    def cut(self, grown: Grown, place: int, nodes: int) -> tuple[TreeBuilder, Submitted]:
+        """One row's share of the tree: the first nodes that its budget allows, whatever they hold."""
+        drawn, raw = grown.drawn[place].tolist(), grown.confidence[place].tolist()
+        valid = None if grown.valid is None else grown.valid[place].tolist()
+        tokens = grown.tokens[place].tolist()
+        submitted = Submitted(tokens=tokens, parents=self.shape.parents, run=grown.run)
+        builder, ids = TreeBuilder(), {0: 0}
+        for node, parent in enumerate(self.shape.parents[:nodes], start=1):
+            if parent not in ids or (valid is not None and not valid[node - 1]):
+                continue
+            kind = Drawn(drawn[node - 1])
+            signs = submitted.signs[node] = Signs(kind, self.shape.ranks[node - 1], raw[node - 1])
+            confidence = self.calibration.estimate(signs)
+            ids[node] = builder.add(tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
+            if kind is not Drawn.GIVEN:
+                builder.set_law(ids[parent], grown.laws[place][parent])
+        return builder, submitted
+
+    def _grower(self, context: DraftContext, index: int) -> Grower:
+        sampler = context.samplers[index]
+        tokens, prompt = context.tokens[index], context.prompt_lengths[index]
+        if self.temperature is not None and not sampler.greedy:
+            sampler = _at_temperature(sampler, self.temperature)
+        return Grower(
+            draw=resolve(self.draw, greedy=sampler.greedy, chain=self.shape.chain),
+            sampler=sampler,
+            coins=context.coins[index],
+            output=() if sampler.neutral else tokens[prompt:],
+        )
+
+    def _joined(self, grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
+        laws: list[dict[int, Tensor]] = [{} for _ in range(ids.shape[0])]
+        for children, level in zip(grown, self.shape.levels, strict=False):
+            for (row, place), law in children.laws.items():
+                laws[row][level[place]] = law
+        valid = None
+        if any(children.valid is not None for children in grown):
+            parts = [torch.ones_like(c.tokens, dtype=torch.bool) if c.valid is None else c.valid for c in grown]
+            valid = torch.cat([part.flatten(1) for part in parts], dim=1)
+        return Grown(
+            tokens=ids,
+            drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
+            confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
+            valid=valid,
+            laws=laws,
+            run=run,
+        )
+
+
+def _at_temperature(sampler: Sampler, temperature: float) -> Sampler:
+    params = dataclasses.replace(sampler.params, temperature=temperature)
+    return Sampler(params, sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=sampler.bad_words)
