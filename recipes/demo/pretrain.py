@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from forerun.training.vocabulary import Teacher, hard_cross_entropy
+from forerun.training.vocabulary import Teacher, hard_loss
 
 PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""
@@ -138,7 +138,7 @@ def mean_loss(model: LlamaForCausalLM, ids: Tensor, teacher: LlamaForCausalLM | 
             states = teacher.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
         followed = Teacher(hidden=states, weight=teacher.lm_head.weight.to(states.dtype))
     weights = torch.full((len(hidden),), 1 / len(hidden))
-    return hard_cross_entropy(hidden, model.lm_head.weight, weights, ids[:, 1:].flatten(), followed, share)
+    return hard_loss(hidden, model.lm_head.weight, weights, ids[:, 1:].flatten(), followed, share).loss
 
 
 def train(

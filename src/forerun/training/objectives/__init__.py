@@ -1,0 +1,1 @@
+"""What each kind of head is trained to do: one file per objective."""

@@ -1,0 +1,217 @@
+"""EAGLE-3's objective: training-time test (arXiv 2503.01840). The head is unrolled on its own features for T steps.
+
+At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t = 0 the target's), stands
+at position i + t, and predicts token i + 2 + t: its law is pulled towards the target's after token i + 1 + t. Only
+predictions of counted tokens of the same document enter. Knows no optimiser and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forerun.drafters.heads.eagle import Advanced, EagleHead
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch, TokenBatch
+from forerun.training.loop.objective import LossReport
+from forerun.training.unrolled import unrolled_attention
+from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, soft_loss
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Settings:
+    """What the objective is made of."""
+
+    steps: int = 7
+    """T, how often the head is unrolled."""
+    decay: float = 0.8
+    """Weight of step t is decay^t, normalised to sum 1."""
+    divergence: Divergence = Divergence.CROSS_ENTROPY
+    lk_decay: float = 3.0
+    """Of the KL share of the ``lk`` divergence."""
+    skip_unreachable: bool = True
+    """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
+    gradient_checkpointing: bool = False
+    """Compute the layers once more in the backward pass instead of keeping their insides."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ArgumentError(f"eagle3: steps must be at least 1, got {self.steps}")
+        if not 0 < self.decay <= 1:
+            raise ArgumentError(f"eagle3: decay must be in (0, 1], got {self.decay}")
+
+    @property
+    def weights(self) -> list[float]:
+        """(T,) of the steps, summing to 1."""
+        raw = [self.decay**step for step in range(self.steps)]
+        return [weight / sum(raw) for weight in raw]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenTarget:
+    """What the objective needs of the target besides its features; never trained."""
+
+    embedding: nn.Module
+    """Token ids -> (.., H), as the target embeds them."""
+    lm_head: Tensor
+    """(V, Ht) weight of the output head."""
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> FrozenTarget:
+        """From a transformers causal LM."""
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0
+        scaling = getattr(config, "logits_scaling", None) or 1.0
+        return cls(
+            embedding=model.get_input_embeddings(),
+            lm_head=model.get_output_embeddings().weight,
+            scale=scale / scaling,
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unrolled:
+    """One step of the unrolled head."""
+
+    step: int
+    output: Tensor
+    """(B, S, H): what the output head reads; entry i predicts token i + 2 + step."""
+    counted: Tensor
+    """(B, S) bool: predictions that count."""
+
+
+class Eagle3Objective:
+    """The loss of a head on a batch of features."""
+
+    def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings | None = None) -> None:
+        if head.config.generation != 3:
+            raise ArgumentError("training-time test trains EAGLE-3 heads; this is a head of EAGLE-1")
+        self.head, self.target = head, target
+        self.settings = settings or Eagle3Settings()
+        self._reachable: Tensor | None = None
+
+    def parameters_module(self) -> nn.Module:
+        """What is trained."""
+        return self.head
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The weighted sum over all steps and counted predictions, and acceptance by step."""
+        last = batch.features[LAST_HIDDEN]
+        reachable = self._reachable_rows(last) if self.settings.skip_unreachable else None
+        loss, weight = last.new_zeros((), dtype=torch.float32), last.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        survives = torch.ones(last.shape[:2], device=last.device)
+        for unrolled, share in zip(self.unroll(batch), self.settings.weights, strict=True):
+            counted = unrolled.counted
+            if reachable is not None:
+                counted = counted & _ahead(reachable, unrolled.step + 1, False)
+            found = self._step_loss(unrolled, counted, last, share)
+            loss = loss + found.loss
+            weight = weight + share * counted.sum()
+            survives = survives * found.agrees.view_as(survives)
+            # A token that the head cannot name counts as missed.
+            count = unrolled.counted.sum().float()
+            metrics[f"acceptance_{unrolled.step}"] = ((survives * unrolled.counted).sum(), count)
+            metrics[f"overlap_{unrolled.step}"] = (found.overlap.sum(), count)
+        return LossReport(loss=loss, weight=weight, metrics=metrics)
+
+    def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
+        """The head's outputs, step by step."""
+        tokens = batch.batch
+        features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
+        past: list[tuple[Tensor, ...]] = []
+        for step in range(self.settings.steps):
+            ids = _ahead(tokens.tokens, step + 1, 0)
+            result = self._advance(ids, features, tokens.positions + step, tokens.documents, past)
+            past.append(tuple(result[2:]))
+            features = result[0]
+            yield Unrolled(step=step, output=result[1], counted=_counted(tokens, step))
+
+    def _advance(
+        self, ids: Tensor, features: Tensor, positions: Tensor, documents: Tensor, past: list[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step."""
+        flat = [tensor for step in past for tensor in step]
+
+        def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+            own: list[Tensor] = []
+            size = 2 * len(self.head.layers)
+            steps = [flat[start : start + size] for start in range(0, len(flat), size)]
+
+            def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                own.extend((key, value))
+                line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
+                return unrolled_attention(query, line[0][0], line[0][1], line[1:], documents)
+
+            embeds = self.embed(ids).to(features.dtype)
+            result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
+            return (result.feature, result.output, *own)
+
+        if not self.settings.gradient_checkpointing:
+            return run(features, *flat)
+        found: tuple[Tensor, ...] = checkpoint(run, features, *flat, use_reentrant=False)
+        return found
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """From the head's own table, or the target's, which is not trained."""
+        if self.head.config.own_embedding:
+            embedded: Tensor = self.head.embed_tokens(ids)
+            return embedded
+        with torch.no_grad():
+            frozen: Tensor = self.target.embedding(ids)
+        return frozen
+
+    def _step_loss(self, unrolled: Unrolled, counted: Tensor, last: Tensor, share: float) -> VocabularyLoss:
+        ahead = _ahead(last, unrolled.step + 1, 0.0).flatten(0, 1)
+        teacher = Teacher(
+            hidden=ahead, weight=self._teacher_rows(), scale=self.target.scale, softcap=self.target.softcap
+        )
+        student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
+        return soft_loss(
+            unrolled.output.flatten(0, 1),
+            student,
+            counted.flatten().float() * share,
+            teacher,
+            self.settings.divergence,
+            self.settings.lk_decay,
+        )
+
+    def _teacher_rows(self) -> Tensor:
+        rows = self.target.lm_head.detach()
+        return rows[self.head.token_ids] if self.head.config.reduced_vocabulary else rows
+
+    @torch.no_grad()
+    def _reachable_rows(self, last: Tensor) -> Tensor | None:
+        """(B, S) bool: the target's likeliest token after this one is in the draft vocabulary; None: all are."""
+        if not self.head.config.reduced_vocabulary:
+            return None
+        if self._reachable is None:
+            self._reachable = torch.zeros(len(self.target.lm_head), dtype=torch.bool, device=last.device)
+            self._reachable[self.head.token_ids] = True
+        weight = self.target.lm_head
+        flat = last.flatten(0, 1).to(weight.dtype)
+        best = [(rows @ weight.T).argmax(-1) for rows in flat.split(256)]
+        return self._reachable[torch.cat(best)].view(last.shape[:2])
+
+
+def _ahead(values: Tensor, steps: int, fill: float) -> Tensor:
+    """(B, S, ..) moved `steps` to the left; what is missing on the right is `fill`."""
+    moved = torch.full_like(values, fill)
+    if steps < values.shape[1]:
+        moved[:, : values.shape[1] - steps] = values[:, steps:]
+    return moved
+
+
+def _counted(batch: TokenBatch, step: int) -> Tensor:
+    """(B, S) bool: token i + 2 + step exists in the same document and counts."""
+    wanted = _ahead(batch.loss_mask, step + 2, False)
+    return wanted & (_ahead(batch.documents, step + 2, -1) == batch.documents) & (batch.documents >= 0)

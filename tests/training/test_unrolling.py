@@ -1,0 +1,103 @@
+"""The head in training is the head in drafting: positions, masks, norms and shifts, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.runner import HeadRunner
+from forerun.target import Target
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+from training.ttt import batch_of, features, head, model, tokens
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "norm-before-fc": {"norm_before_fc": True},
+    "norm-before-residual": {"norm_before_residual": True},
+    "qk-norm": {"qk_norm": True},
+    "two-layers": {"num_hidden_layers": 2},
+    "one-boundary": {"boundaries": (4,)},
+    "scaled-rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "own-embedding": {"own_embedding": True},
+    "shared-lm-head": {"own_lm_head": False, "draft_vocab_size": 40},
+}
+STEPS = 4
+
+
+def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
+    """Logits (V') of each step when drafting behind token `index` + 1, told the true tokens as it goes."""
+    runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+    seen = {boundary: states[:, : index + 1] for boundary, states in features(text, made.config.boundaries).items()}
+    runner.ingest([0], [text[1 : index + 2]], seen)
+    logits = [runner.begin([0])[0, 0]]
+    for step in range(1, STEPS):
+        following = torch.tensor([[text[index + 1 + step]]])
+        logits.append(runner.descend(following, torch.zeros(1, 1, dtype=torch.int64))[0, 0])
+    return logits
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: bool) -> None:
+    made, text = head(**VARIANTS[variant]), tokens(14)
+    settings = Eagle3Settings(steps=STEPS, gradient_checkpointing=checkpointed)
+    objective = Eagle3Objective(made, FrozenTarget.of(model()), settings)
+    steps = list(objective.unroll(batch_of([text], made.config.boundaries)))
+    runner = HeadRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
+    for index in (0, 3, 7):
+        for unrolled, expected in zip(steps, drafted(made, text, index), strict=True):
+            found = runner.logits(unrolled.output)[0, index]
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_packed_document_is_unrolled_as_if_it_were_alone() -> None:
+    made = head()
+    objective = Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=3))
+    first, second = tokens(9, seed=4), tokens(11, seed=5)
+    together = list(objective.unroll(batch_of([first, second], made.config.boundaries, padding=4)))
+    for document, start in ((first, 0), (second, 9)):
+        alone = list(objective.unroll(batch_of([document], made.config.boundaries)))
+        for packed, single in zip(together, alone, strict=True):
+            # The last entries read tokens behind the document's end, which differ; they do not count.
+            inner = len(document) - 2 - packed.step
+            torch.testing.assert_close(
+                packed.output[:, start : start + inner], single.output[:, :inner], atol=2e-5, rtol=1e-4
+            )
+            assert torch.equal(packed.counted[:, start : start + len(document)], single.counted)
+    assert not together[0].counted[:, 20:].any()
+
+
+def test_branches_of_a_tree_equal_separate_chains() -> None:
+    made, text = head(), tokens(10)
+    seen = features(text[:-1], made.config.boundaries)
+
+    def start() -> HeadRunner:
+        runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+        runner.ingest([0], [text[1:]], seen)
+        runner.begin([0])
+        return runner
+
+    tree = start()
+    tree.descend(torch.tensor([[3, 7, 9]]), torch.tensor([[0, 0, 0]]))
+    logits = tree.descend(torch.tensor([[1, 2, 5, 6]]), torch.tensor([[2, 0, 0, 1]]))
+    for place, (above, token) in enumerate([(9, 1), (3, 2), (3, 5), (7, 6)]):
+        chain = start()
+        chain.descend(torch.tensor([[above]]), torch.tensor([[0]]))
+        alone = chain.descend(torch.tensor([[token]]), torch.tensor([[0]]))
+        torch.testing.assert_close(logits[0, place], alone[0, 0], atol=2e-5, rtol=1e-4)
+
+
+def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, text = head(), tokens(23)
+    seen = features(text[:-1], made.config.boundaries)
+    found = []
+    for piece in (512, 5):
+        monkeypatch.setattr("forerun.drafters.heads.runner.PIECE", piece)
+        runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+        runner.ingest([0], [text[1:]], seen)
+        found.append(runner.begin([0]))
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-4)

@@ -1,0 +1,99 @@
+"""What the tests of training-time test share: a tiny target, heads for it, and features of a text."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.target import Target
+from forerun.training.batch import FeatureBatch, TokenBatch
+from forerun.types import LAST_HIDDEN
+
+VOCABULARY = 40
+HIDDEN = 32
+
+
+@functools.cache
+def model() -> LlamaForCausalLM:
+    """A random Llama of four layers in float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def head(**options: Any) -> EagleHead:
+    """A random EAGLE-3 head for `model()`; a reduced vocabulary unless the options say otherwise."""
+    torch.manual_seed(1)
+    given = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": 30,
+        "boundaries": (1, 2, 3),
+        "initializer_range": 0.2,
+        **options,
+    }
+    made = EagleHead(EagleConfig(**given)).eval()
+    for name, weight in made.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    if made.config.reduced_vocabulary:
+        ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
+        made.set_vocabulary(ids.sort().values)
+    return made
+
+
+def tokens(length: int, seed: int = 3) -> list[int]:
+    """A random text."""
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def features(text: list[int], boundaries: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """boundary -> (1, S, H), and `LAST_HIDDEN`, by the engine's own target."""
+    target = Target(model(), rows=1, slots=len(text) + 1)
+    scored = target.prefill([0], [text], signals={*boundaries, LAST_HIDDEN})
+    return {boundary: states.clone() for boundary, states in scored.signals.items()}
+
+
+def batch_of(documents: list[list[int]], boundaries: tuple[int, ...], padding: int = 0) -> FeatureBatch:
+    """One packed row; every token counts."""
+    parts = [features(document, boundaries) for document in documents]
+    lengths = [len(document) for document in documents]
+    size = sum(lengths) + padding
+    flat = [token for document in documents for token in document] + [0] * padding
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
+    positions = [place for length in lengths for place in range(length)] + [0] * padding
+    joined = {
+        boundary: torch.cat([part[boundary] for part in parts] + [torch.zeros(1, padding, HIDDEN)], dim=1)
+        for boundary in parts[0]
+    }
+    return FeatureBatch(
+        batch=TokenBatch(
+            tokens=torch.tensor([flat]),
+            loss_mask=torch.tensor([[number >= 0 for number in numbers]]),
+            documents=torch.tensor([numbers]),
+            positions=torch.tensor([positions]),
+        ),
+        features={boundary: states.view(1, size, HIDDEN) for boundary, states in joined.items()},
+    )
