@@ -1,0 +1,306 @@
+"""``forerun features``: store the target's hidden states for prepared data, to train heads from without the target."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from forerun.cli import console
+from forerun.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from forerun.training.features.extract import Documents, Source
+    from forerun.training.features.manifest import FeatureManifest
+    from forerun.training.features.probe import ProbeReport
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wish:
+    """What was asked for."""
+
+    target: str
+    boundaries: tuple[int, ...] | None
+    source: str
+    dtype: str
+    device: str | None
+    batch_tokens: int
+    probing: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What is known before a weight is loaded."""
+
+    wish: _Wish
+    directory: Path
+    """Of the target."""
+    config: Any
+    num_layers: int
+    longest: int
+    """Tokens of the longest document."""
+    boundaries: tuple[int, ...]
+
+
+def features(
+    *,
+    target: str,
+    data: Path,
+    output: Path,
+    boundaries: str | None = None,
+    dtype: str = "bfloat16",
+    source: Literal["transformers", "vllm"] = "transformers",
+    shard_gib: float = 1.0,
+    batch_tokens: int = 8192,
+    target_dtype: str = "auto",
+    device: str | None = None,
+    probe: bool = True,
+    yes: Annotated[bool, Parameter(negative="", alias="-y")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
+
+    Parameters
+    ----------
+    target
+        Directory or hub id of a Hugging Face causal LM.
+    data
+        Directory that `forerun data prepare` wrote.
+    output
+        Directory for the features; must be new, or hold these features unfinished.
+    boundaries
+        Layers after which to read, such as 2,16,29; EAGLE-3's choice if not given. The last state is always stored.
+    dtype
+        bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32.
+    source
+        What runs the target.
+    shard_gib
+        Size of a shard in GiB; an interrupted run keeps whole documents, a killed one whole shards.
+    batch_tokens
+        Most tokens of a pass.
+    target_dtype
+        auto (the checkpoint's own), float32, bfloat16 or float16.
+    device
+        cpu, cuda, cuda:1, ...; the accelerator if there is one.
+    probe
+        Compare the source with the target's own hidden states first; loads the target once more for vllm.
+    yes
+        Do not ask before writing.
+    json
+        One JSON object on stdout at the end.
+    """
+    if shard_gib <= 0 or batch_tokens < 1:
+        raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {shard_gib} and {batch_tokens}")
+    wish = _Wish(
+        target=target,
+        boundaries=_numbers(boundaries),
+        source=source,
+        dtype=target_dtype,
+        device=device,
+        batch_tokens=batch_tokens,
+        probing=probe,
+    )
+    with console.working("looking at the data and the target"):
+        prepared = open_data(data)
+        manifest, plan = _look(wish, prepared, dtype)
+    if not _agreed(manifest, output, yes=yes):
+        return 0
+    report = _extract(plan, prepared, manifest, output, max(1, int(shard_gib * GIB)))
+    return _done(output, manifest, report, json=json)
+
+
+def open_data(directory: Path) -> Documents:
+    """The prepared data in a directory.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not directory.is_dir():
+        raise DataError(f"there is no directory {directory}: expected what forerun data prepare wrote")
+    from forerun.training.data.store import PreparedData
+
+    return PreparedData.open(directory)
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, got {text!r}") from error
+
+
+def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest, _Plan]:
+    """Everything that can be refused before a weight is loaded."""
+    from transformers import AutoTokenizer
+
+    from forerun.cli.session import quiet_libraries
+    from forerun.drafters.heads.config import default_boundaries
+    from forerun.target.load import LoadOptions, read_config
+    from forerun.target.support import context_length
+    from forerun.training.features import extract
+    from forerun.training.features.online import check_boundaries
+
+    quiet_libraries()
+    config = read_config(wish.target, LoadOptions())
+    text = config.get_text_config(decoder=True)
+    layers: int = text.num_hidden_layers
+    chosen = check_boundaries(default_boundaries(layers) if wish.boundaries is None else wish.boundaries, layers)
+    lengths = extract.document_lengths(prepared)
+    # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
+    extract.check_lengths(lengths, context_length(text) - (2 if wish.source == "vllm" else 0))
+    directory = _directory(wish.target)
+    manifest = extract.describe(
+        directory,
+        wish.target,
+        AutoTokenizer.from_pretrained(directory),
+        prepared,
+        chosen,
+        hidden_size=text.hidden_size,
+        dtype=dtype,
+        source=wish.source,
+    )
+    plan = _Plan(
+        wish=wish,
+        directory=directory,
+        config=config,
+        num_layers=layers,
+        longest=max(lengths),
+        boundaries=chosen,
+    )
+    return manifest, plan
+
+
+def _directory(target: str) -> Path:
+    """The target's files on this machine, downloaded if need be."""
+    path = Path(target).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    from forerun.target.load import explained
+
+    try:
+        return Path(snapshot_download(target, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+    except Exception as error:
+        raise explained(target, error) from error
+
+
+def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:
+    """Say how much it will take, and ask where somebody can answer."""
+    from forerun.training.features.manifest import bytes_needed, check_room, human
+
+    total = bytes_needed(manifest.tokens, manifest.hidden_size, len(manifest.boundaries), manifest.dtype)
+    present = sum(path.stat().st_size for path in output.glob("shard-*.bin")) if output.is_dir() else 0
+    free = check_room(output, total - present)
+    ids = ", ".join(map(str, manifest.boundaries))
+    already = f", {human(present)} of it are there" if present else ""
+    console.log().print(
+        f"{manifest.documents} documents, {manifest.tokens} tokens x {human(manifest.record_bytes)} "
+        f"(boundaries {ids} and the last state, {manifest.dtype}) = {human(total)}{already}; "
+        f"{human(free)} free in {output}",
+        soft_wrap=True,
+        markup=False,
+    )
+    if yes or not (sys.stdin is not None and sys.stdin.isatty() and console.log().is_terminal):
+        return True
+    console.log().print("Write them? [y/N] ", end="", markup=False)
+    return sys.stdin.readline().strip().casefold() in ("y", "yes")
+
+
+def _extract(
+    plan: _Plan, prepared: Documents, manifest: FeatureManifest, output: Path, shard_bytes: int
+) -> ProbeReport | None:
+    from forerun.training.features import extract
+    from forerun.training.features.store import FeatureWriter
+
+    with FeatureWriter(output, manifest, shard_bytes=shard_bytes) as writer:
+        if len(writer.done) == manifest.documents:
+            return None
+        with _source(plan, prepared) as (source, report):
+            if report is not None:
+                report.require()
+            try:
+                with _bar(writer.tokens, manifest.tokens) as progress:
+                    extract.extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=progress)
+            except KeyboardInterrupt:
+                console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
+                raise
+    return report
+
+
+@contextmanager
+def _source(plan: _Plan, prepared: Documents) -> Iterator[tuple[Source, ProbeReport | None]]:
+    """The loaded source and, if wished, how it compares with the target's own hidden states."""
+    from forerun.training.features import extract
+    from forerun.training.features.online import OnlineFeatures
+    from forerun.training.features.probe import compare, probe, reference_states
+
+    tokens = [extract.sample(prepared)]
+    if plan.wish.source == "transformers":
+        model = _load(plan, plan.wish.device)
+        online = OnlineFeatures(model, plan.boundaries)
+        yield online, probe(model, online.documents, tokens) if plan.wish.probing else None
+        return
+    from forerun.training.features.final_norm import FinalNorm
+    from forerun.training.features.vllm_source import VllmFeatures, require_vllm
+
+    require_vllm()
+    # The reference is computed and forgotten before vLLM takes the device.
+    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.wish.probing else None
+    engine = VllmFeatures(
+        str(plan.directory),
+        plan.boundaries,
+        FinalNorm(plan.directory, plan.config),
+        num_layers=plan.num_layers,
+        max_tokens=plan.longest,
+        batch_tokens=plan.wish.batch_tokens,
+        engine_options={"dtype": plan.wish.dtype},
+    )
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        yield engine, None if reference is None else compare(engine.documents(tokens), [reference])
+
+
+def _load(plan: _Plan, device: str | None) -> Any:
+    from forerun.target.load import LoadOptions, open_model
+
+    options = LoadOptions(dtype=plan.wish.dtype, device=device)
+    with console.working(f"loading {plan.wish.target}"):
+        return open_model(plan.directory, options, plan.config, quiet=True)
+
+
+@contextmanager
+def _bar(done: int, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of tokens on stderr; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    log = console.log()
+    with Progress(*columns, console=log, disable=not log.is_terminal) as progress:
+        task = progress.add_task("tokens", total=total, completed=done)
+        yield lambda count: progress.advance(task, count)
+
+
+def _done(output: Path, manifest: FeatureManifest, report: ProbeReport | None, *, json: bool) -> int:
+    from forerun.training.features.manifest import human
+    from forerun.training.features.store import FeatureStore
+
+    store = FeatureStore.open(output, manifest)
+    if json:
+        checks = None if report is None else [asdict(check) for check in report.checks]
+        facts = {"directory": str(output), "bytes": store.nbytes(), **asdict(manifest), "probe": checks}
+        console.write_json(facts)
+        return 0
+    for check in () if report is None else report.checks:
+        console.log().print(check.summary, markup=False)
+    console.out().print(f"{output}: {len(store)} documents, {manifest.tokens} tokens, {human(store.nbytes())}")
+    return 0

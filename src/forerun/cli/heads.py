@@ -1,0 +1,56 @@
+"""``forerun heads [TARGET]``: public EAGLE-3 heads that others have reported. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cli import console
+from forerun.training.heads_catalogue import KnownHead, known_heads, suggest
+
+
+def heads(target: str | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """List known public EAGLE-3 heads, as others reported them.
+
+    Parameters
+    ----------
+    target
+        Hub id, directory or part of the name of a target; all targets if not given.
+    json
+        A JSON list on stdout instead of the table.
+    """
+    found = list(known_heads()) if target is None else suggest(target) or _containing(target)
+    if json:
+        console.write_json([asdict(head) for head in found])
+        return 0
+    if not found:
+        console.warn(f"no public EAGLE-3 head is known for {target}. All that are: forerun heads")
+        return 0
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("target", "head", "format", "boundaries", "accepted", "reported by"):
+        table.add_column(title, no_wrap=title == "target")
+    for head in found:
+        table.add_row(Text(head.target, "bold"), *_cells(head))
+    console.out().print(table)
+    loadable = next((head for head in found if head.model), None)
+    if target is not None and loadable is not None:
+        console.out().print(f"--drafter {loadable.drafter} --drafter-model {loadable.model}")
+    return 0
+
+
+def _containing(part: str) -> list[KnownHead]:
+    wanted = part.rsplit("/", 1)[-1].casefold()
+    return [head for head in known_heads() if wanted in head.target.casefold()]
+
+
+def _cells(head: KnownHead) -> list[Text]:
+    length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f} ({head.conditions})"
+    boundaries = ",".join(map(str, head.boundaries)) if head.boundaries else ""
+    # A name without a hub id is shown paler: it cannot be passed on.
+    name = Text(head.named, "" if head.model else "dim")
+    return [name, Text(head.format or ""), Text(boundaries), Text(length), Text(head.collection)]

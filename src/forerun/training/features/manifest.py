@@ -1,0 +1,237 @@
+"""What a feature store was made from and how: the manifest, the target's hash, and how many bytes a store takes.
+
+Knows neither shards nor loaded models; whoever reads features compares manifests first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import ArgumentError, CheckpointError, DataError
+from forerun.target.headers import weight_files
+from forerun.types import Signal
+
+VERSION = 1
+"""Of the format on disk."""
+FILE = "manifest.json"
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+"""How states may be stored. float8 takes half the bytes; every state then has a float32 scale of its own."""
+SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SCALE_BYTES = 4
+
+_DEALS_WITH = {
+    "version": "the format",
+    "target_hash": "the target",
+    "boundaries": "the boundaries",
+    "hidden_size": "the target's hidden size",
+    "tokenizer_hash": "the tokenizer",
+    "template_hash": "the chat template",
+    "data_hash": "the prepared data",
+    "documents": "the number of documents",
+    "tokens": "the number of tokens",
+    "dtype": "the stored dtype",
+    "source": "the source",
+}
+"""Manifest fields that must agree, in words; the target's name may differ (a directory may have moved)."""
+_READER_IGNORES = ("dtype", "source")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureManifest:
+    """What makes two sets of features the same."""
+
+    version: int = VERSION
+    target: str
+    """Directory or hub id, for people."""
+    target_hash: str
+    """Of configuration and weight files, see `target_hash`."""
+    boundaries: tuple[Signal, ...]
+    """In the order of the records; `LAST_HIDDEN` follows and is not listed."""
+    dtype: str
+    """One of `DTYPES`."""
+    hidden_size: int
+    """Of the target."""
+    tokenizer_hash: str
+    """Of its vocabulary, see `data.identity.TokenizerIdentity`."""
+    template_hash: str
+    """Of its chat template; empty where there is none."""
+    data_hash: str
+    """Of the prepared data."""
+    documents: int
+    """In the prepared data, not only in finished shards."""
+    tokens: int
+    source: str = "transformers"
+    """What ran the target: transformers or vllm; their numbers differ by rounding."""
+
+    @property
+    def states(self) -> int:
+        """Vectors of a token: one per boundary, and `LAST_HIDDEN`."""
+        return len(self.boundaries) + 1
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one token."""
+        return record_bytes(self.hidden_size, self.states, self.dtype)
+
+    def write(self, directory: Path) -> None:
+        """Save as ``manifest.json``; a killed run leaves the old file or the new one."""
+        write_json(directory / FILE, asdict(self))
+
+    @classmethod
+    def read(cls, directory: Path) -> FeatureManifest:
+        """The manifest of a store.
+
+        Raises:
+            DataError: there is none, it is broken, or it was written by another version.
+        """
+        path = directory / FILE
+        try:
+            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if stored["version"] != VERSION:
+                raise DataError(f"{path} has format version {stored['version']}, this forerun reads {VERSION}")
+            return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
+        except FileNotFoundError as error:
+            raise DataError(f"{directory} is no feature store: it holds no {FILE} (see: forerun features)") from error
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} is corrupt: {error}") from error
+
+    def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
+        """Compare this stored manifest with the one that is wanted.
+
+        Args:
+            reading: the stored dtype and source may be any; a resumed extraction must keep them.
+
+        Raises:
+            DataError: they differ; names each field with both values.
+        """
+        names = [name for name in _DEALS_WITH if not (reading and name in _READER_IGNORES)]
+        values = [(name, getattr(self, name), getattr(wanted, name)) for name in names]
+        found = [
+            f"{_DEALS_WITH[name]} ({name}): stored {_shown(stored)}, wanted {_shown(asked)}"
+            for name, stored, asked in values
+            if stored != asked
+        ]
+        if found:
+            raise DataError(
+                f"the features in {directory} (of {self.target}) do not belong to this run on {wanted.target}. "
+                f"{'; '.join(found)}. Extract them again into another directory, or use what they were made from."
+            )
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+assert {field.name for field in fields(FeatureManifest)} == {*_DEALS_WITH, "target"}
+
+
+def dtype_named(name: str) -> str:
+    """The stored dtype's full name.
+
+    Raises:
+        ArgumentError: not one of `DTYPES` or `SHORT`.
+    """
+    full = SHORT.get(name, name)
+    if full not in DTYPES:
+        raise ArgumentError(f"features are stored as bfloat16, float8, float16 or float32, not {name!r}")
+    return full
+
+
+def record_bytes(hidden_size: int, states: int, dtype: str) -> int:
+    """Bytes of one token: `states` vectors of `hidden_size`, and for float8 one scale for each."""
+    scale = SCALE_BYTES if dtype == "float8_e4m3fn" else 0
+    return states * (hidden_size * DTYPES[dtype].itemsize + scale)
+
+
+def bytes_needed(tokens: int, hidden_size: int, boundaries: int, dtype: str) -> int:
+    """Bytes of a whole store, its index aside, `LAST_HIDDEN` included: 32 KiB a token for three boundaries of 4096."""
+    return tokens * record_bytes(hidden_size, boundaries + 1, dtype)
+
+
+def check_room(directory: Path, needed: int) -> int:
+    """Free bytes where `directory` is or will be.
+
+    Raises:
+        DataError: fewer than `needed`.
+    """
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise DataError(
+            f"the features still need {human(needed)}, but {existing} has {human(free)} free: choose another "
+            "directory, store them as float8, take fewer boundaries or less data, or train online without storing them"
+        )
+    return free
+
+
+def human(count: int) -> str:
+    """A number of bytes in the unit that suits it."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write under a temporary name, then rename."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    partial.replace(path)
+
+
+# --- the target's hash ----------------------------------------------------------------------------------------------
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
+
+def target_hash(directory: Path) -> str:
+    """SHA-256 of a checkpoint: its configuration, its weight files' headers, and samples of their contents.
+
+    Headers alone are the same for every fine-tune of a model; 64 KiB spread over each file tell them apart without
+    reading the rest.
+
+    Raises:
+        CheckpointError: no configuration or no weights there.
+    """
+    digest = hashlib.sha256()
+    try:
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}: its config.json cannot be read ({error})") from error
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in weight_files(directory):
+        digest.update(path.name.encode())
+        for piece in _pieces(path):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(path: Path) -> Iterable[bytes]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        start = 8 + int.from_bytes(head, "little")
+        yield head + file.read(start - 8) + size.to_bytes(8, "little")
+        step = max(1, (size - start) // _SAMPLES)
+        for offset in range(start, size, step):
+            file.seek(offset)
+            yield file.read(_SAMPLE_BYTES)

@@ -1,0 +1,338 @@
+"""Features on disk: shards of fixed records, memory-mapped, with a manifest that says what they belong to.
+
+A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
+record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
+second names the shard's documents, their lengths in tokens, and its size in bytes; a shard counts once it is there.
+Knows no model and no window: documents go in and come out whole or in part.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import ArgumentError, DataError, NumericError
+from forerun.training.features.manifest import (
+    DTYPES,
+    SCALE_BYTES,
+    FeatureManifest,
+    human,
+    write_json,
+)
+from forerun.types import LAST_HIDDEN, Signal
+
+SHARD_BYTES = 1 << 30
+"""Size at which a shard is finished."""
+_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One finished shard."""
+
+    path: Path
+    """The ``.bin`` file."""
+    documents: tuple[int, ...]
+    """In the order in which they stand in the file."""
+    lengths: tuple[int, ...]
+    """Tokens of each."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    shard: int
+    offset: int
+    """Tokens before it in the shard."""
+    length: int
+
+
+class FeatureWriter:
+    """Adds documents to a store, shard by shard; opening an unfinished one goes on after its last finished shard.
+
+    A context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document.
+    """
+
+    def __init__(self, directory: Path, manifest: FeatureManifest, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Start or resume.
+
+        Raises:
+            DataError: the directory holds other features, a broken shard, or files that are no feature store.
+            ArgumentError: shard_bytes is below 1.
+        """
+        if shard_bytes < 1:
+            raise ArgumentError(f"a shard needs at least one byte, got {shard_bytes}")
+        self.directory, self.manifest, self._shard_bytes = directory, manifest, shard_bytes
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.glob("shard-*.json")):
+            FeatureManifest.read(directory).refuse_other(manifest, directory, reading=False)
+        elif any(not path.name.startswith(("manifest.json", "shard-")) for path in directory.iterdir()):
+            raise DataError(f"{directory} is not empty and no feature store: choose another directory")
+        else:
+            manifest.write(directory)
+        self._shards = finished_shards(directory, manifest)
+        for stale in directory.glob("*.partial"):
+            stale.unlink()
+        self.done: set[int] = {document for shard in self._shards for document in shard.documents}
+        """Documents in finished shards and in the open one."""
+        self._file: BinaryIO | None = None
+        self._open: list[tuple[int, int]] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in finished shards and in the open one."""
+        finished = sum(sum(shard.lengths) for shard in self._shards)
+        return finished + sum(length for _, length in self._open)
+
+    @property
+    def shards(self) -> int:
+        """Finished shards."""
+        return len(self._shards)
+
+    def append(self, document: int, features: Mapping[Signal, Tensor]) -> None:
+        """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`.
+
+        Raises:
+            DataError: it is there already, its states do not fit the manifest, or the disk is full.
+            NumericError: a state is NaN or infinite.
+        """
+        if document in self.done:
+            raise DataError(f"document {document} is in {self.directory} already")
+        records = encode(features, self.manifest, f"document {document}")
+        try:
+            if self._file is None:
+                self._file = self._path(".bin.partial").open("wb")
+            self._file.write(records.data)
+        except OSError as error:
+            raise self._explained(error) from error
+        # One statement, so that Ctrl-C finds the document either counted or not.
+        self._open.append((document, len(records)))
+        self.done.add(document)
+        if self._open_bytes() >= self._shard_bytes:
+            self._seal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        if self._open and (error is None or not _is_full(error)):
+            self._seal()
+        else:
+            self._file.close()
+            self._path(".bin.partial").unlink(missing_ok=True)
+
+    def _path(self, suffix: str) -> Path:
+        return self.directory / f"shard-{len(self._shards):05d}{suffix}"
+
+    def _open_bytes(self) -> int:
+        return sum(length for _, length in self._open) * self.manifest.record_bytes
+
+    def _seal(self) -> None:
+        """Finish the open shard: first its bytes are on the disk, then its record says so."""
+        assert self._file is not None
+        size, documents, lengths = self._open_bytes(), *zip(*self._open, strict=True)
+        try:
+            # An interrupted write may have left part of a document behind the last whole one.
+            self._file.truncate(size)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            path = self._path(".bin")
+            self._path(".bin.partial").replace(path)
+            write_json(self._path(".json"), {"documents": documents, "lengths": lengths, "bytes": size})
+        except OSError as error:
+            raise self._explained(error) from error
+        self._file, self._open = None, []
+        self._shards.append(Shard(path=path, documents=documents, lengths=lengths, size=size))
+
+    def _explained(self, error: OSError) -> Exception:
+        if not _is_full(error):
+            return error
+        return DataError(
+            f"the disk is full: shard {len(self._shards)} in {self.directory} could not be written. The "
+            f"{len(self._shards)} finished shards are safe; make room (a shard takes up to "
+            f"{human(self._shard_bytes)}) and run the same command again to go on."
+        )
+
+
+class FeatureStore:
+    """A finished store, read through memory maps; many processes may read it at once."""
+
+    def __init__(self, directory: Path, manifest: FeatureManifest, shards: Sequence[Shard]) -> None:
+        """Take finished shards as they are; most callers want `open`."""
+        self.directory, self.manifest = directory, manifest
+        self._shards = tuple(shards)
+        self._places = dict(_places(shards))
+        self._maps: dict[int, np.memmap[tuple[int, int], np.dtype[np.uint8]]] = {}
+
+    @classmethod
+    def open(cls, directory: str | Path, wanted: FeatureManifest | None = None) -> FeatureStore:
+        """Open a store that is complete and, with `wanted`, made from the same target, tokenizer and data.
+
+        Raises:
+            DataError: not a store, of something else (both values are named), unfinished, or a shard is cut short.
+        """
+        directory = Path(directory)
+        manifest = FeatureManifest.read(directory)
+        if wanted is not None:
+            manifest.refuse_other(wanted, directory, reading=True)
+        shards = finished_shards(directory, manifest)
+        held = sum(len(shard.documents) for shard in shards)
+        if held != manifest.documents:
+            raise DataError(
+                f"{directory} is unfinished: it holds {held} of {manifest.documents} documents; run the same "
+                "forerun features command again to go on"
+            )
+        return cls(directory, manifest, shards)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def length(self, document: int) -> int:
+        """Tokens of a document.
+
+        Raises:
+            DataError: there is no such document.
+        """
+        return self._place(document).length
+
+    def read(
+        self, document: int, offset: int = 0, length: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> dict[Signal, Tensor]:
+        """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`.
+
+        Args:
+            dtype: of the result; by default as stored, and bfloat16 for float8.
+
+        Raises:
+            DataError: no such document, or it ends before ``offset + length``.
+        """
+        place = self._place(document)
+        length = place.length - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > place.length:
+            raise DataError(
+                f"document {document} has {place.length} tokens of features, tokens {offset}..{offset + length} were "
+                f"asked for: {self.directory} is of other data"
+            )
+        start = place.offset + offset
+        return decode(np.array(self._map(place.shard)[start : start + length]), self.manifest, dtype)
+
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self._shards)
+
+    def _place(self, document: int) -> _Place:
+        if document not in self._places:
+            raise DataError(f"{self.directory} holds no document {document}; it has {len(self._places)} documents")
+        return self._places[document]
+
+    def _map(self, shard: int) -> np.memmap[tuple[int, int], np.dtype[np.uint8]]:
+        if shard not in self._maps:
+            entry, width = self._shards[shard], self.manifest.record_bytes
+            self._maps[shard] = np.memmap(entry.path, np.uint8, "r", shape=(entry.size // width, width))
+        return self._maps[shard]
+
+
+def encode(
+    features: Mapping[Signal, Tensor], manifest: FeatureManifest, name: str
+) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """States (L, Ht) by boundary -> records (L, record_bytes).
+
+    Raises:
+        DataError: a boundary is missing or misshapen. NumericError: NaN or infinity. Both name `name`.
+    """
+    dtype, parts, scales = DTYPES[manifest.dtype], [], []
+    length = len(next(iter(features.values()), torch.empty(0)))
+    for signal in (*manifest.boundaries, LAST_HIDDEN):
+        if signal not in features or features[signal].shape != (length, manifest.hidden_size):
+            shape = tuple(features[signal].shape) if signal in features else "nothing"
+            raise DataError(
+                f"{name}, boundary {signal}: expected states ({length}, {manifest.hidden_size}), got {shape}"
+            )
+        states = features[signal].detach().cpu()
+        if dtype == torch.float8_e4m3fn:
+            states = states.float()
+            scale = (states.abs().amax(-1, keepdim=True) / _FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+            states = (states / scale).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
+            scales.append(scale)
+        stored = states.to(dtype).contiguous()
+        if not torch.isfinite(stored.float()).all():
+            raise NumericError(f"{name}, boundary {signal}: NaN or infinite states in {manifest.dtype}; not stored")
+        parts.append(stored.view(torch.uint8))
+    parts += [scale.view(torch.uint8) for scale in scales]
+    packed: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = torch.cat(parts, dim=1).numpy()
+    return packed
+
+
+def decode(
+    records: np.ndarray[tuple[int, int], np.dtype[np.uint8]], manifest: FeatureManifest, dtype: torch.dtype | None
+) -> dict[Signal, Tensor]:
+    """Records (L, record_bytes) -> states (L, Ht) by boundary; the inverse of `encode` up to rounding."""
+    stored, signals = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
+    raw = torch.from_numpy(records)
+    width = manifest.hidden_size * stored.itemsize
+    small = stored == torch.float8_e4m3fn
+    wanted = dtype or (torch.bfloat16 if small else stored)
+    found = {}
+    for index, signal in enumerate(signals):
+        states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
+        if small:
+            start = len(signals) * width + index * SCALE_BYTES
+            states = states.float() * raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
+        found[signal] = states.to(wanted)
+    return found
+
+
+def finished_shards(directory: Path, manifest: FeatureManifest) -> list[Shard]:
+    """The shards whose record was written, in order.
+
+    Raises:
+        DataError: a shard is missing, cut short or changed; named with both sizes.
+    """
+    shards: list[Shard] = []
+    for index, path in enumerate(sorted(directory.glob("shard-*.json"))):
+        if path.stem != f"shard-{index:05d}":
+            raise DataError(f"{directory}: shard-{index:05d}.json is missing, {path.name} is there")
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            documents, lengths, size = tuple(record["documents"]), tuple(record["lengths"]), int(record["bytes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is corrupt: {error}") from error
+        data = path.with_suffix(".bin")
+        actual = data.stat().st_size if data.exists() else 0
+        expected = sum(lengths) * manifest.record_bytes
+        if actual != size or size != expected or len(documents) != len(lengths):
+            raise DataError(
+                f"{data} is cut short or was changed: {actual} bytes, expected {expected}; delete it and {path.name} "
+                "and all later shards, then run the same forerun features command again"
+            )
+        shards.append(Shard(path=data, documents=documents, lengths=lengths, size=size))
+    return shards
+
+
+def _places(shards: Sequence[Shard]) -> Iterator[tuple[int, _Place]]:
+    for index, shard in enumerate(shards):
+        offset = 0
+        for document, length in zip(shard.documents, shard.lengths, strict=True):
+            yield document, _Place(shard=index, offset=offset, length=length)
+            offset += length
+
+
+def _is_full(error: BaseException) -> bool:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,0 +1,150 @@
+"""Features from vLLM, through its ``extract_hidden_states`` speculative method and the connector that writes files.
+
+Follows vLLM's documentation (docs.vllm.ai, features/speculative_decoding/extract_hidden_states; vllm >= 0.18): layer
+ids are boundaries, a prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, and the
+last boundary is before the final norm. Imports vllm when it is used. What it captures must be probed like any source's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forerun.errors import ArgumentError, DataError
+from forerun.training.features.online import check_boundaries
+from forerun.types import LAST_HIDDEN, Signal
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+
+
+class VllmFeatures:
+    """An offline vLLM engine that captures the target's residual stream; close it to free the files."""
+
+    def __init__(
+        self,
+        target: str,
+        boundaries: Sequence[Signal],
+        norm: Callable[[Tensor], Tensor],
+        *,
+        num_layers: int,
+        max_tokens: int,
+        batch_tokens: int = 8192,
+        scratch: Path | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start vLLM.
+
+        Args:
+            target: directory or hub id.
+            norm: raw states at the last boundary -> LAST_HIDDEN, see `final_norm.FinalNorm`.
+            num_layers: of the target.
+            max_tokens: of the longest document.
+            batch_tokens: most tokens of a pass.
+            scratch: where the connector writes, by default a temporary directory; memory-backed is fastest.
+            engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size.
+
+        Raises:
+            ArgumentError: vllm is not installed, or a boundary is out of range.
+        """
+        self.boundaries = check_boundaries(boundaries, num_layers)
+        self._norm = norm
+        self._ids = sorted({*self.boundaries, num_layers})
+        self._last = num_layers
+        vllm = require_vllm()
+        self._connector = importlib.import_module(CONNECTOR)
+        transfer = importlib.import_module("vllm.config.kv_transfer").KVTransferConfig
+        self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-", dir=scratch)
+        # The prompt, the one token that is generated, and the one speculative slot must fit.
+        longest = max_tokens + 2
+        try:
+            self._engine = vllm.LLM(
+                model=target,
+                max_model_len=longest,
+                max_num_batched_tokens=max(batch_tokens, longest),
+                # A cached prefix would not be run, and its states not captured; a chunked prompt only in part.
+                enable_prefix_caching=False,
+                enable_chunked_prefill=False,
+                speculative_config={
+                    "method": "extract_hidden_states",
+                    "num_speculative_tokens": 1,
+                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._ids}},
+                },
+                kv_transfer_config=transfer(
+                    kv_connector="ExampleHiddenStatesConnector",
+                    kv_role="kv_producer",
+                    kv_connector_extra_config={"shared_storage_path": self._folder.name},
+                ),
+                **dict(engine_options or {}),
+            )
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        self._sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0)
+
+    @property
+    def signals(self) -> tuple[Signal, ...]:
+        """What `documents` gives: the boundaries, then `LAST_HIDDEN`."""
+        return (*self.boundaries, LAST_HIDDEN)
+
+    def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Signal, Tensor]]:
+        """The states (L, Ht) of whole documents on the CPU.
+
+        Raises:
+            DataError: vLLM answered without states, or with those of other tokens or layers.
+        """
+        prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
+        outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
+        return [self._states(tokens, output) for tokens, output in zip(documents, outputs, strict=True)]
+
+    def close(self) -> None:
+        """Forget the engine and delete what its connector left."""
+        del self._engine
+        self._folder.cleanup()
+
+    def _states(self, tokens: Sequence[int], output: Any) -> dict[Signal, Tensor]:
+        path = (getattr(output, "kv_transfer_params", None) or {}).get("hidden_states_path")
+        if path is None:
+            raise DataError(
+                "vLLM gave no hidden_states_path: this version or this model does not support extract_hidden_states; "
+                "use --source transformers"
+            )
+        found = self._load(path)
+        states, ids = found["hidden_states"], found["token_ids"].tolist()
+        size = len(tokens)
+        if ids[:size] != list(tokens):
+            raise DataError(f"vLLM returned the states of other tokens ({len(ids)}) than those it was given ({size})")
+        if states.dim() != 3 or len(states) < size or states.shape[1] != len(self._ids):
+            raise DataError(
+                f"vLLM returned states {tuple(states.shape)}, expected {size} tokens x {len(self._ids)} boundaries"
+            )
+        by_id = {boundary: states[:size, place] for place, boundary in enumerate(self._ids)}
+        kept = {boundary: by_id[boundary] for boundary in self.boundaries}
+        return {**kept, LAST_HIDDEN: self._norm(by_id[self._last])}
+
+    def _load(self, path: str) -> Mapping[str, Tensor]:
+        """The connector's file, which is then deleted; the first releases wrote it at once and had no helpers."""
+        load = getattr(self._connector, "load_hidden_states", load_file)
+        found: Mapping[str, Tensor] = load(path)
+        for name in (path, f"{path}.lock"):
+            Path(name).unlink(missing_ok=True)
+        return found
+
+
+def require_vllm() -> Any:
+    """The package vllm.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
+    try:
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise ArgumentError(
+            "the source vllm needs the package vllm (0.18 or newer): pip install vllm, or use --source transformers"
+        ) from error

@@ -1,0 +1,133 @@
+"""``forerun features`` on a tiny target: says how much beforehand, goes on where it stopped, refuses clearly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli.conftest import Ran
+from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import PreparedWriter
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.features.probe import reference_states
+from forerun.training.features.store import FeatureStore
+
+Forerun = Callable[..., Ran]
+TEXTS = ["the cat sat on the mat", "the dog", "the dog sat on the log and the cat sat on the dog", "a mat"]
+
+
+@pytest.fixture(scope="module")
+def prepared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    with PreparedWriter(folder) as writer:
+        for text in TEXTS:
+            ids = tokenizer(text)["input_ids"]
+            writer.add(ids, [True] * len(ids))
+        writer.finish(TokenizerIdentity.of(tokenizer), {})
+    return folder
+
+
+@pytest.fixture
+def store(forerun: Forerun, checkpoint: Path, prepared: Path, tmp_path: Path) -> Callable[..., Ran]:
+    def run(*more: object, target: Path = checkpoint, output: str = "features") -> Ran:
+        common: list[object] = ["--target", target, "--data", prepared, "--output", tmp_path / output, "--yes"]
+        return forerun("features", *common, *more)
+
+    return run
+
+
+def test_features_are_the_targets_own_and_their_size_is_said_beforehand(
+    store: Callable[..., Ran], checkpoint: Path, tmp_path: Path
+) -> None:
+    ran = store("--boundaries", "0,1", "--dtype", "float32", "--batch-tokens", 40, "--json")
+    assert ran.code == 0, ran.err
+    facts = json.loads(ran.out)
+    assert facts["documents"] == 4 and facts["bytes"] == facts["tokens"] * 3 * 32 * 4
+    assert f"4 documents, {facts['tokens']} tokens x 384 bytes (boundaries 0, 1 and the last state" in ran.err
+    assert [check["boundary"] for check in facts["probe"]] == [0, 1, -1]
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    features = FeatureStore.open(tmp_path / "features")
+    for document, text in enumerate(TEXTS):
+        own = reference_states(model, tokenizer(text)["input_ids"])
+        for signal, states in features.read(document).items():
+            torch.testing.assert_close(states, own[signal], atol=1e-4, rtol=1e-4)
+
+
+def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
+    store: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--boundaries", "1", "--batch-tokens", 1, "--no-probe"]
+    run, ran_documents = OnlineFeatures.documents, []
+
+    def interrupted(self: OnlineFeatures, documents: Any) -> Any:
+        ran_documents.append(documents)
+        if len(ran_documents) == 3:
+            raise KeyboardInterrupt
+        return run(self, documents)
+
+    monkeypatch.setattr(OnlineFeatures, "documents", interrupted)
+    stopped = store(*arguments)
+    assert stopped.code == 130 and "stopped after 2 documents" in stopped.err
+    done = store(*arguments)
+    assert done.code == 0 and len(ran_documents) == 3 + 2 and "are there" in done.err
+    assert len(FeatureStore.open(tmp_path / "features")) == 4
+    again = store(*arguments)
+    assert again.code == 0 and len(ran_documents) == 5
+    other = store("--boundaries", "2")
+    assert other.code == 2 and "(boundaries): stored 1, wanted 2" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--boundaries", "1,3"], "no layer boundary 3: the target has 2 layers, so boundaries are 0..2"),
+        (["--boundaries", "two"], "--boundaries takes layer numbers"),
+        ([], "a target of 2 layers has too few"),
+        (["--boundaries", "1", "--dtype", "int4"], "bfloat16, float8, float16 or float32, not 'int4'"),
+        (["--boundaries", "1", "--batch-tokens", "0"], "must be above 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    store: Callable[..., Ran], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    ran = store(*arguments)
+    assert ran.code == 2 and message in ran.err and not (tmp_path / "features").exists()
+
+
+def test_data_that_is_not_there_or_of_another_tokenizer_is_refused(
+    forerun: Forerun, store: Callable[..., Ran], checkpoint: Path, prepared: Path, tmp_path: Path
+) -> None:
+    ran = forerun("features", "--target", checkpoint, "--data", "nowhere", "--output", tmp_path / "features")
+    assert ran.code == 2 and "there is no directory nowhere" in ran.err
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["<unheard>"])
+    tokenizer.save_pretrained(other)
+    ran = store("--boundaries", "1", target=other)
+    assert ran.code == 2 and "was prepared with the tokenizer" in ran.err and not (tmp_path / "features").exists()
+
+
+def test_without_vllm_its_source_is_refused(store: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    ran = store("--boundaries", "1", "--source", "vllm")
+    assert ran.code == 2 and "needs the package vllm" in ran.err
+
+
+def test_a_full_disk_is_seen_beforehand(
+    store: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    ran = store("--boundaries", "1")
+    assert ran.code == 2 and "has 100 bytes free" in ran.err and not (tmp_path / "features").exists()

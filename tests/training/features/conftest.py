@@ -1,0 +1,85 @@
+"""Prepared data and packed windows that live in memory, and the manifest of features made from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.training.batch import TokenBatch
+from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.features.manifest import FeatureManifest
+from target.families import random_tokens
+
+LENGTHS = (11, 3, 17, 9, 24, 1, 12)
+
+
+class Documents:
+    """Stands in for `PreparedData`."""
+
+    def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
+        self.tokens = [np.array(random_tokens(length, seed=7 + i), np.int32) for i, length in enumerate(lengths)]
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(b"".join(tokens.tobytes() for tokens in self.tokens)).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def document(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        return self.tokens[index], np.ones(len(self.tokens[index]), np.uint8)
+
+    def check_tokenizer(self, given: TokenizerIdentity) -> None:
+        assert given.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    row: int
+    column: int
+    document: int
+    offset: int
+    length: int
+
+
+class Windows:
+    """Stands in for `PackedWindows`: the same pieces at every step."""
+
+    def __init__(self, data: Documents, pieces: Sequence[Piece], shape: tuple[int, int]) -> None:
+        self.data, self._pieces, self.shape = data, list(pieces), shape
+
+    def pieces(self, step: int, rank: int, world: int) -> list[Piece]:
+        return self._pieces
+
+    def batch(self, step: int, rank: int, world: int) -> TokenBatch:
+        tokens, positions = torch.zeros(self.shape, dtype=torch.int64), torch.zeros(self.shape, dtype=torch.int64)
+        documents = torch.full(self.shape, -1)
+        for number, piece in enumerate(self._pieces):
+            place = (piece.row, slice(piece.column, piece.column + piece.length))
+            ids = self.data.document(piece.document)[0][piece.offset : piece.offset + piece.length]
+            tokens[place] = torch.from_numpy(ids.astype(np.int64))
+            documents[place] = number
+            positions[place] = torch.arange(piece.length)
+        return TokenBatch(tokens=tokens, loss_mask=documents >= 0, documents=documents, positions=positions)
+
+
+def manifest_of(data: Documents, **changes: Any) -> FeatureManifest:
+    """As of a target with boundaries 1 and 3 and hidden size 64."""
+    facts: dict[str, Any] = {
+        "target": "some/target",
+        "target_hash": "1" * 8,
+        "boundaries": (1, 3),
+        "dtype": "float32",
+        "hidden_size": 64,
+        "tokenizer_hash": "2" * 8,
+        "template_hash": "3" * 8,
+        "data_hash": data.hash,
+        "documents": len(data),
+        "tokens": sum(len(tokens) for tokens in data.tokens),
+    }
+    return FeatureManifest(**{**facts, **changes})

@@ -1,0 +1,163 @@
+"""The probe passes for real features and names the boundary that is off; the vLLM source and the lone final norm."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.errors import ArgumentError, CheckpointError, DataError
+from forerun.training.features import vllm_source
+from forerun.training.features.final_norm import FinalNorm
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.features.probe import compare, probe, reference_states
+from forerun.training.features.vllm_source import VllmFeatures
+from forerun.types import LAST_HIDDEN
+from target.families import make, random_tokens
+
+TOKENS = [random_tokens(21, seed=1), random_tokens(12, seed=2)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "granite"])
+def test_the_probe_passes_for_every_boundary(family: str) -> None:
+    model = make(family)
+    report = probe(model, OnlineFeatures(model, (0, 1, 2, 3, 4)).documents, TOKENS).require()
+    assert [check.boundary for check in report.checks] == [0, 1, 2, 3, 4, LAST_HIDDEN]
+    assert report.passed and report.tokens == 33 and min(check.lowest for check in report.checks) > 0.9999
+
+
+def wrong(model: Any, change: Any) -> Any:
+    def capture(documents: Sequence[Sequence[int]]) -> list[Mapping[int, Tensor]]:
+        return [change(reference_states(model, tokens)) for tokens in documents]
+
+    return capture
+
+
+def test_the_probe_catches_layer_ids_that_are_off_by_one() -> None:
+    model = make("llama")
+    off = wrong(model, lambda own: {1: own[1], 2: own[3], LAST_HIDDEN: own[LAST_HIDDEN]})
+    report = probe(model, off, TOKENS)
+    assert [check.passed for check in report.checks] == [True, False, True]
+    with pytest.raises(DataError, match=r"boundary 2: cosine 0\.\d+.*nearest is boundary 3: layer ids are off by one"):
+        report.require()
+
+
+def test_the_probe_catches_a_last_state_without_its_norm_even_where_the_norm_only_scales() -> None:
+    model = make("llama")
+    for weights in (model.model.norm.weight.data, torch.ones(64)):
+        model.model.norm.weight.data = weights
+        raw = wrong(model, lambda own: {2: own[2], LAST_HIDDEN: own[4]})
+        with pytest.raises(DataError, match=r"boundary LAST_HIDDEN: .*nearest is boundary 4"):
+            probe(model, raw, TOKENS).require()
+
+
+def test_the_probe_refuses_nan_and_other_shapes() -> None:
+    model = make("llama")
+    nan = wrong(model, lambda own: {2: own[2] * float("nan")})
+    with pytest.raises(DataError, match="boundary 2: cosine nan"):
+        probe(model, nan, TOKENS).require()
+    with pytest.raises(DataError, match=r"boundary 2: features \(31, 64\), the target has \(33, 64\)"):
+        probe(model, wrong(model, lambda own: {2: own[2][1:]}), TOKENS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_the_final_norm_alone_does_what_it_does_in_the_model(tmp_path: Path, family: str) -> None:
+    model = make(family)
+    model.save_pretrained(tmp_path)
+    own = reference_states(model, TOKENS[0])
+    torch.testing.assert_close(FinalNorm(tmp_path, model.config)(own[4]), own[LAST_HIDDEN])
+    weights = {"unrelated": torch.zeros(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks the final norm's .*weight"):
+        FinalNorm(tmp_path, model.config)
+
+
+class FakeVllm:
+    """Behaves as vLLM's documentation says: raw states (tokens, ids, H) in a file for each prompt."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = model
+        self.arguments: dict[str, Any] = {}
+        self.shift = 0
+        for name, members in {
+            "vllm": {"LLM": self.start, "SamplingParams": lambda **options: options},
+            "vllm.config": {},
+            "vllm.config.kv_transfer": {"KVTransferConfig": lambda **options: options},
+            vllm_source.CONNECTOR: {},
+        }.items():
+            module = types.ModuleType(name)
+            module.__dict__.update(members)
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def start(self, **arguments: Any) -> FakeVllm:
+        self.arguments = arguments
+        return self
+
+    def generate(self, prompts: list[dict[str, list[int]]], sampling: Any, use_tqdm: bool) -> list[Any]:
+        assert sampling["max_tokens"] == 1 and not use_tqdm
+        ids = self.arguments["speculative_config"]["draft_model_config"]["hf_config"]
+        folder = Path(self.arguments["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"])
+        outputs = []
+        for number, prompt in enumerate(prompts):
+            tokens = prompt["prompt_token_ids"]
+            own = reference_states(self.model, tokens)
+            states = torch.stack([own[i] for i in ids["eagle_aux_hidden_state_layer_ids"]], dim=1)
+            path = folder / f"{number}.safetensors"
+            save_file({"hidden_states": states, "token_ids": torch.tensor(tokens) + self.shift}, path)
+            outputs.append(types.SimpleNamespace(kv_transfer_params={"hidden_states_path": str(path)}))
+        return outputs
+
+
+def vllm_features(model: Any, directory: Path) -> VllmFeatures:
+    model.save_pretrained(directory)
+    return VllmFeatures(
+        "target", (1, 2), FinalNorm(directory, model.config), num_layers=4, max_tokens=21, batch_tokens=16
+    )
+
+
+def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama")
+    fake = FakeVllm(model, monkeypatch)
+    source = vllm_features(model, tmp_path)
+    speculation = fake.arguments["speculative_config"]
+    assert speculation["method"] == "extract_hidden_states" and speculation["num_speculative_tokens"] == 1
+    assert speculation["draft_model_config"] == {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
+    assert fake.arguments["enable_prefix_caching"] is fake.arguments["enable_chunked_prefill"] is False
+    assert fake.arguments["max_num_batched_tokens"] == fake.arguments["max_model_len"] == 23
+    assert source.signals == (1, 2, LAST_HIDDEN)
+    references = [reference_states(model, tokens) for tokens in TOKENS]
+    assert compare(source.documents(TOKENS), references).passed
+    folder = Path(fake.arguments["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"])
+    assert not list(folder.iterdir())
+    source.close()
+    assert not folder.exists()
+
+
+def test_states_of_other_tokens_or_no_states_from_vllm_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama")
+    fake = FakeVllm(model, monkeypatch)
+    source = vllm_features(model, tmp_path)
+    fake.shift = 1
+    with pytest.raises(DataError, match="states of other tokens"):
+        source.documents(TOKENS)
+    monkeypatch.setattr(fake, "generate", lambda prompts, *_, **__: [types.SimpleNamespace() for _ in prompts])
+    with pytest.raises(DataError, match="does not support extract_hidden_states"):
+        source.documents(TOKENS)
+    source.close()
+
+
+def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ArgumentError, match="pip install vllm, or use --source transformers"):
+        VllmFeatures("target", (1,), lambda states: states, num_layers=4, max_tokens=8)

@@ -1,0 +1,328 @@
+"""The store gives back what went in, resumes, and refuses what does not belong together."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import ArgumentError, DataError, NumericError
+from forerun.target.headers import read_header
+from forerun.training.features import manifest as manifests
+from forerun.training.features.extract import check_lengths, describe, extract, passes
+from forerun.training.features.manifest import FeatureManifest, bytes_needed, check_room, target_hash
+from forerun.training.features.offline import OfflineFeatures
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.features.store import FeatureStore, FeatureWriter
+from forerun.types import LAST_HIDDEN
+from target.families import make
+from training.features.conftest import LENGTHS, Documents, Piece, Windows, manifest_of
+
+SHARD = 20 * 64 * 4 * 3
+"""Twenty tokens of float32."""
+
+
+def states_of(document: int, length: int, dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(document)
+    sizes = {1: 1.0, 3: 300.0, LAST_HIDDEN: 5.0}
+    return {s: (torch.randn(length, 64, generator=generator) * size).to(dtype) for s, size in sizes.items()}
+
+
+def fill(directory: Path, documents: Mapping[int, Mapping[int, Tensor]], manifest: FeatureManifest) -> None:
+    with FeatureWriter(directory, manifest, shard_bytes=SHARD) as writer:
+        for document, states in documents.items():
+            if document not in writer.done:
+                writer.append(document, states)
+
+
+def everything(dtype: torch.dtype = torch.float32) -> dict[int, dict[int, Tensor]]:
+    """Not in the order of the documents."""
+    return {document: states_of(document, LENGTHS[document], dtype) for document in (4, 1, 0, 6, 5, 2, 3)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FeatureStore:
+    fill(tmp_path, everything(), manifest_of(Documents()))
+    return FeatureStore.open(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_goes_in_comes_out_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    manifest = manifest_of(Documents(), dtype=dtype)
+    given = everything(getattr(torch, dtype))
+    fill(tmp_path, given, manifest)
+    store = FeatureStore.open(tmp_path, manifest)
+    assert len(store) == 7 and len(list(tmp_path.glob("shard-*.bin"))) > 1
+    assert store.nbytes() == bytes_needed(manifest.tokens, 64, 2, dtype)
+    for document, states in given.items():
+        assert store.length(document) == LENGTHS[document]
+        for signal, values in store.read(document).items():
+            assert torch.equal(values, states[signal])
+    part = store.read(4, 5, 7)
+    assert all(torch.equal(part[signal], given[4][signal][5:12]) for signal in part)
+
+
+def test_float8_keeps_three_bits_of_every_state_and_takes_half_the_bytes(tmp_path: Path) -> None:
+    manifest = manifest_of(Documents(), dtype="float8_e4m3fn")
+    given = everything() | {1: {signal: torch.zeros(3, 64) for signal in (1, 3, LAST_HIDDEN)}}
+    fill(tmp_path, given, manifest)
+    store = FeatureStore.open(tmp_path)
+    assert store.nbytes() == bytes_needed(manifest.tokens, 64, 2, "float8_e4m3fn") == manifest.tokens * 3 * (64 + 4)
+    assert store.read(0)[1].dtype == torch.bfloat16
+    for document, states in given.items():
+        for signal, values in store.read(document, dtype=torch.float32).items():
+            step = states[signal].abs().amax(-1, keepdim=True) / 448 * 2**-10
+            assert ((values - states[signal]).abs() <= states[signal].abs() * 2**-4 * 1.001 + step).all()
+
+
+def test_a_killed_run_goes_on_after_its_last_finished_shard(tmp_path: Path) -> None:
+    data, given = Documents(), everything()
+    killed = FeatureWriter(tmp_path / "killed", manifest_of(data), shard_bytes=SHARD)
+    for document in (4, 1, 0):
+        killed.append(document, given[document])
+    assert killed.shards == 1 and len(killed.done) == 3
+    # What the buffer held may have reached the disk or not; here it has.
+    assert killed._file is not None
+    killed._file.close()
+    assert list((tmp_path / "killed").glob("*.partial"))
+    with pytest.raises(DataError, match="unfinished: it holds 1 of 7 documents"):
+        FeatureStore.open(tmp_path / "killed")
+    writer = FeatureWriter(tmp_path / "killed", manifest_of(data), shard_bytes=SHARD)
+    assert writer.done == {4} and writer.tokens == 24 and not list((tmp_path / "killed").glob("*.partial"))
+    fill(tmp_path / "killed", given, manifest_of(data))
+    fill(tmp_path / "whole", given, manifest_of(data))
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "killed" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_ctrl_c_keeps_every_whole_document(tmp_path: Path) -> None:
+    data, given = Documents(), everything()
+    with pytest.raises(KeyboardInterrupt), FeatureWriter(tmp_path, manifest_of(data)) as writer:
+        for document in (4, 1, 0):
+            writer.append(document, given[document])
+        assert writer._file is not None
+        writer._file.write(b"half a document")
+        raise KeyboardInterrupt
+    again = FeatureWriter(tmp_path, manifest_of(data))
+    assert again.done == {4, 1, 0} and again.tokens == 24 + 3 + 11
+
+
+def test_a_full_disk_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+    data, given = Documents(), everything()
+
+    class Full:
+        def write(self, _data: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    def run() -> None:
+        with FeatureWriter(tmp_path, manifest_of(data), shard_bytes=SHARD) as writer:
+            writer.append(4, given[4])
+            writer._file = Full()  # type: ignore[assignment]
+            writer.append(1, given[1])
+
+    with pytest.raises(DataError, match=r"disk is full: shard 1.*The 1 finished shards are safe"):
+        run()
+    fill(tmp_path, given, manifest_of(data))
+    assert torch.equal(FeatureStore.open(tmp_path).read(1)[3], given[1][3])
+
+
+CHANGED: dict[str, Any] = {
+    "target_hash": "9" * 8,
+    "boundaries": (2, 3),
+    "hidden_size": 32,
+    "tokenizer_hash": "8" * 8,
+    "template_hash": "7" * 8,
+    "data_hash": "6" * 8,
+    "documents": 8,
+    "tokens": 99,
+}
+
+
+@pytest.mark.parametrize("field", CHANGED)
+def test_features_of_something_else_are_refused_with_both_values(store: FeatureStore, field: str) -> None:
+    wanted = manifest_of(Documents(), **{field: CHANGED[field]})
+
+    def shown(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    stored = shown(getattr(store.manifest, field))
+    expected = rf"\({field}\): stored {stored}, wanted {shown(CHANGED[field])}"
+    with pytest.raises(DataError, match=expected):
+        FeatureStore.open(store.directory, wanted)
+    with pytest.raises(DataError, match=expected):
+        FeatureWriter(store.directory, wanted)
+
+
+def test_another_name_dtype_or_source_may_be_read_but_not_resumed(store: FeatureStore) -> None:
+    FeatureStore.open(store.directory, manifest_of(Documents(), target="moved", dtype="bfloat16", source="vllm"))
+    FeatureWriter(store.directory, manifest_of(Documents(), target="moved"))
+    for change in ({"dtype": "bfloat16"}, {"source": "vllm"}):
+        with pytest.raises(DataError, match=next(iter(change))):
+            FeatureWriter(store.directory, manifest_of(Documents(), **change))
+
+
+def test_another_version_and_a_broken_manifest_are_refused(store: FeatureStore) -> None:
+    path = store.directory / "manifest.json"
+    good = path.read_text()
+    path.write_text(good.replace('"version": 1', '"version": 2'))
+    with pytest.raises(DataError, match="format version 2, this forerun reads 1"):
+        FeatureStore.open(store.directory)
+    path.write_text(good[:40])
+    with pytest.raises(DataError, match=r"manifest\.json is corrupt"):
+        FeatureStore.open(store.directory)
+    path.unlink()
+    with pytest.raises(DataError, match="no feature store"):
+        FeatureStore.open(store.directory)
+
+
+def test_a_shard_cut_short_or_missing_is_refused_by_name_and_size(store: FeatureStore) -> None:
+    path = store.directory / "shard-00001.bin"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size - 1)
+    with pytest.raises(DataError, match=rf"shard-00001\.bin is cut short.*: {size - 1} bytes, expected {size}"):
+        FeatureStore.open(store.directory)
+    path.unlink()
+    with pytest.raises(DataError, match=rf"shard-00001\.bin.*: 0 bytes, expected {size}"):
+        FeatureStore.open(store.directory)
+    path.with_suffix(".json").unlink()
+    with pytest.raises(DataError, match=r"shard-00001\.json is missing"):
+        FeatureStore.open(store.directory)
+
+
+def test_a_strange_directory_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(DataError, match="not empty"):
+        FeatureWriter(tmp_path, manifest_of(Documents()))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_start_that_stored_nothing_may_be_made_anew_with_other_boundaries(tmp_path: Path) -> None:
+    FeatureWriter(tmp_path, manifest_of(Documents()))
+    FeatureWriter(tmp_path, manifest_of(Documents(), boundaries=(2, 3)))
+    assert FeatureManifest.read(tmp_path).boundaries == (2, 3)
+
+
+def test_states_that_do_not_fit_or_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    good = states_of(0, 11)
+    with FeatureWriter(tmp_path, manifest_of(Documents(), dtype="float16")) as writer:
+        with pytest.raises(DataError, match="document 0, boundary 3: expected states"):
+            writer.append(0, {1: good[1], LAST_HIDDEN: good[LAST_HIDDEN]})
+        with pytest.raises(DataError, match=r"boundary 1: expected states \(11, 64\), got \(11, 63\)"):
+            writer.append(0, {LAST_HIDDEN: good[LAST_HIDDEN], 1: good[1][:, 1:], 3: good[3]})
+        for value in (float("nan"), 1e5):
+            odd = good[3].clone()
+            odd[2, 2] = value
+            with pytest.raises(NumericError, match="document 0, boundary 3: NaN or infinite"):
+                writer.append(0, {**good, 3: odd})
+        writer.append(0, good)
+        with pytest.raises(DataError, match=r"document 0 is in .* already"):
+            writer.append(0, good)
+    assert writer.done == {0}
+
+
+def test_reading_beyond_a_document_or_another_one_is_refused(store: FeatureStore) -> None:
+    with pytest.raises(DataError, match=r"document 1 has 3 tokens of features, tokens 1\.\.4"):
+        store.read(1, 1, 3)
+    with pytest.raises(DataError, match="holds no document 7"):
+        store.read(7)
+
+
+def test_the_size_is_known_beforehand_and_compared_with_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bytes_needed(1000, 4096, 3, "bfloat16") == 1000 * 32 * 1024
+    assert bytes_needed(1000, 4096, 3, "float8_e4m3fn") == 1000 * (16 * 1024 + 16)
+    usage = shutil.disk_usage(tmp_path)._replace(free=5 * 1024)
+    monkeypatch.setattr(manifests.shutil, "disk_usage", lambda _: usage)
+    assert check_room(tmp_path / "not" / "yet", 5 * 1024) == 5 * 1024
+    with pytest.raises(DataError, match=r"still need 2\.0 MiB, but .* has 5\.0 KiB free"):
+        check_room(tmp_path, 2 << 20)
+    with pytest.raises(ArgumentError, match="not 'int4'"):
+        manifests.dtype_named("int4")
+
+
+def test_passes_cover_every_missing_document_once_and_stay_in_their_budget() -> None:
+    lengths = [5, 90, 7, 40, 41, 3, 200]
+    groups = list(passes(lengths, {2}, 100))
+    assert sorted(index for group in groups for index in group) == [0, 1, 3, 4, 5, 6]
+    assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 100 for group in groups)
+    assert len(groups) < 6
+    with pytest.raises(DataError, match=r"document 6 has 200 tokens, but the target takes 1\.\.128"):
+        check_lengths(lengths, 128)
+
+
+def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Path) -> None:
+    data, online = Documents(), OnlineFeatures(make("gemma2"), (1, 3))
+    manifest = manifest_of(data)
+    counted: list[int] = []
+    with FeatureWriter(tmp_path, manifest, shard_bytes=SHARD) as writer:
+        extract(online, data, writer, batch_tokens=40, progress=counted.append)
+    assert sum(counted) == manifest.tokens
+    pieces = [
+        Piece(row=0, column=0, document=2, offset=0, length=17),
+        Piece(row=0, column=17, document=1, offset=0, length=3),
+        Piece(row=1, column=0, document=4, offset=0, length=20),
+        Piece(row=1, column=20, document=5, offset=0, length=1),
+    ]
+    windows = Windows(data, pieces, (2, 22))
+    offline = OfflineFeatures(FeatureStore.open(tmp_path, manifest), windows)
+    stored, made = offline.features(3), online.features(windows.batch(3, 0, 1))
+    real = stored.batch.documents >= 0
+    assert offline.boundaries == online.boundaries and set(stored.features) == set(made.features)
+    for signal, states in stored.features.items():
+        torch.testing.assert_close(states[real], made.features[signal][real], atol=2e-4, rtol=2e-4)
+        assert not states[~real].any()
+
+
+def test_a_piece_within_a_document_gets_the_states_of_the_whole_document(store: FeatureStore) -> None:
+    data = Documents()
+    windows = Windows(data, [Piece(row=0, column=2, document=4, offset=10, length=6)], (1, 9))
+    found = OfflineFeatures(store, windows, dtype=torch.bfloat16).features(0).features
+    assert torch.equal(found[3][0, 2:8], states_of(4, 24)[3][10:16].bfloat16())
+    longer = Windows(Documents((11, 4)), [Piece(row=0, column=0, document=1, offset=0, length=4)], (1, 9))
+    with pytest.raises(DataError, match="document 1 has 3 tokens"):
+        OfflineFeatures(store, longer).features(0)
+
+
+def test_the_targets_hash_tells_weights_and_configuration_apart_but_not_places(tmp_path: Path) -> None:
+    model = make("llama")
+    model.save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first = target_hash(tmp_path / "a")
+    assert target_hash(tmp_path / "b") == first
+    path = tmp_path / "b" / "model.safetensors"
+    header = read_header(path)
+    assert len(header) > 5
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "c")
+    config = tmp_path / "b" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert len({first, target_hash(tmp_path / "b"), target_hash(tmp_path / "c")}) == 3
+
+
+def test_the_description_of_a_run_names_what_it_depends_on(tmp_path: Path) -> None:
+    from engine.conftest import tiny_tokenizer
+
+    make("llama").save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    data = Documents()
+    plain = describe(tmp_path, "a/b", tokenizer, data, (1, 3), hidden_size=64, dtype="float8")
+    assert (plain.target, plain.dtype, plain.documents, plain.tokens) == ("a/b", "float8_e4m3fn", 7, sum(LENGTHS))
+    tokenizer.chat_template = "{{ other }}"
+    other = describe(tmp_path, "a/b", tokenizer, Documents((3, 4)), (1, 3), hidden_size=64)
+    assert other.template_hash != plain.template_hash and other.tokenizer_hash == plain.tokenizer_hash
+    assert other.data_hash != plain.data_hash
+    with pytest.raises(DataError, match="no documents"):
+        describe(tmp_path, "a/b", tokenizer, Documents(()), (1,), hidden_size=64)
