@@ -23,7 +23,8 @@ VERBS = {
     "chat": "Talk to a model.",
     "certify": "Prove on your own model that speculation changes nothing.",
     "drafters": "List what there is to draft with.",
-    "doctor": "Say what this machine offers.",
+    "export": "Write a draft head as a serving engine reads it.",
+    "doctor": "Say what this machine offers, or what each serving engine does with a draft head.",
 }
 """Every verb and its line in ``forerun --help``; ``forerun.cli.<verb>:<verb>`` is imported when it is called."""
 

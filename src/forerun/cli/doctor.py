@@ -1,12 +1,14 @@
-"""``forerun doctor``: environment, versions, devices, number formats, memory."""
+"""``forerun doctor``: environment, versions, devices, number formats, memory; with a head, how engines serve it."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich import box
@@ -14,6 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    from forerun.checkpoints.findings import Finding, Severity
 
 PACKAGES = (
     "forerun",
@@ -28,16 +34,34 @@ PACKAGES = (
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 GIB = 2**30
+COLOURS = {"ok": "green", "degrades": "yellow", "fails": "bold red"}
 
 
-def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Say what this machine offers.
+def doctor(
+    head: str | None = None,
+    /,
+    *,
+    target: str | None = None,
+    engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Say what this machine offers, or what each serving engine does with a draft head.
 
     Parameters
     ----------
+    head
+        Directory or hub id of an EAGLE head. Exit code 1 if an engine cannot serve it.
+    target
+        Directory or hub id of the model that the head drafts for.
+    engine
+        Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy); may be repeated.
     json
         One JSON object on stdout instead of the table.
     """
+    if head is not None:
+        return _examine_head(head, target, engine, json)
+    if target is not None or engine:
+        raise ArgumentError("--target and --engine belong to a head; name its directory first: forerun doctor HEAD")
     with console.working("looking around"):
         found = examine()
     if json:
@@ -50,6 +74,50 @@ def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
             table.add_row(Text(section if row == 0 else "", "bold"), name, _shown(value))
     console.out().print(table)
     return 0
+
+
+def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json: bool) -> int:
+    if target is None:
+        raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
+    with console.working("reading the head"):
+        from forerun.checkpoints.base import TargetFacts
+        from forerun.checkpoints.diagnose import diagnose
+        from forerun.checkpoints.files import parse, read_files
+        from forerun.checkpoints.findings import ENGINES, worst
+        from forerun.checkpoints.layout import diagnose_files
+
+        unknown = [name for name in engines if name not in ENGINES]
+        if unknown:
+            hint = nearest(unknown[0], ENGINES)
+            raise ArgumentError(f"unknown engine {unknown[0]!r}; there are {', '.join(ENGINES)}.{hint}")
+        facts, stored = TargetFacts.read(target), read_files(head)
+        checkpoint = parse(stored, num_layers=facts.num_layers)
+        found = diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
+    asked = engines or ENGINES
+    verdicts = {name: worst(found, name) for name in asked}
+    found = [finding for finding in found if finding.engine in asked]
+    if json:
+        findings = [dataclasses.asdict(finding) for finding in found]
+        console.write_json({"head": head, "engines": verdicts, "findings": findings, "notes": list(checkpoint.notes)})
+    else:
+        console.out().print(_verdict_table(verdicts, found))
+        for note in checkpoint.notes:
+            console.warn(note)
+    return int("fails" in verdicts.values())
+
+
+def _verdict_table(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("engine", "verdict", "because of", "it", "remedy"):
+        table.add_column(title, no_wrap=title in ("engine", "verdict"))
+    for engine, verdict in verdicts.items():
+        table.add_section()
+        first = (Text(engine, "bold"), Text(verdict, COLOURS[verdict]))
+        rows = sorted((f for f in findings if f.engine == engine), key=lambda f: -list(COLOURS).index(f.severity))
+        for row, finding in enumerate(rows):
+            shown = first if row == 0 else (Text(""), Text(""))
+            table.add_row(*shown, Text(finding.what, COLOURS[finding.severity]), finding.why, finding.remedy)
+    return table
 
 
 def examine() -> dict[str, dict[str, Any]]:

@@ -1,0 +1,23 @@
+"""Head checkpoints in the public formats: what a serving engine loads, as a head that forerun drafts with, and back.
+
+Inside forerun there is one form (`EagleConfig`, its module's tensor names, layer ids as boundaries); every format is
+converted to and from it here, and nowhere else. Knows no engine's inside and trains nothing.
+"""
+
+from __future__ import annotations
+
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, differences
+from forerun.checkpoints.files import read_head, write_head
+from forerun.checkpoints.registry import FORMATS, format_named, format_of
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "HeadCheckpoint",
+    "TargetFacts",
+    "differences",
+    "format_named",
+    "format_of",
+    "read_head",
+    "write_head",
+]

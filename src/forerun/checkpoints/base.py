@@ -1,0 +1,155 @@
+"""What a head checkpoint is inside forerun, what its writers must know of the target, and what a format is.
+
+Knows no format and reads no file of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.checkpoints.tensors import check_tensors
+from forerun.drafters.heads.config import EagleConfig
+
+if TYPE_CHECKING:
+    from forerun.drafters.heads.eagle import EagleHead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeadCheckpoint:
+    """A head as it is stored; complete and consistent, or it cannot be made.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or misshapen, or ``d2t`` is no map into the target's vocabulary.
+    """
+
+    config: EagleConfig
+    tensors: Mapping[str, Tensor]
+    """By the names of `EagleHead`; on the CPU, each in the dtype that it was stored in."""
+    notes: tuple[str, ...] = ()
+    """What a reader could not know for certain, as sentences for the user."""
+
+    def __post_init__(self) -> None:
+        check_tensors(self.config, self.tensors)
+
+    @classmethod
+    def of(cls, head: EagleHead) -> HeadCheckpoint:
+        """A copy of a head's weights as they are now."""
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()}
+        return cls(config=head.config, tensors=tensors)
+
+    def build(self, dtype: torch.dtype | None = None) -> EagleHead:
+        """A module with copies of these weights, in `dtype` or each as it was stored."""
+        from forerun.drafters.heads.eagle import EagleHead
+
+        with torch.random.fork_rng(devices=[]):  # fresh weights, soon overwritten, must not disturb anybody's seed
+            head = EagleHead(self.config)
+        # Assigned one by one: Module.to() would also round the rotary frequencies.
+        weights = {name: _as(tensor, dtype).clone() for name, tensor in self.tensors.items()}
+        head.load_state_dict(weights, strict=True, assign=True)
+        return head
+
+
+def differences(first: HeadCheckpoint, second: HeadCheckpoint) -> list[str]:
+    """Names of configuration fields and tensors that are not the same, the tensors compared bit for bit."""
+    fields = [
+        f"config.{name}"
+        for name in EagleConfig.__dataclass_fields__
+        if getattr(first.config, name) != getattr(second.config, name)
+    ]
+    names = sorted(first.tensors.keys() | second.tensors.keys())
+    return fields + [name for name in names if not _same(first.tensors.get(name), second.tensors.get(name))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetFacts:
+    """What writing and judging a head needs to know of its target."""
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    """Most positions of a sequence."""
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    """As in transformers, without ``rope_theta``."""
+
+    @classmethod
+    def of(cls, config: Any, name_or_path: str | Path) -> TargetFacts:
+        """From a transformers configuration; of a multimodal model, its text part."""
+        text = config.get_text_config(decoder=True)
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        if "rope_type" not in rope and "full_attention" in rope:  # one entry per kind of layer
+            rope = dict(rope["full_attention"])
+        theta = float(rope.pop("rope_theta", None) or 10_000.0)
+        return cls(
+            name_or_path=str(name_or_path),
+            architectures=tuple(getattr(config, "architectures", None) or ()),
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+            rope_theta=theta,
+            rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
+        )
+
+    @classmethod
+    def read(cls, name: str | Path) -> TargetFacts:
+        """From a directory, a hub id or a shipped model's name; the weights are not opened.
+
+        Raises:
+            CheckpointError: there is no such model.
+            UnsupportedModelError: of a kind that forerun does not verify.
+        """
+        from forerun.demo import resolve
+        from forerun.target.load import LoadOptions, read_config
+
+        found = resolve(name)
+        return cls.of(read_config(found, LoadOptions()), found)
+
+
+class Format(Protocol):
+    """One public format: where its keys and tensors differ from ours."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` is written in this format."""
+        ...
+
+    def read(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
+    ) -> HeadCheckpoint:
+        """From a file's keys and tensors; `num_layers` of the target is needed where the file names no layers.
+
+        Raises:
+            CheckpointError: what is stored is incomplete, contradicts itself, or is no head of this kind.
+        """
+        ...
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The keys of ``config.json`` and the tensors of ``model.safetensors``.
+
+        Raises:
+            CheckpointError: the format has no words for this head.
+        """
+        ...
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    # As bytes: a NaN equals itself, and 0.0 is not -0.0.
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

@@ -1,0 +1,176 @@
+"""Head checkpoints as directories: safetensors and ``config.json`` in, a complete new directory or nothing out.
+
+Knows no keys: what a configuration means is the formats' business. No pickle is ever loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.registry import format_named, format_of
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
+
+CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
+OURS = {CONFIG, SINGLE, INDEX, README, TRTLLM, ".gitattributes"}
+"""What a directory may hold to be replaced by a new export: nothing that is not a head's."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFiles:
+    """A directory as it lies there, before any format has made sense of it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """``config.json``."""
+    tensors: Mapping[str, Tensor]
+    """Of all shards, under the names on disk."""
+
+
+def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpoint:
+    """The head in a directory or under a hub id (``owner/name``), in any format of `FORMATS`.
+
+    Args:
+        path: the directory, or what to download.
+        num_layers: of the target; needed where the file does not say which layers the head reads.
+
+    Raises:
+        CheckpointError: missing, truncated, pickled, incomplete, contradictory, or no EAGLE head.
+    """
+    return parse(read_files(path), num_layers=num_layers)
+
+
+def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoint:
+    """What the files say; errors as `read_head`, naming the directory."""
+    try:
+        return format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{stored.directory}: {error}") from error
+
+
+def read_files(path: str | Path) -> StoredFiles:
+    """Configuration and tensors of a directory or hub id, unread; errors as `read_head`."""
+    directory = _directory(path)
+    config = _read_config(directory)
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
+    if pickles and not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        raise CheckpointError(
+            f"{directory} holds {', '.join(pickles)}: a pickle can run any code when it is opened, so forerun never "
+            f"does. Convert it to {SINGLE} where you trust it: "
+            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(directory):
+        twice = sorted(tensors.keys() & read_header(file).keys())
+        if twice:
+            raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
+        tensors |= load_file(file)
+    return StoredFiles(directory=directory, config=config, tensors=tensors)
+
+
+def write_head(
+    checkpoint: HeadCheckpoint,
+    directory: str | Path,
+    format_name: str,
+    target: TargetFacts,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a head in one of the `FORMATS`, readable by everybody; a reader never sees half of it.
+
+    Args:
+        checkpoint: what to write.
+        directory: made anew; a former head there is replaced, anything else is left alone.
+        format_name: of the registry.
+        target: the model that the head drafts for.
+        overrides: keys that take the place of the format's own in ``config.json``.
+        texts: further files, name -> content.
+
+    Raises:
+        ArgumentError: no such format, or `directory` holds other things than a head.
+        CheckpointError: the format has no words for this head.
+    """
+    final = Path(directory).expanduser().absolute()
+    _refuse_foreign(final)
+    config, tensors = format_named(format_name).write(checkpoint, target)
+    with _replacing(final) as folder:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
+        written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}
+        for name, text in written.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for file in folder.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner may read
+    return final
+
+
+def _directory(path: str | Path) -> Path:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if isinstance(path, Path) or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise CheckpointError(
+            f"there is no directory {directory}: expected a head's directory or a hub id (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    from forerun.target.load import explained
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:
+        raise explained(path, error) from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{directory} holds no {CONFIG}: expected an EAGLE head's directory")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} must hold an object, got {type(config).__name__}")
+    return config
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Raise ArgumentError if replacing `directory` would delete anything that is not a head's."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ArgumentError(f"{directory} is a file; name a directory for the head")
+    foreign = sorted(file.name for file in directory.iterdir() if file.name not in OURS)
+    if foreign:
+        raise ArgumentError(
+            f"{directory} holds {', '.join(foreign[:4])}, which would be deleted; name a new or empty directory"
+        )
+
+
+@contextmanager
+def _replacing(final: Path) -> Iterator[Path]:
+    """A fresh folder that takes the place of `final` when the block ends without an error."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    fresh, former = (final.with_name(f".{final.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+    fresh.mkdir()
+    try:
+        yield fresh
+        if final.exists():
+            os.replace(final, former)
+        os.replace(fresh, final)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""The flat format of EAGLE and SpecForge, which every engine reads: one configuration, tensors ``midlayer.*``.
+
+Both lists of layer ids are written, each in its own convention, so that vLLM and SGLang read the same states. EAGLE-1
+and EAGLE-2 heads have the same format with ``layers.0.*``. Knows no engine's command line and opens no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.keys import Keys
+from forerun.checkpoints.layer_ids import IDS, NESTED, agreed, to_outputs
+from forerun.checkpoints.names import FIRST, MIDLAYER, to_canonical, to_file
+from forerun.checkpoints.tensors import with_vocabulary
+from forerun.checkpoints.transformer import make_config, read_layers, write_layers
+from forerun.drafters.heads.config import EagleConfig
+from forerun.errors import CheckpointError
+from forerun.types import LAST_HIDDEN
+
+LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
+OTHER_KINDS = re.compile(r"PEagle|DeepseekV[23]|DFlash|DSpark|Medusa", re.IGNORECASE)
+"""Heads that are no EAGLE head as we know it, by their architecture."""
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FEEDBACK_NOTE = (
+    "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
+    "to 0.2 wrote the same key for a norm before lm_head only; if this head is from there, set norm_output to false."
+)
+TIED_NOTE = "tie_word_embeddings is true; SGLang would then ignore the head's own lm_head. Written false."
+
+
+class FlatFormat:
+    """Heads of SafeAILab/EAGLE, SpecForge, and what vLLM, SGLang, TensorRT-LLM and LMDeploy load."""
+
+    name: ClassVar[str] = "flat"
+    summary: ClassVar[str] = "EAGLE and SpecForge: one flat configuration, tensors midlayer.*"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Any transformers-like configuration that is not marked as another format's."""
+        return "hidden_size" in config and not any("dflash" in key or "speculators" in key for key in config)
+
+    def read(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
+    ) -> HeadCheckpoint:
+        """See `Format.read`; ``midlayer.*`` and ``layers.0.*`` are the same."""
+        return read_flat(config, tensors, num_layers)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Format.write`. Nothing of the target is repeated in this format."""
+        config = checkpoint.config
+        single = config.generation == 3 and config.num_hidden_layers == 1
+        return write_flat(checkpoint), to_file(checkpoint, first=MIDLAYER if single else FIRST)
+
+
+def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int | None) -> HeadCheckpoint:
+    """A head whose configuration is flat; errors as `Format.read`."""
+    keys, found = Keys(config), to_canonical(tensors)
+    nested = keys.nested(NESTED)
+    generation = _generation(keys, found)
+    fields = read_layers(keys)
+    fields |= _read_features(keys, nested, fields["hidden_size"])
+    fields["boundaries"] = _read_boundaries(keys, nested, generation, num_layers)
+    draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
+    found = with_vocabulary(found, fields["vocab_size"], draft_vocab_size)
+    declared_bias, tied = keys.get("bias"), keys.flag("tie_word_embeddings")
+    architectures = keys.get("architectures") or []
+    unread = nested.rest()
+    head = make_config(
+        **fields,
+        generation=generation,
+        draft_vocab_size=draft_vocab_size,
+        fc_bias="fc.bias" in found if declared_bias is None else bool(declared_bias),
+        qk_norm=QWEN3 in architectures or "layers.0.self_attn.q_norm.weight" in found,
+        own_embedding="embed_tokens.weight" in found,
+        own_lm_head="lm_head.weight" in found,
+        extra=keys.rest() | ({NESTED: unread} if unread else {}),
+    )
+    notes = [FEEDBACK_NOTE] * head.norm_output + [TIED_NOTE] * tied
+    return HeadCheckpoint(config=head, tensors=found, notes=tuple(notes))
+
+
+def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
+    """1 or 3: by the architecture's name, else by the norm that only an EAGLE-3 layer has."""
+    names = " ".join(map(str, keys.get("architectures") or []))
+    if OTHER_KINDS.search(names):
+        raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
+    stated = re.search(r"eagle(3?)", names, re.IGNORECASE)
+    if stated:
+        return 3 if stated[1] else 1
+    return 3 if "layers.0.hidden_norm.weight" in tensors else 1
+
+
+def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
+    """How features are fused and fed back. Aliases: SGLang's ``use_aux_norm``, TensorRT-LLM's ``return_hidden...``."""
+    if not nested.flag("use_aux_hidden_state", True):
+        raise CheckpointError(
+            f"{NESTED}.use_aux_hidden_state is false: an EAGLE-3 layer over one hidden state is not supported"
+        )
+    return {
+        "target_hidden_size": keys.integer("target_hidden_size", size),
+        "norm_before_residual": keys.flag("norm_before_residual"),
+        "norm_before_fc": nested.flag("norm_before_fc", keys.flag("norm_before_fc")),
+        "fc_norm": keys.flag("fc_norm", keys.flag("use_aux_norm")),
+        "norm_output": keys.flag("norm_output", keys.flag("return_hidden_post_norm")),
+    }
+
+
+def _read_boundaries(keys: Keys, nested: Keys, generation: int, num_layers: int | None) -> tuple[int, ...]:
+    top, inner, count = keys.integers(IDS), nested.integers(IDS), keys.get("num_aux_hidden_states")
+    if generation == 1:
+        return (LAST_HIDDEN,)
+    return agreed(top, inner, count=count, num_layers=num_layers)
+
+
+def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """The flat configuration; what meant nothing to us goes back where it was."""
+    config = checkpoint.config
+    keys: dict[str, Any] = {
+        "architectures": [_architecture(config)],
+        **write_layers(config),
+        "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
+        "target_hidden_size": config.target_hidden_size,
+        # Null tells SGLang to take the target's output head.
+        "draft_vocab_size": config.draft_vocab_size if config.own_lm_head else None,
+        **{flag: getattr(config, flag) for flag in FLAGS if config.generation == 3 or getattr(config, flag)},
+    }
+    if config.fc_bias or config.generation == 1:
+        keys["bias"] = config.fc_bias
+    if config.generation == 3:
+        nested = {"use_aux_hidden_state": True, IDS: to_outputs(config.boundaries)}
+        if config.norm_before_fc:
+            nested["norm_before_fc"] = True  # where TensorRT-LLM looks for it
+        keys |= {
+            "num_aux_hidden_states": len(config.boundaries),
+            IDS: list(config.boundaries),
+            NESTED: {**config.extra.get(NESTED, {}), **nested},
+        }
+    return {**config.extra, **keys}
+
+
+def _architecture(config: EagleConfig) -> str:
+    if config.generation == 1:
+        return FIRST_GENERATION
+    return QWEN3 if config.qk_norm else LLAMA

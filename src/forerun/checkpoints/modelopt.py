@@ -1,0 +1,59 @@
+"""NVIDIA ModelOpt's export: flat keys, an ``eagle_config`` that describes the layer norms, tensors ``layers.0.*``.
+
+ModelOpt counts layers from 0; the boundary list is written too, because vLLM reads nothing else. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.flat import read_flat, write_flat
+from forerun.checkpoints.layer_ids import NESTED
+from forerun.checkpoints.names import to_file
+from forerun.errors import CheckpointError
+
+LAYER_NORMS = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""ModelOpt's own keys, at the values that make an EAGLE-3 head; with others it is a head of another kind."""
+
+
+class ModelOptFormat:
+    """EAGLE-3 heads that ModelOpt's ``export_hf_checkpoint`` writes."""
+
+    name: ClassVar[str] = "modelopt"
+    summary: ClassVar[str] = "NVIDIA ModelOpt: eagle_config with its layer norms, tensors layers.0.*"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """By keys inside ``eagle_config`` that nobody else writes."""
+        nested = config.get(NESTED)
+        return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
+
+    def read(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
+    ) -> HeadCheckpoint:
+        """See `Format.read`; ``d2t`` may be in any order."""
+        nested = dict(config[NESTED])
+        for key, needed in LAYER_NORMS.items():
+            found = nested.pop(key, needed)
+            if found != needed:
+                raise CheckpointError(
+                    f"{NESTED}.{key} is {found!r}, an EAGLE-3 head has {needed!r}; ModelOpt's other kinds of heads are "
+                    "not supported"
+                )
+        return read_flat({**config, NESTED: nested}, tensors, num_layers)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Format.write`. Like ModelOpt without ``t2d``; nothing of the target is repeated."""
+        if checkpoint.config.generation != 3:
+            raise CheckpointError("ModelOpt's format is written for EAGLE-3 heads only; use flat for EAGLE-1 and -2")
+        keys = write_flat(checkpoint)
+        return {**keys, NESTED: {**keys[NESTED], **LAYER_NORMS}}, to_file(checkpoint, t2d=False)

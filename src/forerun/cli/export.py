@@ -1,0 +1,64 @@
+"""``forerun export HEAD --to ENGINE``: a draft head as a serving engine reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from forerun.cli import console
+
+
+def export(
+    head: str,
+    /,
+    *,
+    to: str,
+    target: str,
+    output: str,
+    force: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Write a draft head as a serving engine reads it, and prove what was written.
+
+    Parameters
+    ----------
+    head
+        Directory or hub id of an EAGLE head in any format.
+    to
+        vllm, sglang, trtllm, speculators or hf.
+    target
+        Directory or hub id of the model that the head drafts for.
+    output
+        Directory to write; new, empty, or a former export.
+    force
+        Write it even if the engine would serve it worse than it was trained.
+    json
+        One JSON object on stdout instead of the launch line.
+    """
+    with console.working("exporting"):
+        from forerun.checkpoints.base import TargetFacts
+        from forerun.checkpoints.export import export_head
+
+        done = export_head(head, TargetFacts.read(target), to, output, force=force)
+    if json:
+        console.write_json(
+            {
+                "directory": str(done.directory),
+                "format": done.format_name,
+                "command": done.command,
+                "findings": [dataclasses.asdict(finding) for finding in done.findings],
+                "notes": list(done.notes),
+            }
+        )
+        return 0
+    for finding in done.findings:
+        if finding.severity != "ok":
+            console.warn(f"{finding.what}: {finding.engine} {finding.why}")
+    for note in done.notes:
+        console.warn(note)
+    console.log().print(Text(f"written and read back bit for bit: {done.directory}"), soft_wrap=True)
+    console.out().print(done.command)
+    return 0

@@ -1,0 +1,104 @@
+"""Small heads of every variant, the target that they fit, and what a head computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.types import LAST_HIDDEN
+
+PLAIN = EagleConfig(
+    hidden_size=16,
+    target_hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=60,
+    draft_vocab_size=60,
+    boundaries=(2, 5, 7),
+    max_position_embeddings=128,
+)
+"""The default boundaries of the target below."""
+FIRST = dataclasses.replace(PLAIN, generation=1, boundaries=(LAST_HIDDEN,), own_lm_head=False)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+TARGET = TargetFacts(
+    name_or_path="owner/target",
+    architectures=("LlamaForCausalLM",),
+    num_layers=10,
+    hidden_size=16,
+    vocab_size=60,
+    max_position_embeddings=128,
+)
+VARIANTS: dict[str, EagleConfig] = {
+    "plain": PLAIN,
+    "eagle-3.1": dataclasses.replace(PLAIN, fc_norm=True, norm_output=True),
+    "norm_before_fc": dataclasses.replace(PLAIN, norm_before_fc=True),
+    "norm_before_residual": dataclasses.replace(PLAIN, norm_before_residual=True),
+    "qk_norm": dataclasses.replace(PLAIN, qk_norm=True),
+    "biases": dataclasses.replace(PLAIN, attention_bias=True, mlp_bias=True, fc_bias=True),
+    "reduced": dataclasses.replace(PLAIN, draft_vocab_size=24),
+    "own_embedding": dataclasses.replace(PLAIN, own_embedding=True, target_hidden_size=12),
+    "shared_lm_head": dataclasses.replace(PLAIN, own_lm_head=False),
+    "five": dataclasses.replace(PLAIN, boundaries=(1, 3, 5, 7, 10)),
+    "two_layers": dataclasses.replace(PLAIN, num_hidden_layers=2),
+    "scaled_rope": dataclasses.replace(PLAIN, rope_theta=5e5, rope_scaling=LLAMA3, rms_norm_eps=1e-6),
+    "extra": dataclasses.replace(PLAIN, extra={"bos_token_id": 1, "transformers_version": "5.0.0"}),
+    "first": FIRST,
+    "first_bias": dataclasses.replace(FIRST, fc_bias=True, own_embedding=True),
+}
+
+
+def sample(config: EagleConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> HeadCheckpoint:
+    """A head whose weights, norms and biases too, are all random; its draft vocabulary is shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    head = EagleHead(config)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    if config.reduced_vocabulary:
+        ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+        head.set_vocabulary(ids)
+    made = HeadCheckpoint.of(head)
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in made.tensors.items()}
+    return HeadCheckpoint(config=config, tensors=tensors)
+
+
+def replaced(head: HeadCheckpoint, **changes: Any) -> HeadCheckpoint:
+    """The same weights under another configuration."""
+    return HeadCheckpoint(config=dataclasses.replace(head.config, **changes), tensors=head.tensors)
+
+
+@torch.no_grad()
+def logits(head: EagleHead) -> Tensor:
+    """(1, 5, .) what the head makes of five fixed tokens and features in two chained steps."""
+    config, count = head.config, 5
+    generator = torch.Generator().manual_seed(99)
+    features = [torch.randn(1, count, config.target_hidden_size, generator=generator) for _ in config.boundaries]
+    tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
+    shared = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    embeds = head.embed_tokens(tokens) if config.own_embedding else shared[tokens]
+    states = head.fuse(features)
+    for _ in range(2):
+        step = head.advance(embeds, states, head.angles(torch.arange(count)[None], embeds), _attend)
+        states = step.feature
+    output: Tensor = head.lm_head(step.output) if config.own_lm_head else step.output @ shared.T
+    return output
+
+
+def _attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return mixed.transpose(1, 2)
