@@ -22,6 +22,8 @@ VERBS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model.",
     "certify": "Prove on your own model that speculation changes nothing.",
+    "features": "Store the target's hidden states for prepared data.",
+    "heads": "List public EAGLE-3 heads for a target.",
     "drafters": "List what there is to draft with.",
     "export": "Write a draft head as a serving engine reads it.",
     "doctor": "Say what this machine offers, or what each serving engine does with a draft head.",
