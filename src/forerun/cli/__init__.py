@@ -22,6 +22,7 @@ VERBS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model.",
     "certify": "Prove on your own model that speculation changes nothing.",
+    "data": "Prepare training data, or let the target write it.",
     "features": "Store the target's hidden states for prepared data.",
     "heads": "List public EAGLE-3 heads for a target.",
     "drafters": "List what there is to draft with.",

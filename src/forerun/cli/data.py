@@ -1,0 +1,270 @@
+"""``forerun data prepare`` and ``forerun data regenerate``: training data for draft heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from forerun.cli import console
+from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from forerun.training.data.endpoint import Generation
+    from forerun.training.data.prepare import Prepared
+    from forerun.training.data.regenerate import Plan, Regenerated
+
+LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
+
+data = App(name="data", help="Prepare training data, or let the target write it.")
+
+
+@data.command
+def prepare(
+    *files: Path,
+    target: str,
+    output: Path,
+    max_length: int = 2048,
+    split_long: Annotated[bool, Parameter(negative="")] = False,
+    skip_bad: Annotated[bool, Parameter(negative="")] = False,
+    last_turn_only: Annotated[bool, Parameter(negative="")] = False,
+    draft_vocab_size: int | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Tokenize data files, mark what the assistant wrote, and store both for training.
+
+    Parameters
+    ----------
+    files
+        JSONL, JSON or parquet with `messages`, ShareGPT `conversations`, `prompt` and `completion`, or `text`;
+        any other file is plain text.
+    target
+        Directory or hub id of the model whose tokenizer and chat template to use; `demo` is the shipped one.
+    output
+        Directory to write; must not hold anything yet.
+    max_length
+        Tokens of the longest document.
+    split_long
+        Split longer documents instead of cutting them off.
+    skip_bad
+        Leave unusable records out instead of stopping at the first.
+    last_turn_only
+        Count only the last answer of each conversation, for chat templates that rewrite earlier turns.
+    draft_vocab_size
+        Say how much of the answers a draft vocabulary of this size covers.
+    json
+        One JSON line on stdout instead of words.
+    """
+    from forerun.training.data.identity import TokenizerIdentity
+    from forerun.training.data.prepare import PrepareOptions
+    from forerun.training.data.prepare import prepare as convert
+
+    options = PrepareOptions(
+        max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only
+    )
+    tokenizer = _tokenizer(target)
+    known = TokenizerIdentity.of(tokenizer).vocab_size
+    if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
+        raise ArgumentError(f"--draft-vocab-size must be 1 to {known}, the target's vocabulary, got {draft_vocab_size}")
+    with _progress("preparing") as advance:
+        done = convert(
+            files, tokenizer, output, options=options, name=target, on_record=lambda count: advance(count, None)
+        )
+    summary = done.summary()
+    if draft_vocab_size is not None:
+        summary["draft_vocabulary"] = {"size": draft_vocab_size, "coverage": _coverage(done, draft_vocab_size)}
+    for complaint in done.complaints:
+        console.warn(f"skipped: {complaint}")
+    if json:
+        console.out().file.write(dumps(summary, ensure_ascii=False) + "\n")
+    else:
+        _show_prepared(summary)
+    return 0
+
+
+def _coverage(done: Prepared, size: int) -> float:
+    from forerun.training.data.vocabulary import coverage, draft_vocabulary, token_counts
+
+    counts = token_counts(done.data, done.data.tokenizer.vocab_size)
+    return round(coverage(counts, draft_vocabulary(counts, size)), 6)
+
+
+def _show_prepared(summary: dict[str, Any]) -> None:
+    out = console.out()
+    share = summary["counted_tokens"] / summary["tokens"]
+    out.print(
+        f"{summary['output']}: {summary['documents']:,} documents, {summary['tokens']:,} tokens, "
+        f"{summary['counted_tokens']:,} ({share:.1%}) count"
+    )
+    notes = {"skipped": "records skipped", "cut": "longer than --max-length", "dropped": "dropped: no token counts"}
+    told = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
+    if told:
+        out.print("; ".join(told))
+    if "draft_vocabulary" in summary:
+        found = summary["draft_vocabulary"]
+        out.print(f"a draft vocabulary of {found['size']:,} covers {found['coverage']:.2%} of the tokens that count")
+
+
+@data.command
+def regenerate(
+    file: Path,
+    /,
+    *,
+    output: Path,
+    target: str | None = None,
+    endpoint: str | None = None,
+    model: str | None = None,
+    concurrency: int | None = None,
+    max_tokens: Annotated[int, Parameter(alias="-n")] = 1024,
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    prompt_tokens: int = 64,
+    limit: int | None = None,
+    skip_bad: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    speculation: SpeculationOptions = SPECULATION,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Let the target write the answers itself. Run again to go on after a stop. Exit code 1 if a record failed.
+
+    Parameters
+    ----------
+    file
+        Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
+    output
+        JSONL to append to; records that are in it already are not asked again.
+    target
+        Directory or hub id of the model that answers here. With --endpoint it only gives the tokenizer.
+    endpoint
+        URL of an OpenAI-compatible server that answers instead; OPENAI_API_KEY is sent if it is set.
+    model
+        The target's name at the endpoint.
+    concurrency
+        Records at once: 8 here, 32 at an endpoint.
+    max_tokens
+        Most tokens of one answer.
+    temperature
+        0 is greedy; by default the model's or the server's own.
+    top_p
+        Keep the smallest set of tokens whose mass reaches this.
+    seed
+        Same seed, same answers.
+    prompt_tokens
+        Tokens of a plain text that are given; the target continues them.
+    limit
+        Only the first records of the file.
+    skip_bad
+        Leave unusable records out instead of stopping at the first.
+    json
+        One JSON line on stdout instead of words.
+    """
+    _check_who(target, endpoint, model, concurrency)
+    from forerun.training.data.endpoint import Endpoint, Generation
+    from forerun.training.data.regenerate import plan, with_endpoint
+    from forerun.training.data.scripts import Director
+
+    generation = Generation(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    tokenizer = None if target is None else _tokenizer(target)
+    director = Director(tokenizer=tokenizer, prompt_tokens=prompt_tokens, seed=seed)
+    with _progress("regenerating") as advance:
+        todo = plan(
+            file, output, director, limit=limit, skip_bad=skip_bad, tell=lambda done: advance(done.done, done.total)
+        )
+        try:
+            if endpoint is not None:
+                place = Endpoint(url=endpoint, model=str(model), generation=generation)
+                with_endpoint(todo, place, concurrency=concurrency or ENDPOINT_CONCURRENCY)
+            elif todo.records:
+                _answer_here(todo, str(target), generation, concurrency or LOCAL_CONCURRENCY, speculation, loading)
+        except BaseException:
+            if todo.progress.written:
+                console.warn(f"{todo.progress.written:,} records are safe in {output}; run again to go on")
+            raise
+    _report(todo.progress, as_json=json)
+    return 1 if todo.progress.failed else 0
+
+
+def _check_who(target: str | None, endpoint: str | None, model: str | None, concurrency: int | None) -> None:
+    if target is None and endpoint is None:
+        raise ArgumentError("who shall answer? give --target MODEL, or --endpoint URL with --model NAME")
+    if (endpoint is None) != (model is None):
+        raise ArgumentError("--endpoint URL and --model NAME belong together")
+    if concurrency is not None and concurrency < 1:
+        raise ArgumentError(f"--concurrency must be at least 1, got {concurrency}")
+
+
+def _answer_here(
+    todo: Plan,
+    target: str,
+    generation: Generation,
+    concurrency: int,
+    speculation: SpeculationOptions,
+    loading: LoadOptions,
+) -> None:
+    from forerun.cli import session
+    from forerun.training.data.regenerate import with_engine
+
+    llm = session.load(target, loading, speculation.config(), max_num_seqs=concurrency)
+    with_engine(todo, llm, generation, concurrency=concurrency)
+
+
+def _report(progress: Regenerated, *, as_json: bool) -> None:
+    for complaint in progress.complaints:
+        console.warn(f"left out: {complaint}")
+    if as_json:
+        console.out().file.write(dumps(progress.summary(), ensure_ascii=False) + "\n")
+        return
+    earlier = f", {progress.resumed:,} were there already" if progress.resumed else ""
+    console.out().print(
+        f"{progress.output}: {progress.written:,} records written with {progress.answers:,} answers{earlier}"
+    )
+    if progress.failed or progress.skipped:
+        console.out().print(f"{progress.failed:,} records failed, {progress.skipped:,} bad entries skipped")
+
+
+def _tokenizer(target: str) -> PreTrainedTokenizerBase:
+    with console.working(f"loading the tokenizer of {target}"):
+        from forerun.cli import session
+        from forerun.demo import resolve
+        from forerun.engine.loading import load_tokenizer
+
+        session.quiet_libraries()
+        tokenizer = load_tokenizer(resolve(target), None)
+    assert tokenizer is not None, "a name always leads to a tokenizer or an error"
+    return tokenizer
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar on stderr, told how many records are done, of how many if that is known."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    log = console.log()
+    if not log.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=log, transient=True) as progress:
+        task = progress.add_task(doing, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

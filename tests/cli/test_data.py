@@ -1,0 +1,82 @@
+"""``forerun data``: figures on stdout, one JSON line if asked for, one clear error for bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Ran
+from forerun.training.data.store import PreparedData
+
+Forerun = Callable[..., Ran]
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + '\n{"broken\n' + json.dumps({"text": "the cat"}) + "\n")
+    return path
+
+
+def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Path, tmp_path: Path) -> None:
+    arguments: list[Any] = ["data", "prepare", chats, "--target", "demo", "--skip-bad", "--draft-vocab-size", 4000]
+    ran = forerun(*arguments, "--output", tmp_path / "a", "--json")
+    said = json.loads(ran.out)
+    assert ran.code == 0 and ran.out.count("\n") == 1 and "line 2" in ran.err
+    data = PreparedData.open(tmp_path / "a")
+    assert (said["documents"], said["tokens"], said["skipped"]) == (2, data.num_tokens, 1)
+    assert said["hash"] == data.hash and 0 < said["draft_vocabulary"]["coverage"] <= 1
+    assert data.tokenizer.name == "demo"
+    words = forerun(*arguments, "--output", tmp_path / "b")
+    assert words.code == 0 and "2 documents" in words.out and "covers" in words.out and "1 records skipped" in words.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prepare", "CHATS", "--target", "demo", "--output", "OUT"], "chats.jsonl, line 2: broken JSON"),
+        (["prepare", "--target", "demo", "--output", "OUT"], "no data file"),
+        (["prepare", "none.jsonl", "--target", "demo", "--output", "OUT"], "does not exist"),
+        (["prepare", "CHATS", "--target", "/no/model", "--output", "OUT"], "/no/model"),
+        (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--draft-vocab-size", "99999"], "1 to 8192"),
+        (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--max-length", "1"], "max_length"),
+        (["regenerate", "CHATS", "--output", "OUT"], "--target"),
+        (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "http://here"], "--model"),
+        (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "--concurrency", "0"], "--concurrency"),
+        (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "-n", "0"], "max_tokens"),
+        (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "here", "--model", "m", "--skip-bad"], "http://"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    forerun: Forerun, chats: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    places = {"CHATS": chats, "OUT": tmp_path / "out"}
+    ran = forerun("data", *(places.get(argument, argument) for argument in arguments))
+    assert ran.code == 2 and ran.out == "" and not (tmp_path / "out").exists()
+    assert ran.err.startswith("error: ") and message in ran.err and "Traceback" not in ran.err
+
+
+def test_regenerate_here_then_prepare(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"text": f"the cat sat on {word}"}) + "\n" for word in ("the mat", "a log")))
+    arguments: list[Any] = ["data", "regenerate", source, "--target", checkpoint, "--output", output]
+    arguments += ["--prompt-tokens", 3, "-n", 6, "-t", 0, "--drafter", "ngram", "--json"]
+    first = json.loads(forerun(*arguments, "--limit", 1).out)
+    assert (first["written"], first["total"], first["answers"]) == (1, 1, 1)
+    ran = forerun(*arguments)
+    second = json.loads(ran.out)
+    assert ran.code == 0 and (second["written"], second["resumed"], second["total"]) == (1, 1, 2)
+    done = forerun("data", "prepare", output, "--target", checkpoint, "--output", tmp_path / "data", "--json")
+    assert done.code == 0 and 0 < json.loads(done.out)["counted_tokens"] < json.loads(done.out)["tokens"]
+
+
+def test_help_imports_no_model_and_names_both_verbs(forerun: Forerun) -> None:
+    ran = forerun("data", "--help")
+    assert ran.code == 0 and "prepare" in ran.out and "regenerate" in ran.out
+    for verb in ("prepare", "regenerate"):
+        assert f"forerun data {verb}" in forerun("data", verb, "--help").out

@@ -1,0 +1,92 @@
+"""The local engine writes the same answers as the engine asked directly, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.conftest import checkpoint
+from forerun import LLM, SamplingParams
+from forerun.training.data.endpoint import Generation
+from forerun.training.data.prepare import prepare
+from forerun.training.data.regenerate import plan, with_engine
+from forerun.training.data.scripts import Director
+from training.data.conftest import write_lines
+
+__all__ = ["checkpoint"]
+
+GREEDY = Generation(max_tokens=6, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return LLM(checkpoint, max_num_seqs=2)
+
+
+def run(llm: LLM, folder: Path, records: list[Any], **more: Any) -> list[dict[str, Any]]:
+    source = write_lines(folder / "in.jsonl", records)
+    generation = more.pop("generation", GREEDY)
+    todo = plan(source, folder / "out.jsonl", Director(tokenizer=llm.tokenizer, prompt_tokens=4, **more))
+    with_engine(todo, llm, generation, concurrency=3)
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_conversations_are_answered_as_by_chat(llm: LLM, tmp_path: Path) -> None:
+    records = [{"id": str(n), "prompt": f"the cat {n}"} for n in range(5)]
+    found = {line["id"]: line["messages"] for line in run(llm, tmp_path, records)}
+    params = SamplingParams(temperature=0, max_tokens=6)
+    for record in records:
+        question = {"role": "user", "content": record["prompt"]}
+        text = llm.chat([question], params)[0].outputs[0].text
+        assert found[record["id"]] == [question, {"role": "assistant", "content": text}]
+    assert not llm.engine.busy
+
+
+def test_texts_are_continued_and_only_the_continuation_counts(llm: LLM, tmp_path: Path) -> None:
+    (line,) = run(llm, tmp_path, [{"text": "the cat sat on the mat and the dog"}])
+    given = llm.tokenizer.decode(llm.tokenizer("the cat sat on the mat and the dog")["input_ids"][:4])
+    expected = llm.generate([given], SamplingParams(temperature=0, max_tokens=6))[0].outputs[0]
+    assert line["text"] == given + expected.text
+    data = prepare([tmp_path / "out.jsonl"], llm.tokenizer, tmp_path / "data").data
+    tokens, mask = data.document(0)
+    assert llm.tokenizer.decode(tokens[mask == 0].tolist()) == given and mask.any()
+
+
+def test_a_seed_makes_sampling_repeatable(llm: LLM, tmp_path: Path) -> None:
+    sampled = Generation(max_tokens=8, temperature=1.0)
+    texts = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        lines = run(llm, tmp_path / name, [{"prompt": "the cat"}, {"prompt": "the"}], generation=sampled, seed=seed)
+        texts.append(sorted(line["messages"][1]["content"] for line in lines))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_prompt_that_does_not_fit_costs_only_itself(llm: LLM, tmp_path: Path) -> None:
+    found = run(llm, tmp_path, [{"prompt": "the cat " * 200}, {"id": "good", "prompt": "the cat"}])
+    assert [line["id"] for line in found] == ["good"]
+
+
+def test_an_interrupted_run_leaves_whole_lines_and_an_idle_engine(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, whole = 0, llm.engine.step
+
+    def step() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 8:
+            raise KeyboardInterrupt
+        return whole()
+
+    records = [{"id": str(n), "prompt": f"the cat {n}"} for n in range(6)]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, tmp_path, records)
+    before = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert 0 < len(before) < 6 and not llm.engine.busy
+    assert sorted(line["id"] for line in run(llm, tmp_path, records)) == [str(n) for n in range(6)]

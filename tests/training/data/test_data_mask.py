@@ -1,0 +1,103 @@
+"""Only what the assistant wrote counts, with and without generation markers; unusable templates are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from forerun import demo
+from forerun.errors import DataError
+from forerun.training.data.mask import Encoder
+from forerun.training.data.read import Record
+from training.data.conftest import CHAT, FORGETFUL, MARKED, PLAIN, byte_tokenizer, counted
+
+
+def talk(*messages: dict[str, Any], **more: Any) -> Record:
+    return Record(where="here", id="1", messages=messages, **more)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_answers_and_their_ends_count(template: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    encoded = Encoder(tokenizer).encode(talk(*CHAT))
+    assert counted(tokenizer, encoded) == ["yes</s>", "4</s>"]
+    assert tokenizer.decode(encoded.tokens).startswith("<system>be brief</s>\n<user>hi</s>\n<assistant>yes</s>\n")
+
+
+def test_markers_and_prefixes_agree_on_the_demo_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.resolve("demo"))
+    marked = Encoder(tokenizer).encode(talk(*CHAT))
+    assert counted(tokenizer, marked) == ["yes<|end|>", "4<|end|>"]
+    template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    tokenizer.chat_template = template
+    assert Encoder(tokenizer).encode(talk(*CHAT)) == marked
+
+
+def test_what_follows_the_last_answer_is_left_out() -> None:
+    tokenizer = byte_tokenizer()
+    whole = Encoder(tokenizer).encode(talk(*CHAT))
+    assert Encoder(tokenizer).encode(talk(*CHAT, {"role": "user", "content": "bye"})) == whole
+
+
+def test_tool_messages_do_not_count() -> None:
+    tokenizer = byte_tokenizer()
+    result = {"role": "tool", "content": "4"}
+    encoded = Encoder(tokenizer).encode(talk(*CHAT[1:3], result, {"role": "assistant", "content": "it is 4"}))
+    assert counted(tokenizer, encoded) == ["yes</s>", "it is 4</s>"]
+
+
+def test_a_template_that_rewrites_history_is_refused_with_the_reason() -> None:
+    tokenizer = byte_tokenizer(FORGETFUL)
+    thinking = [{**m, "content": "hm#" + m["content"]} if m["role"] == "assistant" else m for m in CHAT]
+    with pytest.raises(DataError, match=r"no usable loss mask.*rewrites.*generation.*--last-turn-only"):
+        Encoder(tokenizer).encode(talk(*thinking))
+    last = Encoder(tokenizer, last_turn_only=True).encode(talk(*thinking))
+    assert counted(tokenizer, last) == ["hm#4</s>"] and "hm#yes" not in tokenizer.decode(last.tokens)
+
+
+def test_a_prompt_that_merges_with_the_answer_is_refused_with_that_reason() -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}x{% endif %}"
+    tokenizer = byte_tokenizer(template, extra=["xy"])
+    with pytest.raises(DataError, match="merge"):
+        Encoder(tokenizer).encode(talk({"role": "user", "content": "a"}, {"role": "assistant", "content": "xy"}))
+
+
+def test_markers_around_nothing_are_refused() -> None:
+    empty = "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}"
+    with pytest.raises(DataError, match=r"markers enclose no token"):
+        Encoder(byte_tokenizer(empty)).encode(talk(*CHAT))
+
+
+def test_no_assistant_turn_no_template_and_a_template_that_objects() -> None:
+    with pytest.raises(DataError, match="no assistant turn"):
+        Encoder(byte_tokenizer()).encode(talk(*CHAT[:2]))
+    with pytest.raises(DataError, match="no chat template"):
+        Encoder(byte_tokenizer(None)).encode(talk(*CHAT))
+    with pytest.raises(DataError, match="begins with the assistant"):
+        Encoder(byte_tokenizer()).encode(talk(*CHAT[2:]))
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"refuses the conversation: roles must alternate"):
+        Encoder(byte_tokenizer(strict)).encode(talk(*CHAT))
+
+
+def test_plain_text_counts_from_the_end_of_its_prompt() -> None:
+    encoder = Encoder(byte_tokenizer())
+    assert all(encoder.encode(Record(where="here", id="1", text="abcd")).mask)
+    encoded = encoder.encode(Record(where="here", id="1", text="abcd", prompt_tokens=3))
+    assert encoded.mask == [False, False, False, True]
+    with pytest.raises(DataError, match="prompt"):
+        encoder.encode(Record(where="here", id="1", text="abcd", prompt_tokens=4))
+
+
+def test_a_pair_without_a_template_is_prompt_completion_and_end() -> None:
+    tokenizer = byte_tokenizer(None)
+    encoded = Encoder(tokenizer).encode(talk(*CHAT[1:3], pair=("hi", "yes")))
+    assert counted(tokenizer, encoded) == ["yes</s>"] and tokenizer.decode(encoded.tokens) == "hiyes</s>"
+
+
+def test_the_end_of_a_truncated_answer_does_not_count() -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    encoded = Encoder(tokenizer).encode(talk(*CHAT, truncated=True))
+    assert counted(tokenizer, encoded) == ["yes</s>", "4"]
