@@ -1,0 +1,195 @@
+"""One process, or several: who we are, how a module is spread, and how sums are formed.
+
+Reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); starts no process.
+Knows nothing of optimizers, checkpoints or the loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from forerun.errors import ArgumentError, ForerunError
+from forerun.training.batch import FeatureBatch
+from forerun.training.loop.objective import Objective
+
+Mode = Literal["single", "ddp", "fsdp"]
+Result = TypeVar("Result")
+Metrics = Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """The place of this process among all."""
+
+    rank: int = 0
+    """Number of this process, from 0."""
+    world: int = 1
+    """Processes in all."""
+    mode: Mode = "single"
+    """"ddp": every process holds all weights; "fsdp": each holds a part (FSDP2)."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where this process computes."""
+
+    @classmethod
+    def from_environment(cls, mode: Mode = "ddp", device: torch.device | str | None = None) -> Parallel:
+        """Join the processes that torchrun started; without torchrun, or alone, a single process.
+
+        Args:
+            mode: how to spread the module over several processes.
+            device: none: the CUDA device of this process's local rank, else the CPU.
+
+        Raises:
+            ArgumentError: an unknown mode, or "single" under torchrun with several processes.
+        """
+        if mode not in ("single", "ddp", "fsdp"):
+            raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        place = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        if world == 1:
+            return cls(device=place)
+        if mode == "single":
+            raise ArgumentError(f"mode='single', but torchrun started {world} processes; choose ddp or fsdp.")
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        return cls(rank=dist.get_rank(), world=world, mode=mode, device=place)
+
+    @property
+    def first(self) -> bool:
+        """True for the one process that writes files and talks."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Leave the group of processes; call it once, at the end of the program."""
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sums(self, values: Tensor) -> list[float]:
+        """(n,) -> its n sums over all processes, in float64."""
+        values = values.to(self.device, torch.float64)
+        if self.world > 1:
+            dist.all_reduce(values)
+        return [float(value) for value in values.tolist()]
+
+    def share(self, value: Result) -> Result:
+        """The first process's value, on all."""
+        if self.world == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]  # type: ignore[no-any-return]
+
+    def collect(self, value: str) -> list[str]:
+        """Every process's text, by rank, on all."""
+        if self.world == 1:
+            return [value]
+        box: list[Any] = [None] * self.world
+        dist.all_gather_object(box, value)
+        return box
+
+    def on_first(self, work: Callable[[], Result]) -> Result:
+        """Do `work` on the first process; its result, or its `ForerunError`, reaches all."""
+        if self.world == 1:
+            return work()
+        result: Result | None = None
+        failure: ForerunError | None = None
+        if self.first:
+            try:
+                result = work()
+            except ForerunError as error:
+                failure = error
+        result, failure = self.share((result, failure))
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with the first process's and return it; same shape and dtype everywhere."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+
+def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class Forward(nn.Module):
+    """An objective as a module whose forward pass is the loss: DDP and FSDP act around exactly one forward.
+
+    A head that runs its layers several times, or by other methods than ``forward``, is spread all the same.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.trained = objective.parameters_module()
+        # A bound method, not the objective: one that is a module itself would register the target as ours.
+        self._loss = objective.__call__
+
+    def forward(self, batch: FeatureBatch) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """(sum of losses, weight, metrics) of a micro-batch."""
+        report = self._loss(batch)
+        return report.loss, report.weight, dict(report.metrics)
+
+
+def spread(objective: Objective, parallel: Parallel) -> nn.Module:
+    """The objective's forward pass, spread as `parallel` says; all processes start from the first one's weights.
+
+    FSDP2 shards the trainable parameters as one group (a drafter is one or few layers, used several times per step:
+    gathering them once is cheapest); frozen ones stay whole. Gradients come out averaged over processes.
+    """
+    forward = Forward(objective)
+    if parallel.mode == "single":
+        return forward
+    with torch.no_grad():
+        for tensor in (*forward.trained.parameters(), *forward.trained.buffers()):
+            parallel.broadcast(tensor.detach())
+    if parallel.mode == "ddp":
+        # Buffers are constants (position tables, vocabulary maps). torch 2.13 has renamed the option.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        options: dict[str, Any] = {
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+        }
+        return DistributedDataParallel(forward, **options)
+    frozen = {parameter for parameter in forward.parameters() if not parameter.requires_grad}
+    mesh = init_device_mesh(parallel.device.type, (parallel.world,))
+    fully_shard(forward, mesh=mesh, ignored_params=frozen)
+    return forward
+
+
+@contextmanager
+def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
+    """Gradients are exchanged in the `last` micro-batch of a step only; before, each process adds up its own."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    waiting = isinstance(model, DistributedDataParallel) and not last
+    with model.no_sync() if waiting else nullcontext():  # type: ignore[operator]
+        yield
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, a sharded module's parameters are whole, so that it can draft. All processes must take part."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()

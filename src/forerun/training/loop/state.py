@@ -1,0 +1,256 @@
+"""What a checkpoint holds, and how it comes back on any number of processes.
+
+``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32), ``optimizer.safetensors`` (one tensor per
+parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and ``state.json``. No pickle. Everything is
+stored whole, whatever the number of processes, so another number can read it. Knows no schedule and no objective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from forerun.errors import CheckpointError
+from forerun.training.loop import files, randomness
+from forerun.training.loop.distributed import Parallel
+
+FORMAT = 1
+MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "random.json", "state.json"
+Optimizers = Iterable[torch.optim.Optimizer]
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far training has come. Changes with every step."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    position: int = 0
+    """Batches read, which is where the data go on."""
+    tokens: int = 0
+    """Tokens seen by all processes, padding not counted."""
+    evaluated: int = 0
+    """Step of the last evaluation."""
+    best: float | None = None
+    """Best value of the deciding metric so far; higher is better."""
+    best_step: int | None = None
+    """Step of that value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint, read."""
+
+    path: Path
+    progress: Progress
+    random: list[str]
+    """Per process that wrote it, the text of `randomness.capture`."""
+    data_hash: str
+    """Of the data it was trained on; empty if none was given."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A detached, full, contiguous copy on the CPU (or the tensor itself). All processes must call it if sharded."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().contiguous()
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """name -> full tensor on the CPU, of parameters and persistent buffers; tied ones once, by their first name."""
+    seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            # A copy: views of one storage, which safetensors refuses, become tensors of their own.
+            weights[name] = whole(tensor).clone()
+    return weights
+
+
+def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """``<parameter>|<kind>`` -> full tensor on the CPU."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for kind, value in sorted(state.items()):
+                found[f"{names[id(parameter)]}|{kind}"] = whole(value).clone()
+    return found
+
+
+def save(
+    output: Path,
+    module: nn.Module,
+    optimizers: Optimizers,
+    progress: Progress,
+    parallel: Parallel,
+    notes: Mapping[str, Any],
+) -> Path:
+    """Write ``output/checkpoint-<step>``; all processes must call it.
+
+    Args:
+        output: directory of the run.
+        module: what is trained, sharded or not.
+        optimizers: theirs too.
+        progress: where training stands.
+        parallel: the first process writes.
+        notes: plain values kept in ``state.json``: settings and the hash of the data.
+
+    Raises:
+        CheckpointError: the disk is full, or refuses; earlier checkpoints are intact.
+    """
+    weights, moments = weights_of(module), optimizer_tensors(module, optimizers)
+    states = parallel.collect(randomness.capture())
+    record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), **notes}
+
+    def fill(folder: Path) -> None:
+        save_file(weights, folder / MODEL, metadata={"format": "pt"})
+        save_file(moments, folder / OPTIMIZER)
+        (folder / RANDOM).write_text(json.dumps(states), encoding="utf-8")
+        (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    return parallel.on_first(lambda: files.write_directory(output / f"checkpoint-{progress.step}", fill))
+
+
+def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
+    """Write the weights alone to ``output/best``, with ``best.json``; all processes must call it.
+
+    Raises:
+        CheckpointError: the disk is full, or refuses; the former best is intact.
+    """
+    weights = weights_of(module)
+
+    def fill(folder: Path) -> None:
+        save_file(weights, folder / MODEL, metadata={"format": "pt"})
+        record = {"step": step, "values": dict(values)}
+        (folder / "best.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    return parallel.on_first(lambda: files.write_directory(output / files.BEST, fill))
+
+
+def read(path: Path) -> Saved:
+    """What `path` says about itself; tensors stay on disk.
+
+    Raises:
+        CheckpointError: missing files, broken JSON, or a format that is not ours.
+    """
+    try:
+        record = json.loads((path / STATE).read_text(encoding="utf-8"))
+        states = json.loads((path / RANDOM).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no complete training checkpoint: {error}. Remove the directory to resume from the one before."
+        ) from error
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of forerun reads {FORMAT}.")
+    progress = Progress(**record["progress"])
+    return Saved(path=path, progress=progress, random=states, data_hash=record.get("data_hash", ""))
+
+
+def load_weights(path: Path, module: nn.Module) -> None:
+    """Fill `module`, not yet sharded, from a checkpoint or ``best/``.
+
+    Raises:
+        CheckpointError: a missing, unknown or misshapen tensor, by name.
+    """
+    stored = _load(path / MODEL)
+    own = module.state_dict(keep_vars=True)
+    first_name: dict[int, str] = {}
+    for name, tensor in own.items():
+        first_name.setdefault(id(tensor), name)
+    expected = {name: own[name] for name in first_name.values()}
+    _refuse_differences(path / MODEL, expected, stored)
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(stored[name])
+
+
+def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, parallel: Parallel) -> None:
+    """Fill the optimizers of `module`, already sharded; all processes must call it, the first one reads.
+
+    Raises:
+        CheckpointError: the checkpoint was written by another optimizer, or for other parameters.
+    """
+    stored = parallel.on_first(lambda: _load(path / OPTIMIZER)) if parallel.world == 1 else _shared(path, parallel)
+    parameters = dict(module.named_parameters())
+    by_parameter: dict[int, dict[str, Tensor]] = {}
+    for name, value in stored.items():
+        parameter_name, _, kind = name.rpartition("|")
+        if parameter_name not in parameters:
+            raise CheckpointError(f"{path / OPTIMIZER} holds {name}, but no such parameter is trained.")
+        parameter = parameters[parameter_name]
+        if value.ndim and value.shape != parameter.shape:
+            shapes = f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+            raise CheckpointError(f"{path / OPTIMIZER}: {name} has shape {shapes}.")
+        by_parameter.setdefault(id(parameter), {})[kind] = _like(value, parameter)
+    for optimizer in optimizers:
+        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {index: by_parameter.pop(id(p)) for index, p in enumerate(owned) if id(p) in by_parameter}
+        _refuse_other_kinds(path, optimizer, state.values())
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if by_parameter:
+        raise CheckpointError(f"{path / OPTIMIZER} holds state of parameters that are frozen now.")
+
+
+def _refuse_other_kinds(path: Path, optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Tensor]]) -> None:
+    """Muon's momentum in AdamW's hands, or the reverse, would be read without complaint and break at the next step."""
+    muon = isinstance(optimizer, torch.optim.Muon)
+    if any(("momentum_buffer" in state) != muon for state in states):
+        raise CheckpointError(
+            f"{path} was trained with another optimizer than the settings say; set optimizer to the former one, "
+            "or begin a new output directory."
+        )
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of the full `value` if `parameter` is sharded; counters (no dimension) stay whole."""
+    if not isinstance(parameter, DTensor) or value.ndim == 0:
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _shared(path: Path, parallel: Parallel) -> dict[str, Tensor]:
+    """The first process's tensors on all, so that only its disk needs the file."""
+    stored: dict[str, Tensor] = {}
+
+    def describe() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        stored.update(_load(path / OPTIMIZER))
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
+
+    received: dict[str, Tensor] = {}
+    for name, (shape, dtype) in parallel.on_first(describe).items():
+        blank = torch.empty(shape, dtype=dtype, device=parallel.device)
+        tensor = stored[name].to(parallel.device) if parallel.first else blank
+        received[name] = parallel.broadcast(tensor).cpu()
+    return received
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Remove its directory to resume from the checkpoint before."
+        ) from error
+
+
+def _refuse_differences(path: Path, expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    missing, unknown = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
+    if missing or unknown:
+        raise CheckpointError(f"{path}: missing tensors {missing}, unknown tensors {unknown}; it is of another module.")
+    for name, tensor in expected.items():
+        if tensor.shape != stored[name].shape:
+            shapes = f"{tuple(stored[name].shape)}, the module wants {tuple(tensor.shape)}"
+            raise CheckpointError(f"{path}: {name} has shape {shapes}.")

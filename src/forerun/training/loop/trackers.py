@@ -1,0 +1,178 @@
+"""Where numbers go: a JSONL file and the console always, TensorBoard, W&B and trackio by name.
+
+Knows steps and names of values; not where they come from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from forerun.errors import ArgumentError, CheckpointError, nearest
+
+PLAIN_EVERY_S = 10.0
+"""Least time between lines where the console is no terminal."""
+
+
+class Tracker(Protocol):
+    """A place for numbers."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` after optimizer step number `step` (from 1); names with "eval/" come from evaluation."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is held back."""
+        ...
+
+
+class JsonLines:
+    """One JSON object per call in a file; values that are not finite become null."""
+
+    def __init__(self, path: Path, step: int = 0) -> None:
+        """Continue `path` after `step`: lines of later steps, which a killed run left, are dropped."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _upto(line, step)]
+            fresh = path.with_name(f".{path.name}.partial")
+            fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(fresh, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line.
+
+        Raises:
+            CheckpointError: the disk is full, or refuses.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            message = f"{self._file.name} cannot be written: {error}. Checkpoints are intact; make room and resume."
+            raise CheckpointError(message) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _upto(line: str, step: int) -> bool:
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # a line that a kill cut short
+
+
+class Bar:
+    """A progress bar on stderr: loss, learning rate, tokens per second, time left; plain lines if no terminal."""
+
+    def __init__(self, total: int, step: int = 0, console: Console | None = None) -> None:
+        """Of `total` optimizer steps, `step` are done; `console`: none is stderr."""
+        self._console = console or Console(stderr=True)
+        self._total, self._spoken = total, -math.inf
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task("training", total=total, completed=step)
+        self._bar.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Move the bar, or write a line if the last one is old."""
+        text = _brief(values)
+        if "loss" not in values:
+            self._console.print(f"step {step}: {text}", highlight=False)
+        elif self._console.is_terminal:
+            self._bar.update(self._task, completed=step, description=text)
+        elif time.monotonic() - self._spoken >= PLAIN_EVERY_S or step >= self._total:
+            self._spoken = time.monotonic()
+            self._console.print(f"step {step}/{self._total}  {text}", highlight=False)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._bar.stop()
+
+
+def _brief(values: Mapping[str, float]) -> str:
+    if "loss" not in values:
+        return "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
+    return (
+        f"loss {values['loss']:.4f}  rate {values.get('learning_rate', math.nan):.2e}  "
+        f"{values.get('tokens_per_second', math.nan):,.0f} tokens/s"
+    )
+
+
+class TensorBoard:
+    """Event files for ``tensorboard --logdir``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one scalar per value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out the events."""
+        self._writer.close()
+
+
+class Remote:
+    """wandb, or trackio, which has the same functions."""
+
+    def __init__(self, package: str, project: str, name: str, config: Mapping[str, Any]) -> None:
+        self._package = _import(package, package)
+        self._package.init(project=project, name=name, config=dict(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values."""
+        self._package.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._package.finish()
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ArgumentError(
+            f"tracker {package!r} needs a package that is not installed; run: pip install {package}"
+        ) from error
+
+
+def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, project: str = "forerun") -> Tracker:
+    """A tracker by name, for the `trackers` of `train`; open it on the first process only.
+
+    Args:
+        name: "tensorboard", "wandb" or "trackio".
+        output: directory of the run; its name becomes the run's, and event files go to ``output/tensorboard``.
+        config: settings shown beside the run.
+        project: of wandb or trackio.
+
+    Raises:
+        ArgumentError: an unknown name, or its package is not installed.
+    """
+    if name == "tensorboard":
+        return TensorBoard(output / "tensorboard")
+    if name in ("wandb", "trackio"):
+        return Remote(name, project, output.name, config or {})
+    known = ("tensorboard", "wandb", "trackio")
+    raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(known)}.{nearest(name, known)}")

@@ -1,0 +1,306 @@
+"""The training loop: steps, evaluation, checkpoints, and every way to end. Knows no drafter and no data format.
+
+The gradient of a step is that of (sum of losses) / (sum of weights) over all its batches and processes, so neither the
+number of processes nor the accumulation changes anything but rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from forerun.errors import ArgumentError, NumericError
+from forerun.training.loop import files, provenance, randomness, state
+from forerun.training.loop.distributed import Parallel, gathered, spread
+from forerun.training.loop.gradient import Sums, backward, scale
+from forerun.training.loop.interrupts import Interrupts
+from forerun.training.loop.objective import Batches, Objective
+from forerun.training.loop.optimizers import build_optimizers, set_rate
+from forerun.training.loop.resume import start_from
+from forerun.training.loop.schedule import rate_factor
+from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trackers import Bar, JsonLines, Tracker
+
+Evaluate = Callable[[int], Mapping[str, float]]
+Reason = Literal["finished", "interrupted", "time"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How training ended."""
+
+    reason: Reason
+    """"finished": all steps are done; "interrupted": Ctrl-C or SIGTERM; "time": `max_seconds` have passed."""
+    steps: int
+    """Optimizer steps done since the very first."""
+    tokens: int
+    """Tokens seen, padding not counted."""
+    loss: float
+    """Nats per counted prediction in the last step of this run; NaN if it made none."""
+    best: float | None
+    """Best value of the deciding metric; none without evaluation."""
+    best_step: int | None
+    """Step of it; its weights are in ``output/best``."""
+    checkpoint: Path
+    """The checkpoint of the last step. Under FSDP2 the module stays sharded: read the weights from here."""
+    seconds: float
+    """Wall seconds of this run."""
+
+    @property
+    def interrupted(self) -> bool:
+        """True if a signal ended it."""
+        return self.reason == "interrupted"
+
+
+def train(
+    objective: Objective,
+    batches: Batches,
+    settings: TrainSettings,
+    output: Path,
+    *,
+    parallel: Parallel | None = None,
+    trackers: Sequence[Tracker] = (),
+    evaluate: Evaluate | None = None,
+    resume: Path | Literal["auto", "never"] = "auto",
+    data_hash: str = "",
+) -> TrainResult:
+    """Train the objective's module in place. Every process of a group must call it with the same arguments.
+
+    The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
+
+    Args:
+        objective: the loss; its module must be on the device. Trainable parameters are turned into float32.
+        batches: the data, by position.
+        settings: how long and how fast.
+        output: directory of ``checkpoint-<step>/``, ``best/``, ``log.jsonl`` and ``run.json``.
+        parallel: none is a single process on the device of the module.
+        trackers: besides ``log.jsonl`` and the console; used by the first process, closed at the end.
+        evaluate: optimizer step -> values. All processes call it, with whole parameters and the module in eval mode;
+            the first one's values count. Random draws in it do not touch training.
+        resume: "auto": from the newest checkpoint in `output`, if any; "never": refuse if there is one; or the path of
+            a checkpoint.
+        data_hash: of the data; a checkpoint of other data is refused, as its position would mean nothing.
+
+    Raises:
+        NumericError: a loss or gradient is not finite; earlier checkpoints are intact.
+        CheckpointError: nothing could be written or read; earlier checkpoints are intact.
+        ArgumentError: nothing to train, or `resume` contradicts what `output` holds.
+        DataError: the checkpoint was trained on other data.
+    """
+    began = time.monotonic()
+    module = objective.parameters_module()
+    _make_masters(module)
+    parallel = parallel or Parallel(device=next(module.parameters()).device)
+    start = start_from(output, resume, data_hash, parallel)
+    if start:
+        weights = start.path
+        parallel.on_first(lambda: state.load_weights(weights, module))
+    model = spread(objective, parallel)
+    optimizers = build_optimizers(module, settings)
+    if start:
+        state.load_optimizers(start.path, module, optimizers, parallel)
+    progress = start.progress if start else state.Progress()
+    loop = _Loop(
+        model=model,
+        module=module,
+        optimizers=optimizers,
+        batches=batches,
+        settings=settings,
+        output=output,
+        parallel=parallel,
+        evaluate=evaluate,
+        data_hash=data_hash,
+        total=settings.total_steps(batches.steps_per_epoch),
+        progress=progress,
+        began=began,
+        saved=start.path if start else None,
+    )
+    parallel.on_first(lambda: _record(loop))
+    if parallel.first:
+        step = progress.step
+        loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
+    randomness.begin(start.random if start else [], settings.seed, parallel.rank, progress.step)
+    try:
+        reason = loop.run()
+    finally:
+        for talker in loop.trackers:
+            talker.close()
+    return loop.result(reason)
+
+
+def _record(loop: _Loop) -> None:
+    record = {"data_hash": loop.data_hash, "steps": loop.total, "resumed_from": loop.saved}
+    provenance.write(loop.output, provenance.describe(loop.settings, loop.parallel, record))
+
+
+def _make_masters(module: nn.Module) -> None:
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ArgumentError("The objective's module has no trainable parameter; set requires_grad on what shall learn.")
+    for parameter in trainable:
+        parameter.data = parameter.data.float()
+
+
+@dataclass(kw_only=True)
+class _Loop:
+    """One run, from where it starts to where it ends."""
+
+    model: nn.Module
+    module: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    batches: Batches
+    settings: TrainSettings
+    output: Path
+    parallel: Parallel
+    evaluate: Evaluate | None
+    data_hash: str
+    total: int
+    progress: state.Progress
+    began: float
+    saved: Path | None
+    trackers: list[Tracker] = field(default_factory=list)
+    loss: float = math.nan
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    window: Sums = field(default_factory=Sums)
+    saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
+
+    def run(self) -> Reason:
+        """Step until there is a reason to stop."""
+        self.saved_step = self.progress.step if self.saved else -1
+        self.module.train()
+        with self.interrupts:
+            while True:
+                reason, save_due = self._consult()
+                if reason != "interrupted" and self._evaluation_due():
+                    self._evaluate()
+                if reason or save_due:
+                    self._save()
+                if reason:
+                    return reason
+                self._step()
+
+    def result(self, reason: Reason) -> TrainResult:
+        """What the caller gets."""
+        assert self.saved is not None
+        return TrainResult(
+            reason=reason,
+            steps=self.progress.step,
+            tokens=self.progress.tokens,
+            loss=self.loss,
+            best=self.progress.best,
+            best_step=self.progress.best_step,
+            checkpoint=self.saved,
+            seconds=time.monotonic() - self.began,
+        )
+
+    def _consult(self) -> tuple[Reason | None, bool]:
+        """Whether to stop and whether to save: the same on all processes, whoever was signalled and whatever clocks."""
+        now, step, settings = time.monotonic(), self.progress.step, self.settings
+        late = settings.max_seconds is not None and now - self.began >= settings.max_seconds
+        old = bool(settings.save_every_s) and now - self.saved_at >= settings.save_every_s
+        mine = [self.interrupts.requested, self.parallel.first and late, self.parallel.first and old]
+        interrupted, late_votes, old_votes = self.parallel.sums(torch.tensor(mine, dtype=torch.float64))
+        every = settings.save_every_steps
+        save_due = step > 0 and (old_votes > 0 or bool(every and step % every == 0))
+        if interrupted:
+            return "interrupted", save_due
+        if step >= self.total:
+            return "finished", save_due
+        return "time" if late_votes else None, save_due
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        settings, progress = self.settings, self.progress
+        sums = backward(self.model, self.batches, progress.position, settings, self.parallel)
+        if sums.broken:
+            raise NumericError(self._not_finite("loss", sums.broken))
+        factor = rate_factor(
+            progress.step, self.total, settings.warmup(self.total), settings.schedule, settings.min_rate_share
+        )
+        norm = self._move(sums, factor)
+        progress.step += 1
+        progress.position += settings.accumulation
+        progress.tokens += sums.tokens
+        sums.seconds = time.monotonic() - began
+        self.window.add(sums)
+        if progress.step % settings.log_every_steps == 0 or progress.step == self.total:
+            rate = {"learning_rate": settings.learning_rate * factor, "gradient_norm": norm}
+            self._log({**self.window.means(), **rate, "tokens": progress.tokens})
+            self.window = Sums()
+
+    def _move(self, sums: Sums, factor: float) -> float:
+        """Move the weights with learning rates at `factor` of their peaks; the norm of the gradient before clipping."""
+        norm = 0.0
+        if sums.weight:  # else no prediction counted, and there is nothing to follow
+            # Gradients are means over processes: undone here, together with the division by the weight.
+            norm = scale(self.module, self.parallel.world / sums.weight, self.settings.gradient_clip)
+            if not math.isfinite(norm):
+                first, ranks = self.progress.position, range(self.parallel.world)
+                positions = range(first, first + self.settings.accumulation)
+                raise NumericError(self._not_finite("gradient", [(p, rank) for p in positions for rank in ranks]))
+            set_rate(self.optimizers, factor)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.loss = sums.loss / sums.weight
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return norm
+
+    def _not_finite(self, what: str, where: Sequence[tuple[int, int]]) -> str:
+        places = " or ".join(f"batch {position} of rank {rank}" for position, rank in where)
+        kept = f"the last checkpoint is {self.saved}" if self.saved else "no checkpoint had been written yet"
+        return (
+            f"The {what} of step {self.progress.step + 1} is not finite: {places}, of {self.parallel.world}. This "
+            f"step changed no weight, nothing was overwritten, and {kept}. Look at that batch, or lower the learning "
+            "rate, and start again: it resumes."
+        )
+
+    def _evaluation_due(self) -> bool:
+        step, every = self.progress.step, self.settings.eval_every_steps
+        if self.evaluate is None or self.progress.evaluated == step:
+            return False
+        return step >= self.total or bool(every and step % every == 0)
+
+    def _evaluate(self) -> None:
+        """Evaluate, log, and keep the weights if they are the best so far."""
+        assert self.evaluate is not None
+        step = self.progress.step
+        self.module.eval()
+        try:
+            with gathered(self.model), randomness.preserved():
+                values = {name: float(value) for name, value in self.evaluate(step).items()}
+        finally:
+            self.module.train()
+        values = self.parallel.share(values)
+        self.progress.evaluated = step
+        self._log({f"eval/{name}": value for name, value in values.items()})
+        deciding = self.settings.best_metric or next(iter(values), None)
+        if deciding is None:
+            return
+        if deciding not in values:
+            raise ArgumentError(f"best_metric={deciding!r} is not among the values of evaluation: {sorted(values)}.")
+        best = self.progress.best
+        if math.isfinite(values[deciding]) and (best is None or values[deciding] > best):
+            state.save_best(self.output, self.module, self.parallel, step, values)
+            self.progress.best, self.progress.best_step = values[deciding], step
+
+    def _save(self) -> None:
+        if self.saved_step == self.progress.step:
+            return
+        notes = {"settings": self.settings.to_json(), "data_hash": self.data_hash}
+        self.saved = state.save(self.output, self.module, self.optimizers, self.progress, self.parallel, notes)
+        self.saved_step, self.saved_at = self.progress.step, time.monotonic()
+        if self.parallel.first:
+            files.rotate(self.output, self.settings.keep_checkpoints)
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(self.progress.step, values)

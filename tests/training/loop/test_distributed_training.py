@@ -1,0 +1,143 @@
+"""Two processes train the model that one process trains, however it is spread; and checkpoints change hands."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forerun.errors import ArgumentError
+from forerun.training.loop import Parallel, train
+from training.loop.toy import Head, Numbers, Toy, weights
+from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice
+
+TOLERANCE = 1e-5
+
+
+def score(toy: Toy) -> float:
+    return -toy(Numbers().batch(0, 0, 1)).loss.item()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process made, and then two: a directory per scenario."""
+    folder = tmp_path_factory.mktemp("distributed")
+    for optimizer in OPTIMIZERS:
+        toy = Toy()
+        train(
+            toy,
+            Numbers(),
+            choice(optimizer, eval_every_steps=2, save_every_steps=CUT),  # type: ignore[arg-type]
+            folder / f"single-{optimizer}",
+            evaluate=lambda step, toy=toy: {"score": score(toy)},  # type: ignore[misc]
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = Path(__file__).with_name("worker.py")
+    common = {"PYTHONPATH": str(worker.parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(folder)],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, (out, err)) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0, err[-4000:]
+        assert f"rank {rank} done" in out
+    return folder
+
+
+def stored(path: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(path / f"checkpoint-{step}" / "model.safetensors")
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=TOLERANCE, msg=name)
+
+
+def curve(path: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_equal_one(folder: Path, mode: str, optimizer: str) -> None:
+    single, spread = folder / f"single-{optimizer}", folder / f"{mode}-{optimizer}"
+    moved = max(float((stored(single)[name] - tensor).abs().max()) for name, tensor in weights(Head()).items())
+    assert moved > 100 * TOLERANCE, "else equality would say nothing"
+    assert_same(stored(single), stored(spread))
+    assert len(curve(spread, "loss")) == STEPS
+    for name in ("loss", "gradient_norm", "accuracy"):  # AdamW and Muon forgive a factor in the gradient, its norm not
+        assert curve(spread, name) == pytest.approx(curve(single, name), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_results_are_the_same_on_both(folder: Path, mode: str, optimizer: str) -> None:
+    spread = folder / f"{mode}-{optimizer}"
+    first, second = (json.loads((spread / f"result-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first[2] == STEPS * 8 * 4, "tokens of both"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_best_weights_are_whole(folder: Path, mode: str, optimizer: str) -> None:
+    one, two = (folder / f"{name}-{optimizer}" / "best" for name in ("single", mode))
+    assert_same(load_file(one / "model.safetensors"), load_file(two / "model.safetensors"))
+    values = [json.loads((path / "best.json").read_text()) for path in (one, two)]
+    assert values[0]["step"] == values[1]["step"]
+    assert values[0]["values"]["score"] == pytest.approx(values[1]["values"]["score"], rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulation_on_two_processes_equals_one_big_batch(folder: Path, mode: str) -> None:
+    assert_same(stored(folder / "single-adamw"), stored(folder / f"{mode}-accumulated"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_go_on_from_one(folder: Path, mode: str, optimizer: str) -> None:
+    assert_same(stored(folder / f"single-{optimizer}"), stored(folder / f"one-to-{mode}-{optimizer}"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_goes_on_from_two(folder: Path, tmp_path: Path, mode: str, optimizer: str) -> None:
+    start = folder / f"{mode}-{optimizer}" / f"checkpoint-{CUT}"
+    toy = Toy(head=Head(seed=7))
+    train(toy, Numbers(), choice(optimizer), tmp_path, resume=start)  # type: ignore[arg-type]
+    assert_same(stored(folder / f"single-{optimizer}"), stored(tmp_path))
+
+
+def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    alone = Parallel.from_environment("fsdp", "cpu")
+    assert (alone.rank, alone.world, alone.mode, alone.first) == (0, 1, "single", True)
+    alone.close()
+    with pytest.raises(ArgumentError, match="mode='dp' is unknown"):
+        Parallel.from_environment("dp", "cpu")  # type: ignore[arg-type]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match="choose ddp or fsdp"):
+        Parallel.from_environment("single", "cpu")

@@ -1,0 +1,74 @@
+"""Settings are checked by name, and the schedule is a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from forerun.errors import ArgumentError
+from forerun.training.loop import TrainSettings
+from forerun.training.loop.schedule import rate_factor
+from forerun.training.loop.settings import CHECKS
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({"learning_rate": 0.0}, "above 0"),
+        ({"learning_rate": math.nan}, "above 0"),
+        ({"learning_rate": "fast"}, "above 0"),
+        ({"steps": 0}, "a whole number from 1, or none"),
+        ({"steps": 2.5}, "a whole number from 1, or none"),
+        ({"betas": (0.9, 1.0)}, "each at least 0 and below 1"),
+        ({"optimizer": "sgd"}, "adamw, muon"),
+        ({"schedule": "exponential"}, "cosine, linear, constant"),
+        ({"warmup_share": 1.5}, "between 0 and 1"),
+        ({"accumulation": True}, "a whole number from 1"),
+        ({"max_seconds": -1.0}, "above 0, or none"),
+        ({"dtype": "float16"}, "bfloat16, float32"),
+    ],
+)
+def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(values: dict[str, object], allowed: str) -> None:
+    name, value = next(iter(values.items()))
+    with pytest.raises(ArgumentError) as caught:
+        TrainSettings(**values)  # type: ignore[arg-type]
+    assert f"{name}={value!r}" in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+def test_every_field_is_checked_or_free() -> None:
+    free = {"gradient_checkpointing", "best_metric"}
+    assert CHECKS.keys() | free == TrainSettings.__dataclass_fields__.keys()
+
+
+def test_steps_come_from_epochs_unless_given() -> None:
+    assert TrainSettings(epochs=2.0).total_steps(10) == 20
+    assert TrainSettings(epochs=0.5, accumulation=2).total_steps(10) == 3
+    assert TrainSettings(epochs=0.001).total_steps(10) == 1
+    assert TrainSettings(steps=7, epochs=3.0).total_steps(10) == 7
+
+
+def test_warmup_in_steps_beats_the_share() -> None:
+    assert TrainSettings(warmup_share=0.25).warmup(40) == 10
+    assert TrainSettings(warmup_steps=3, warmup_share=0.25).warmup(40) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ("cosine", [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 0.55, 0.2318, 0.1]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_schedule_values(shape: str, values: list[float]) -> None:
+    found = [rate_factor(step, 6, 2, shape, 0.1) for step in range(7)]
+    assert found == pytest.approx(values, abs=1e-4)
+
+
+def test_no_step_of_a_run_has_rate_zero() -> None:
+    for shape in ("cosine", "linear"):
+        assert all(rate_factor(step, 5, 0, shape, 0.0) > 0 for step in range(5))
+        assert rate_factor(0, 1, 0, shape, 0.0) == 1.0
+    assert rate_factor(0, 1, 1, "linear", 0.0) == 1.0

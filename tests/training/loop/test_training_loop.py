@@ -1,0 +1,265 @@
+"""The loop on one process: gradients, optimizers, logs, best weights, and every way to end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from forerun.errors import ArgumentError, NumericError
+from forerun.training.batch import FeatureBatch
+from forerun.training.loop import LossReport, TrainSettings, train
+from forerun.training.loop.optimizers import build_optimizers, moved_by_muon
+from forerun.training.loop.state import weights_of
+from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, weights
+
+
+def test_muon_moves_the_matrices_of_the_layers_and_nothing_else() -> None:
+    names = {name for name, parameter in Head().named_parameters() if moved_by_muon(name, parameter)}
+    assert names == {"layers.0.weight", "layers.1.weight", "frozen.weight"}
+
+
+def test_optimizers_share_the_trainable_parameters_and_decay_only_matrices() -> None:
+    head = Head()
+    muon, adam = build_optimizers(head, TrainSettings(optimizer="muon", weight_decay=0.3))
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    of = [[names[id(p)] for group in optimizer.param_groups for p in group["params"]] for optimizer in (muon, adam)]
+    assert isinstance(muon, torch.optim.Muon)
+    assert of[0] == ["layers.0.weight", "layers.1.weight"]
+    assert of[1] == [
+        "lm_head.weight",
+        "embed_tokens.weight",
+        "layers.0.bias",
+        "layers.1.bias",
+        "norm.weight",
+        "norm.bias",
+    ]
+    assert [group["weight_decay"] for group in adam.param_groups] == [0.3, 0.0]
+    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    (only,) = build_optimizers(head, TrainSettings())
+    assert sum(len(group["params"]) for group in only.param_groups) == 8
+
+
+def test_one_step_follows_the_mean_over_counted_tokens(tmp_path: Path) -> None:
+    """Against AdamW by hand, with clipping and warm-up."""
+    toy, naive = Toy(), Toy()
+    values = {"steps": 1, "warmup_steps": 4, "gradient_clip": 0.05, "weight_decay": 0.0}
+    result = train(toy, Numbers(), settings(**values), tmp_path)
+    report = naive(Numbers().batch(0, 0, 1))
+    mean = report.loss / report.weight
+    mean.backward()
+    trainable = [p for p in naive.head.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(trainable, 0.05)
+    torch.optim.AdamW(trainable, lr=0.25e-2, betas=(0.9, 0.95), weight_decay=0.0).step()
+    for name, tensor in weights(naive.head).items():
+        torch.testing.assert_close(weights(toy.head)[name], tensor, rtol=0, atol=1e-6, msg=name)
+    (line,) = logged(tmp_path)
+    assert result.loss == pytest.approx(mean.item(), rel=1e-6)
+    assert line["loss"] == pytest.approx(mean.item(), rel=1e-6)
+    assert line["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert line["learning_rate"] == pytest.approx(0.25e-2)
+    assert line["tokens"] == result.tokens == 8 * 4, "padding does not count"
+    assert 0 <= line["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulation_equals_one_big_batch(tmp_path: Path, optimizer: str) -> None:
+    """The parts hold different numbers of counted tokens, so a mean of means would not pass."""
+    whole, parts = Toy(), Toy()
+    rates = {"optimizer": optimizer, "muon_learning_rate": 1e-3}
+    train(whole, Numbers(), settings(steps=3, **rates), tmp_path / "whole")
+    train(parts, Numbers(parts=4), settings(steps=3, accumulation=4, **rates), tmp_path / "parts")
+    for name, tensor in weights(whole.head).items():
+        torch.testing.assert_close(weights(parts.head)[name], tensor, rtol=0, atol=1e-5, msg=name)
+    for one, other in zip(logged(tmp_path / "whole"), logged(tmp_path / "parts"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["accuracy"] == other["accuracy"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_learns_in_bfloat16_with_float32_masters(tmp_path: Path, optimizer: str) -> None:
+    toy = Toy(head=Head().bfloat16())
+    frozen = toy.head.frozen.weight.clone()
+
+    class Same(Numbers):
+        def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
+            found = super().batch(0, rank, world)
+            return FeatureBatch(batch=found.batch, features={0: found.features[0].bfloat16()})
+
+    train(toy, Same(), settings(steps=25, optimizer=optimizer, dtype="bfloat16", learning_rate=3e-2), tmp_path)
+    losses = [line["loss"] for line in logged(tmp_path)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert toy.head.lm_head.weight.dtype == torch.float32
+    assert torch.equal(toy.head.frozen.weight, frozen)
+    stored = load_file(tmp_path / "checkpoint-25" / "model.safetensors")
+    assert stored["layers.0.weight"].dtype == torch.float32
+    assert stored["d2t"].dtype == torch.int64
+
+
+def test_a_step_in_which_nothing_counts_moves_nothing(tmp_path: Path) -> None:
+    toy = Toy()
+    before = weights(toy.head)
+    result = train(toy, Numbers(blank=True), settings(steps=2), tmp_path)
+    assert result.steps == 2
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(toy.head).items())
+
+
+def test_a_loss_that_is_nan_stops_and_names_batch_rank_and_checkpoint(tmp_path: Path) -> None:
+    toy = Toy(poison=7)
+    with pytest.raises(NumericError) as caught:
+        train(toy, Numbers(), settings(steps=9, accumulation=2, save_every_steps=2), tmp_path)
+    message = str(caught.value)
+    assert "loss of step 4" in message
+    assert "batch 7 of rank 0" in message
+    assert "checkpoint-2" in message
+    stored = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in stored.values())
+    assert all(tensor.isfinite().all() for tensor in weights(toy.head).values()), "the step changed nothing"
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_an_infinite_gradient_stops_too(tmp_path: Path) -> None:
+    class Steep(Toy):
+        def __call__(self, batch: FeatureBatch) -> LossReport:
+            report = super().__call__(batch)
+            edge = torch.sqrt(self.head.norm.bias.sum() * 0)  # finite, with an infinite slope
+            return LossReport(loss=report.loss + edge, weight=report.weight)
+
+    with pytest.raises(NumericError, match=r"gradient of step 1 is not finite.*batch 0 of rank 0"):
+        train(Steep(), Numbers(), settings(), tmp_path)
+
+
+def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    toy = Toy()
+    toy.head.requires_grad_(False)
+    with pytest.raises(ArgumentError, match="no trainable parameter"):
+        train(toy, Numbers(), settings(), tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
+    former = signal.getsignal(number)
+    result = run(tmp_path, Pressed(presses={2: [number]}), steps=6)
+    assert result.interrupted
+    assert result.reason == "interrupted"
+    assert result.steps == 3
+    assert result.checkpoint == tmp_path / "checkpoint-3"
+    assert (result.checkpoint / "state.json").exists()
+    assert signal.getsignal(number) is former, "handlers are given back"
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Pressed(presses={1: [signal.SIGINT, signal.SIGINT]}), steps=6)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(run(tmp_path, steps=1)))
+    thread.start()
+    thread.join()
+    assert len(results) == 1
+
+
+def test_time_ends_training_with_a_checkpoint(tmp_path: Path) -> None:
+    result = run(tmp_path, steps=10_000, max_seconds=0.3)
+    assert result.reason == "time"
+    assert 0 < result.steps < 10_000
+    assert result.checkpoint.name == f"checkpoint-{result.steps}"
+
+
+def test_the_best_weights_are_kept_and_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    """Higher is better; dropout makes a stray random draw visible."""
+    scores = {2: 0.5, 4: 0.9, 6: 0.7}
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+    toy = Toy(head=Head(dropout=0.5))
+
+    def evaluate(step: int) -> dict[str, float]:
+        assert not toy.head.training
+        torch.rand(17)
+        seen[step] = weights(toy.head)
+        return {"speed": -step, "acceptance": scores[step]}
+
+    choice = settings(steps=6, eval_every_steps=2, best_metric="acceptance")
+    result = train(toy, Numbers(), choice, tmp_path / "with", evaluate=evaluate)
+    assert (result.best, result.best_step) == (0.9, 4)
+    stored = load_file(tmp_path / "with" / "best" / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in seen[4].items())
+    record = json.loads((tmp_path / "with" / "best" / "best.json").read_text())
+    assert record == {"step": 4, "values": {"speed": -4.0, "acceptance": 0.9}}
+    lines = [line for line in logged(tmp_path / "with") if "eval/acceptance" in line]
+    assert [(line["step"], line["eval/acceptance"]) for line in lines] == list(scores.items())
+    plain = Toy(head=Head(dropout=0.5))
+    train(plain, Numbers(), settings(steps=6), tmp_path / "without")
+    assert all(torch.equal(weights(plain.head)[name], tensor) for name, tensor in weights(toy.head).items())
+
+
+def test_a_metric_that_evaluation_does_not_give_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"best_metric='tau'.*acceptance"):
+        train(
+            Toy(),
+            Numbers(),
+            settings(steps=1, best_metric="tau"),
+            tmp_path,
+            evaluate=lambda step: {"acceptance": 1.0},
+        )
+
+
+def test_without_a_name_the_first_value_decides_and_nan_never_wins(tmp_path: Path) -> None:
+    values: Iterator[float] = iter([1.0, float("nan")])
+    result = train(
+        Toy(), Numbers(), settings(steps=2, eval_every_steps=1), tmp_path, evaluate=lambda step: {"a": next(values)}
+    )
+    assert (result.best, result.best_step) == (1.0, 1)
+    assert logged(tmp_path)[-1]["eval/a"] is None, "no bare NaN in JSON"
+
+
+def test_run_json_says_what_the_run_was_made_of(tmp_path: Path) -> None:
+    train(Toy(), Numbers(), settings(steps=1, seed=5), tmp_path, data_hash="abc")
+    train(Toy(), Numbers(), settings(steps=2, seed=5), tmp_path, data_hash="abc")
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["seed"] == record["settings"]["seed"] == 5
+    assert record["versions"].keys() == {"forerun", "torch", "transformers", "python"}
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0] or record["versions"]["torch"]
+    assert record["data_hash"] == "abc"
+    assert record["argv"]
+    assert record["started"].endswith("+00:00")
+    assert record["resumed_from"].endswith("checkpoint-1")
+    assert [run["steps"] for run in (record, *record["previous"])] == [2, 1]
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    toy = Toy()
+    toy.head.lm_head.weight = toy.head.embed_tokens.weight
+    assert "lm_head.weight" not in weights_of(toy.head)
+    train(toy, Numbers(), settings(steps=1), tmp_path)
+    again = Toy()
+    again.head.lm_head.weight = again.head.embed_tokens.weight
+    train(again, Numbers(), settings(steps=1), tmp_path)
+    assert torch.equal(again.head.lm_head.weight, toy.head.lm_head.weight)
+
+
+def test_an_objective_that_is_a_module_does_not_make_the_target_ours(tmp_path: Path) -> None:
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(3, 3)
+            self.toy_head = Head()
+            self.toy = Toy(head=self.toy_head)
+
+        def parameters_module(self) -> nn.Module:
+            return self.toy_head
+
+        def forward(self, batch: FeatureBatch) -> LossReport:
+            return self.toy(batch)
+
+    train(Owner(), Numbers(), TrainSettings(steps=1, **FLOAT), tmp_path)  # type: ignore[arg-type]
+    assert not [name for name in load_file(tmp_path / "checkpoint-1" / "model.safetensors") if "target" in name]

@@ -1,0 +1,95 @@
+"""One process of the distributed tests: every scenario in turn, so that torch is imported once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.errors import CheckpointError, NumericError
+from forerun.training.loop import Parallel, state, train
+from training.loop.toy import Head, Numbers, Toy, settings
+
+MODES = ("ddp", "fsdp")
+OPTIMIZERS = ("adamw", "muon")
+STEPS, CUT = 5, 3
+
+
+def choice(optimizer: str, **values: object) -> object:
+    """Muon rounds gradients to bfloat16, so that a last bit may change an entry by 2^-8: a small rate keeps 1e-5."""
+    rates = {"optimizer": optimizer, "learning_rate": 2e-3, "muon_learning_rate": 1e-3, "steps": STEPS}
+    return settings(**(rates | values))
+
+
+def main(folder: Path) -> None:
+    for mode in MODES:
+        parallel = Parallel.from_environment(mode, "cpu")
+        for optimizer in OPTIMIZERS:
+            output = folder / f"{mode}-{optimizer}"
+            same(output, optimizer, parallel)
+            if optimizer == "muon":
+                accumulated(output.with_name(f"{mode}-accumulated"), parallel)
+        elastic(folder, mode, parallel)
+        failures(folder / f"{mode}-failures", parallel)
+    parallel.close()
+    sys.stdout.write(f"rank {parallel.rank} done\n")
+
+
+def same(output: Path, optimizer: str, parallel: Parallel) -> None:
+    """Other initial weights on the other process: the first one's count."""
+    toy = Toy(head=Head(seed=parallel.rank))
+    shapes: list[tuple[int, ...]] = []
+
+    def evaluate(step: int) -> dict[str, float]:
+        """Whole parameters, whatever the mode; the processes disagree, and the first one's word counts."""
+        batch = Numbers().batch(0, 0, 1)
+        loss = toy(batch).loss.item()
+        shapes.append(tuple(toy.head.lm_head.weight.shape))
+        return {"score": -loss * (1 + parallel.rank)}
+
+    result = train(
+        toy, Numbers(), choice(optimizer, eval_every_steps=2, save_every_steps=CUT), output,  # type: ignore[arg-type]
+        parallel=parallel, evaluate=evaluate,
+    )  # fmt: skip
+    assert set(shapes) == {(11, 6)}
+    (output / f"result-{parallel.rank}.json").write_text(json.dumps([result.loss, result.best, result.tokens]))
+
+
+def accumulated(output: Path, parallel: Parallel) -> None:
+    train(
+        Toy(), Numbers(parts=2), choice("adamw", accumulation=2), output, parallel=parallel  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def elastic(folder: Path, mode: str, parallel: Parallel) -> None:
+    """Go on from what one process wrote."""
+    for optimizer in OPTIMIZERS:
+        start = folder / f"single-{optimizer}" / f"checkpoint-{CUT}"
+        train(
+            Toy(head=Head(seed=5)), Numbers(), choice(optimizer), folder / f"one-to-{mode}-{optimizer}",  # type: ignore[arg-type]
+            parallel=parallel, resume=start,
+        )  # fmt: skip
+
+
+def failures(output: Path, parallel: Parallel) -> None:
+    """What goes wrong on one process stops both, with the same words."""
+    poisoned = Toy(poison=1 if parallel.rank == 1 else None)
+    with pytest.raises(NumericError, match="batch 1 of rank 1"):
+        train(poisoned, Numbers(), choice("adamw"), output, parallel=parallel)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "save_file", _full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            train(Toy(), Numbers(), choice("adamw"), output, parallel=parallel)  # type: ignore[arg-type]
+    assert parallel.share(parallel.rank) == 0
+    assert parallel.sums(torch.ones(2)) == [2.0, 2.0]
+
+
+def _full(*arguments: object, **keywords: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
