@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, export, read_head, write_head
+from forerun.checkpoints import HeadCheckpoint, differences, export, read_head, write_head
 from forerun.checkpoints.diagnose import diagnose
 from forerun.checkpoints.export import export_head
 from forerun.checkpoints.files import parse, read_files
@@ -313,7 +313,3 @@ def test_bad_exports(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(export, "write_head", spoiling)
     with pytest.raises(CheckpointError, match=r"does not hold what was to be written: config\.norm_output"):
         export_head(source, TARGET, "vllm", tmp_path / "out")
-
-
-def test_facts_come_from_any_target() -> None:
-    assert isinstance(TARGET, TargetFacts) and TARGET.rope_scaling is None

@@ -216,6 +216,13 @@ def test_each_list_of_layer_ids_has_its_own_convention() -> None:
     assert ids_case([0, 5, 10], [-1, 4, 9]) == (0, 5, 10)
 
 
+def test_ids_that_some_count_otherwise_are_noted() -> None:
+    keys, tensors = written()
+    assert read(keys, tensors).notes == ()
+    del keys[IDS]
+    assert "read as layers counted from 0" in read(keys, tensors).notes[0]
+
+
 def test_lists_that_contradict_each_other_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=rf"{IDS} \[2, 5, 7\].*eagle_config\.{IDS} \[2, 5, 7\].*\[3, 6, 8\]"):
         ids_case([2, 5, 7], [2, 5, 7])
@@ -293,6 +300,15 @@ def test_absent_norm_before_residual_of_speculators_is_false_and_noted() -> None
     del keys["norm_before_residual"]
     head = read(keys, tensors)
     assert not head.config.norm_before_residual and "vLLM would assume true" in head.notes[0]
+
+
+@pytest.mark.parametrize("name", ["flat", "speculators"])
+def test_a_sliding_window_is_kept_and_noted(name: str) -> None:
+    keys, tensors = written(name=name)
+    layers = keys if name == "flat" else keys["transformer_layer_config"]
+    layers |= {"layer_types": ["sliding_attention"], "sliding_window": 64}
+    head = read(keys, tensors)
+    assert "sliding window of 64 positions" in head.notes[0] and head.config.extra["sliding_window"] == 64
 
 
 # Vocabulary
@@ -376,6 +392,7 @@ def test_tensors_are_refused_by_name(tensors: dict[str, Tensor], message: str) -
         ({"draft_vocab_size": 61}, r"draft_vocab_size must be in 1\.\.60"),
         ({"architectures": ["PEagleDraftModel"]}, "PEagleDraftModel"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "only heads in floating point"),
         ({"bias": True}, "missing: fc.bias"),
         ({"fc_norm": True}, "missing: fc_norm.0.weight"),
     ],

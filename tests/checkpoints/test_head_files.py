@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
@@ -44,9 +45,13 @@ def test_a_directory_with_other_things_is_left_alone(head: Path, tmp_path: Path)
     (head / "thesis.tex").write_text("years of work")
     with pytest.raises(ArgumentError, match=r"thesis\.tex, which would be deleted"):
         write_head(sample(PLAIN), head, "flat", TARGET)
+    (head / "thesis.tex").rename(head.parent / "thesis.tex")
+    (head / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ArgumentError, match="another model, which would be deleted"):
+        write_head(sample(PLAIN), head, "flat", TARGET)
     with pytest.raises(ArgumentError, match="is a file"):
         write_head(sample(PLAIN), head / "config.json", "flat", TARGET)
-    assert (head / "thesis.tex").read_text() == "years of work"
+    assert load_file(head / "model.safetensors") and (head.parent / "thesis.tex").exists()
 
 
 def test_a_failed_write_leaves_the_former_head(head: Path) -> None:
@@ -56,6 +61,21 @@ def test_a_failed_write_leaves_the_former_head(head: Path) -> None:
         write_head(broken, head, "flat", TARGET)
     with pytest.raises(CheckpointError):
         write_head(replaced(sample(PLAIN), boundaries=(2, 5, LAST_HIDDEN)), head, "flat", TARGET)
+    assert (head / "config.json").read_text() == before
+    assert sorted(file.name for file in head.parent.iterdir()) == ["head"]
+
+
+def test_a_head_that_cannot_be_put_in_place_leaves_the_former(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (head / "config.json").read_text()
+
+    def failing(source: Path, destination: Path) -> None:
+        if str(source).endswith(".new"):
+            raise OSError("disk unplugged")
+        os.rename(source, destination)
+
+    monkeypatch.setattr("forerun.checkpoints.files.os.replace", failing)
+    with pytest.raises(OSError, match="unplugged"):
+        write_head(sample(VARIANTS["eagle-3.1"]), head, "flat", TARGET)
     assert (head / "config.json").read_text() == before
     assert sorted(file.name for file in head.parent.iterdir()) == ["head"]
 
@@ -158,3 +178,23 @@ def test_facts_of_a_target_are_read_from_its_configuration() -> None:
     assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (8, 384, 8192)
     assert facts.architectures == ("LlamaForCausalLM",) and facts.max_position_embeddings == 2048
     assert facts.rope_theta == 10_000.0 and facts.rope_scaling is None
+
+
+class MultimodalConfig:
+    """A transformers configuration with a text part inside, one set of rotary parameters for each kind of layer."""
+
+    architectures = ("SeeingForConditionalGeneration",)
+    num_hidden_layers, hidden_size, vocab_size = 6, 32, 100
+    rope_parameters: ClassVar[Any] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+    def get_text_config(self, decoder: bool) -> MultimodalConfig:
+        return self
+
+
+def test_facts_of_a_multimodal_target_are_those_of_its_text_part() -> None:
+    facts = TargetFacts.of(MultimodalConfig(), "owner/seeing")
+    assert (facts.name_or_path, facts.num_layers, facts.max_position_embeddings) == ("owner/seeing", 6, 2048)
+    assert facts.rope_theta == 1e6 and facts.rope_scaling == {"rope_type": "linear", "factor": 8.0}

@@ -153,6 +153,9 @@ def _refuse_foreign(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise ArgumentError(f"{directory} is a file; name a directory for the head")
+    config = directory / CONFIG
+    if config.is_file() and "eagle" not in config.read_text(encoding="utf-8", errors="replace").lower():
+        raise ArgumentError(f"{directory} holds another model, which would be deleted; name a new or empty directory")
     foreign = sorted(file.name for file in directory.iterdir() if file.name not in OURS)
     if foreign:
         raise ArgumentError(
@@ -170,7 +173,12 @@ def _replacing(final: Path) -> Iterator[Path]:
         yield fresh
         if final.exists():
             os.replace(final, former)
-        os.replace(fresh, final)
+        try:
+            os.replace(fresh, final)
+        except OSError:
+            if former.exists():
+                os.replace(former, final)
+            raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(former, ignore_errors=True)

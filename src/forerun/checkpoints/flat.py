@@ -17,7 +17,7 @@ from forerun.checkpoints.keys import Keys
 from forerun.checkpoints.layer_ids import IDS, NESTED, agreed, to_outputs
 from forerun.checkpoints.names import FIRST, MIDLAYER, to_canonical, to_file
 from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import make_config, read_layers, write_layers
+from forerun.checkpoints.transformer import make_config, read_layers, window_notes, write_layers
 from forerun.drafters.heads.config import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
@@ -29,6 +29,10 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FEEDBACK_NOTE = (
     "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
     "to 0.2 wrote the same key for a norm before lm_head only; if this head is from there, set norm_output to false."
+)
+COUNTED_NOTE = (
+    f"The layer ids in {NESTED} are read as layers counted from 0, as SGLang, SpecForge and ModelOpt mean them. Some "
+    f"publishers wrote boundaries there (one more); if hardly any draft is accepted, say them at the top as {IDS}."
 )
 TIED_NOTE = "tie_word_embeddings is true; SGLang would then ignore the head's own lm_head. Written false."
 
@@ -79,8 +83,10 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
         own_lm_head="lm_head.weight" in found,
         extra=keys.rest() | ({NESTED: unread} if unread else {}),
     )
-    notes = [FEEDBACK_NOTE] * head.norm_output + [TIED_NOTE] * tied
-    return HeadCheckpoint(config=head, tensors=found, notes=tuple(notes))
+    counted = generation == 3 and keys.integers(IDS) is None and nested.integers(IDS) is not None
+    notes = ((FEEDBACK_NOTE, head.norm_output), (TIED_NOTE, tied), (COUNTED_NOTE, counted))
+    told = tuple(note for note, applies in notes if applies) + window_notes(head.extra)
+    return HeadCheckpoint(config=head, tensors=found, notes=told)
 
 
 def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:

@@ -16,7 +16,7 @@ from forerun.checkpoints.keys import Keys
 from forerun.checkpoints.layer_ids import IDS, NESTED, agreed, to_outputs
 from forerun.checkpoints.names import to_canonical, to_file
 from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import make_config, read_layers, write_layers
+from forerun.checkpoints.transformer import make_config, read_layers, window_notes, write_layers
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
@@ -74,6 +74,7 @@ class SpeculatorsFormat:
             extra={**layers.rest(), **keys.rest(), **_proposals(whole)},
         )
         notes = (RESIDUAL_NOTE,) if config.get("norm_before_residual") is None else ()
+        notes += window_notes(head.extra)
         return HeadCheckpoint(config=head, tensors=found, notes=notes)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:

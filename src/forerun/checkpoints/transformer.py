@@ -5,6 +5,7 @@ Knows nothing of features, boundaries or draft vocabularies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from forerun.checkpoints.keys import Keys
@@ -21,6 +22,8 @@ def read_layers(keys: Keys) -> dict[str, Any]:
     size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if heads < 1:
         raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
+    if keys.get("quantization_config"):
+        raise CheckpointError("config.json has a quantization_config; only heads in floating point are supported")
     theta, scaling = _read_rope(keys)
     for name in ("model_type", "torch_dtype", "dtype"):
         keys.get(name)  # said again when written, from what the head is
@@ -65,6 +68,17 @@ def write_layers(config: EagleConfig) -> dict[str, Any]:
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": False,
     }
+
+
+def window_notes(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """What to tell the user of a head that was trained with a sliding window, which is kept in the file only."""
+    if "sliding_attention" not in (extra.get("layer_types") or []):
+        return ()
+    window = extra.get("sliding_window")
+    return (
+        f"The head was trained with a sliding window of {window} positions; forerun attends to all of them, so drafts "
+        "beyond that may get worse.",
+    )
 
 
 def make_config(**fields: Any) -> EagleConfig:
