@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -80,3 +82,44 @@ def test_help_imports_no_model_and_names_both_verbs(forerun: Forerun) -> None:
     assert ran.code == 0 and "prepare" in ran.out and "regenerate" in ran.out
     for verb in ("prepare", "regenerate"):
         assert f"forerun data {verb}" in forerun("data", verb, "--help").out
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server on this machine that answers everything with its length, and refuses what contains "no"."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        message = {"role": "assistant", "content": str(len(asked))}
+        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        self.send_response(422 if "no" in asked else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    thread = Thread(target=httpd.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_regenerate_at_an_endpoint(forerun: Forerun, server: str, tmp_path: Path) -> None:
+    pytest.importorskip("httpx")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "four"}\n{"prompt": "not this"}\n')
+    arguments: list[Any] = ["data", "regenerate", source, "--endpoint", server, "--model", "m", "--output", output]
+    ran = forerun(*arguments)
+    assert ran.code == 1 and "1 records written" in ran.out and "1 records failed" in ran.out
+    assert "in.jsonl, line 2" in ran.err and "422" in ran.err
+    written = json.loads(output.read_text())
+    assert written["messages"] == [{"role": "user", "content": "four"}, {"role": "assistant", "content": "4"}]
+    limited = forerun(*arguments, "--limit", 1)
+    assert limited.code == 0 and "1 were there already" in limited.out

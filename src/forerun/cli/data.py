@@ -103,7 +103,11 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         f"{summary['output']}: {summary['documents']:,} documents, {summary['tokens']:,} tokens, "
         f"{summary['counted_tokens']:,} ({share:.1%}) count"
     )
-    notes = {"skipped": "records skipped", "cut": "longer than --max-length", "dropped": "dropped: no token counts"}
+    notes = {
+        "skipped": "records skipped",
+        "cut": f"longer than {summary['max_length']} tokens, cut or split",
+        "dropped": "dropped: no token counts",
+    }
     told = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
     if told:
         out.print("; ".join(told))
