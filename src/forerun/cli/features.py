@@ -70,7 +70,7 @@ def features(
     Parameters
     ----------
     target
-        Directory or hub id of a Hugging Face causal LM.
+        Directory, hub id or name of a shipped model.
     data
         Directory that `forerun data prepare` wrote.
     output
@@ -142,22 +142,24 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
     """Everything that can be refused before a weight is loaded."""
     from transformers import AutoTokenizer
 
+    from forerun import demo
     from forerun.cli.session import quiet_libraries
     from forerun.drafters.heads.config import default_boundaries
     from forerun.target.load import LoadOptions, read_config
     from forerun.target.support import context_length
     from forerun.training.features import extract
+    from forerun.training.features.manifest import checkpoint_directory
     from forerun.training.features.online import check_boundaries
 
     quiet_libraries()
-    config = read_config(wish.target, LoadOptions())
+    config = read_config(demo.resolve(wish.target), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
     chosen = check_boundaries(default_boundaries(layers) if wish.boundaries is None else wish.boundaries, layers)
     lengths = extract.document_lengths(prepared)
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
     extract.check_lengths(lengths, context_length(text) - (2 if wish.source == "vllm" else 0))
-    directory = _directory(wish.target)
+    directory = checkpoint_directory(wish.target)
     manifest = extract.describe(
         directory,
         wish.target,
@@ -177,21 +179,6 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
         boundaries=chosen,
     )
     return manifest, plan
-
-
-def _directory(target: str) -> Path:
-    """The target's files on this machine, downloaded if need be."""
-    path = Path(target).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    from forerun.target.load import explained
-
-    try:
-        return Path(snapshot_download(target, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-    except Exception as error:
-        raise explained(target, error) from error
 
 
 def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:

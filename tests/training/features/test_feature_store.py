@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import ArgumentError, DataError, NumericError
+from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.target.headers import read_header
 from forerun.training.features import manifest as manifests
-from forerun.training.features.extract import check_lengths, describe, extract, passes
+from forerun.training.features.extract import check_lengths, describe, extract, passes, wanted_manifest
 from forerun.training.features.manifest import FeatureManifest, bytes_needed, check_room, target_hash
 from forerun.training.features.offline import OfflineFeatures
 from forerun.training.features.online import OnlineFeatures
@@ -320,6 +320,12 @@ def test_the_description_of_a_run_names_what_it_depends_on(tmp_path: Path) -> No
     data = Documents()
     plain = describe(tmp_path, "a/b", tokenizer, data, (1, 3), hidden_size=64, dtype="float8")
     assert (plain.target, plain.dtype, plain.documents, plain.tokens) == ("a/b", "float8_e4m3fn", 7, sum(LENGTHS))
+    wanted = wanted_manifest(tmp_path, tokenizer, data, (1, 3, LAST_HIDDEN), 64)
+    plain.refuse_other(wanted, tmp_path, reading=True)
+    with pytest.raises(DataError, match=r"\(boundaries\): stored 1,3, wanted 3,1"):
+        plain.refuse_other(wanted_manifest(tmp_path, tokenizer, data, (3, 1), 64), tmp_path, reading=True)
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        wanted_manifest(tmp_path / "gone", tokenizer, data, (1,), 64)
     tokenizer.chat_template = "{{ other }}"
     other = describe(tmp_path, "a/b", tokenizer, Documents((3, 4)), (1, 3), hidden_size=64)
     assert other.template_hash != plain.template_hash and other.tokenizer_hash == plain.tokenizer_hash

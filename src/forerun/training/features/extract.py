@@ -15,9 +15,9 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError
 from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.features.manifest import FeatureManifest, dtype_named, target_hash
+from forerun.training.features.manifest import FeatureManifest, checkpoint_directory, dtype_named, target_hash
 from forerun.training.features.store import FeatureWriter
-from forerun.types import Signal
+from forerun.types import LAST_HIDDEN, Signal
 
 STRETCH = 512
 """Documents that are sorted by length together."""
@@ -87,7 +87,7 @@ def describe(
     return FeatureManifest(
         target=identity.name,
         target_hash=target_hash(directory),
-        boundaries=tuple(boundaries),
+        boundaries=tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN),
         dtype=dtype_named(dtype),
         hidden_size=hidden_size,
         tokenizer_hash=identity.vocabulary,
@@ -97,6 +97,22 @@ def describe(
         tokens=sum(document_lengths(data)),
         source=source,
     )
+
+
+def wanted_manifest(
+    target: str | Path, tokenizer: Any, data: Documents, boundaries: Sequence[Signal], hidden_size: int
+) -> FeatureManifest:
+    """What ``FeatureStore.open(directory, wanted)`` compares a store with before a head is trained from it.
+
+    Args:
+        target: directory, hub id or the name of a shipped model.
+        boundaries: those that the head reads, in its order; `LAST_HIDDEN` may be among them.
+
+    Raises:
+        As `describe`.
+    """
+    directory = checkpoint_directory(target)
+    return describe(directory, str(target), tokenizer, data, boundaries, hidden_size=hidden_size)
 
 
 def document_lengths(data: Documents) -> list[int]:

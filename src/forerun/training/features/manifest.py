@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.target.headers import weight_files
+from forerun.target.load import check_directory, explained
 from forerun.types import Signal
 
 VERSION = 1
@@ -197,6 +199,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 # --- the target's hash ----------------------------------------------------------------------------------------------
+
+
+def checkpoint_directory(target: str | Path) -> Path:
+    """The target's files on this machine: a directory, a shipped model by its name, or a hub id, fetched if need be.
+
+    Raises:
+        CheckpointError: there is no such model, or it may not be fetched.
+    """
+    name = demo.resolve(target)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    check_directory(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+    except Exception as error:
+        raise explained(name, error) from error
+
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
