@@ -73,9 +73,8 @@ class SpeculatorsFormat:
             own_lm_head="lm_head.weight" in found,
             extra={**layers.rest(), **keys.rest(), **_proposals(whole)},
         )
-        notes = (RESIDUAL_NOTE,) if config.get("norm_before_residual") is None else ()
-        notes += window_notes(head.extra)
-        return HeadCheckpoint(config=head, tensors=found, notes=notes)
+        notes = [RESIDUAL_NOTE] * (config.get("norm_before_residual") is None)
+        return HeadCheckpoint(config=head, tensors=found, notes=(*notes, *window_notes(head.extra)))
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
