@@ -16,7 +16,7 @@ help: ## this list
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,bench,train]"
 	touch $@
 
 $(DOCS_READY): $(READY)

@@ -33,7 +33,8 @@ from contract.test_greedy import NEUTRAL, PENALISED, reference
 from contract.test_recorded import watch
 from contract.wrong import Twins, Uniform
 from forerun import LLM, SamplingParams, sampling, step
-from forerun.drafters import draft_model, growth
+from forerun.drafters import growth
+from forerun.drafters.levels import Submitted
 from forerun.sampling import Coins
 from forerun.step import Scores
 from forerun.target import Target
@@ -141,7 +142,7 @@ def test_a_target_that_does_not_roll_back(monkeypatch: Patch) -> None:
 def test_a_drafter_that_does_not_roll_back(monkeypatch: Patch) -> None:
     engine, drafter = built(named("chain"))
     monkeypatch.setattr(
-        draft_model, "_kept", lambda parents, run, tokens: tuple(range(1, min(len(tokens) + 1, len(run)) + 1))
+        Submitted, "kept", lambda self, committed: tuple(range(1, min(len(committed) + 1, self.run) + 1))
     )
     with torch.inference_mode():
         assert run(engine, drafter, NEUTRAL) > TOLERANCE

@@ -13,7 +13,9 @@ from forerun.types import LAST_HIDDEN
 from training.ttt import batch_of, head, model, tokens
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]], documents: Tensor) -> Tensor:
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]], documents: Tensor
+) -> Tensor:
     """All scores at once."""
     times, length = query.shape[1] // key.shape[1], query.shape[2]
     scores = query @ key.repeat_interleave(times, 1).transpose(-1, -2) * query.shape[-1] ** -0.5

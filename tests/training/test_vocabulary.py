@@ -48,7 +48,10 @@ def test_soft_loss_and_gradients_equal_the_plain_ones(divergence: Divergence, so
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) * (torch.arange(ROWS) % 4 > 0)
     teacher = Teacher(hidden=drawn(ROWS, 6, seed=2), weight=drawn(SIZE, 6, seed=3), scale=0.5, softcap=softcap)
     both = []
-    for loss_of in (lambda h, w: soft_loss(h, w, weights, teacher, divergence).loss, lambda h, w: plain(h, w, weights, teacher, divergence)):
+    for loss_of in (
+        lambda h, w: soft_loss(h, w, weights, teacher, divergence).loss,
+        lambda h, w: plain(h, w, weights, teacher, divergence),
+    ):
         states, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = loss_of(states, head)
         (2.5 * loss).backward()

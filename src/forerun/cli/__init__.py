@@ -23,6 +23,7 @@ VERBS = {
     "chat": "Talk to a model.",
     "certify": "Prove on your own model that speculation changes nothing.",
     "data": "Prepare training data, or let the target write it.",
+    "train": "Train a draft head for your own model.",
     "features": "Store the target's hidden states for prepared data.",
     "heads": "List public EAGLE-3 heads for a target.",
     "drafters": "List what there is to draft with.",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext
 from forerun.drafters.calibration import Calibration, Signs
-from forerun.drafters.growth import Children, Draw, DraftVocabulary, Grower, Shape, grow, resolve
+from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, resolve
 from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder
 from forerun.types import Budget, Drawn

@@ -30,10 +30,8 @@ def unrolled_attention(
     Returns:
         (B, S, heads, D)
     """
-    none = key.new_zeros(0, *key.shape)
-    keys = torch.stack([pair[0] for pair in own]) if own else none
-    values = torch.stack([pair[1] for pair in own]) if own else none
-    attended: Tensor = _Unrolled.apply(query, key, value, keys, values, documents)  # type: ignore[no-untyped-call]
+    lines = torch.stack([torch.stack(pair) for pair in own]) if own else key.new_zeros(0, 2, *key.shape)
+    attended: Tensor = _Unrolled.apply(query, key, value, lines, documents)  # type: ignore[no-untyped-call]
     return attended.transpose(1, 2)
 
 
@@ -41,36 +39,38 @@ class _Unrolled(torch.autograd.Function):
     """Flash-style: keeps the output and the normaliser of each query, recomputes the rest."""
 
     @staticmethod
-    def forward(
-        context: Any, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, documents: Tensor
-    ) -> Tensor:
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, documents: Tensor) -> Tensor:
         grouped = _grouped(query, key)
+        keys, values = own.unbind(1)
         output = torch.empty_like(grouped)
         normalizers = grouped.new_empty(grouped.shape[:-1], dtype=torch.float32)
         lines = _lines(grouped, keys)
         for block, seen, hidden in _blocks(documents):
             scores = _scores(grouped[..., block, :], key[:, :, seen], hidden)
-            own = lines[..., block]
-            normalizer = torch.logaddexp(scores.logsumexp(-1), own.logsumexp(0)) if len(own) else scores.logsumexp(-1)
+            near = lines[..., block]
+            normalizer = scores.logsumexp(-1)
+            if len(near):
+                normalizer = torch.logaddexp(normalizer, near.logsumexp(0))
             law = torch.exp(scores - normalizer.unsqueeze(-1)).to(value.dtype)
             mixed = _times(law, value[:, :, seen])
-            for line, line_value in zip(own, values, strict=True):
+            for line, line_value in zip(near, values, strict=True):
                 weight = torch.exp(line - normalizer).to(value.dtype).unsqueeze(-1)
                 mixed = mixed + weight * line_value[:, :, None, block]
             output[..., block, :] = mixed
             normalizers[..., block] = normalizer
-        context.save_for_backward(query, key, value, keys, values, documents, output, normalizers)
+        context.save_for_backward(query, key, value, own, documents, output, normalizers)
         return output.view(query.shape)
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, keys, values, documents, output, normalizers = context.saved_tensors
+        query, key, value, own, documents, output, normalizers = context.saved_tensors
+        keys, values = own.unbind(1)
         grouped, gradient = _grouped(query, key), _grouped(upstream[0], key)
         scale = query.shape[-1] ** -0.5
         inner = (gradient.float() * output.float()).sum(-1)
         query_grad = torch.empty_like(grouped)
         key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
-        keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
+        own_grad = torch.zeros_like(own)
         lines = _lines(grouped, keys)
         for block, seen, hidden in _blocks(documents):
             part, flow = grouped[..., block, :], gradient[..., block, :]
@@ -83,13 +83,13 @@ class _Unrolled(torch.autograd.Function):
             for step in range(len(keys)):
                 line_key, line_value = keys[step][:, :, None, block], values[step][:, :, None, block]
                 weight = torch.exp(lines[step][..., block] - normalizers[..., block])
-                values_grad[step][:, :, block] = (weight.to(flow.dtype).unsqueeze(-1) * flow).sum(2)
+                own_grad[step, 1][:, :, block] = (weight.to(flow.dtype).unsqueeze(-1) * flow).sum(2)
                 line_pull = ((flow * line_value).float().sum(-1) - inner[..., block]) * weight * scale
                 line_pull = line_pull.to(part.dtype).unsqueeze(-1)
                 block_grad = block_grad + line_pull * line_key
-                keys_grad[step][:, :, block] = (line_pull * part).sum(2)
+                own_grad[step, 0][:, :, block] = (line_pull * part).sum(2)
             query_grad[..., block, :] = block_grad
-        return query_grad.view(query.shape), key_grad, value_grad, keys_grad, values_grad, None
+        return query_grad.view(query.shape), key_grad, value_grad, own_grad, None
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:
@@ -104,7 +104,8 @@ def _folded(states: Tensor) -> Tensor:
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
     """(B, groups, R, n, k) @ (B, groups, k, m), the same right factor for all heads of a group."""
-    return (_folded(left) @ right).unflatten(2, left.shape[2:4])
+    product = _folded(left) @ right
+    return product.view(*left.shape[:4], right.shape[-1])
 
 
 def _scores(query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def _lines(grouped: Tensor, keys: Tensor) -> Tensor:
 
 
 def _blocks(documents: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the range of keys that any of them sees, and the pairs (B, n, m) that do not see each other."""
+    """Blocks of queries, the keys that any of them sees, and the pairs (B, n, m) that do not see each other."""
     length = documents.shape[1]
     index = torch.arange(length, device=documents.device)
     for first in range(0, length, QUERY_BLOCK):

@@ -1,8 +1,8 @@
 """The loss over a vocabulary, in chunks of rows: logits are never alive for more than one chunk, forward or backward.
 
-A plain ``cross_entropy(hidden @ weight.T, law)`` keeps several (R, V) tensors for the backward pass, and on a CPU moving
-them costs more than all matrix products. Here gradients are formed in the forward pass, while a chunk's logits are in
-the cache. Knows nothing of models: hidden states and head weights come in, a scalar goes out.
+A plain ``cross_entropy(hidden @ weight.T, law)`` keeps several (R, V) tensors for the backward pass, and on a CPU
+moving them costs more than all matrix products. Here gradients are formed in the forward pass, while a chunk's logits
+are in the cache. Knows nothing of models: hidden states and head weights come in, a scalar goes out.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def soft_loss(
         teacher: gives the target law of every row.
         decay: of the KL share of `Divergence.LK`, per unit of acceptance.
     """
-    target = _Target(
-        weights=row_weights, teacher=teacher, ids=None, share=1.0, divergence=divergence, decay=decay
-    )
+    target = _Target(weights=row_weights, teacher=teacher, ids=None, share=1.0, divergence=divergence, decay=decay)
     return _apply(hidden, weight, target)
 
 
@@ -135,7 +133,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         agrees, overlap = target.weights.new_zeros(len(hidden)), target.weights.new_zeros(len(hidden))
-        for rows in kept.split(max(1, CHUNK_ELEMENTS // weight.shape[0])):
+        for rows in torch.split(kept, max(1, CHUNK_ELEMENTS // weight.shape[0])):
             inputs = hidden[rows].to(working)
             logits = (inputs @ head.T).float()
             losses, agrees[rows], overlap[rows] = _loss_and_gradient(logits, rows, target)
@@ -169,7 +167,7 @@ def _loss_and_gradient(logits: Tensor, rows: Tensor, target: _Target) -> tuple[T
         losses -= (1 - target.share) * logits.gather(1, ids[:, None]).squeeze(1)
     torch.exp(logits.sub_(normalizer[:, None]), out=logits)  # the student's law
     overlap = torch.minimum(logits, law).sum(-1) if law is not None else torch.zeros_like(losses)
-    agrees = (best == (law.argmax(-1) if law is not None else ids)).float()
+    agrees = best.eq(law.argmax(-1) if law is not None else _given(ids)).float()
     if target.divergence is Divergence.CROSS_ENTROPY:
         if law is not None:
             logits.sub_(law, alpha=target.share)
@@ -190,8 +188,14 @@ def _acceptance(student: Tensor, law: Tensor, cross: Tensor, overlap: Tensor, ta
     if target.divergence is Divergence.LK_LOG:
         safe = overlap.clamp_min(1e-6)
         student.copy_(towards.div_(-safe[:, None]))
-        return -safe.log()
+        return safe.log().neg()
     share = torch.exp(-target.decay * overlap)
     entropy = torch.special.entr(law).sum(-1)
     student.sub_(law).mul_(share[:, None]).sub_(towards.mul_((1 - share)[:, None]))
-    return share * (cross - entropy) + (1 - share) * (1 - overlap)
+    mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)
+    return mixed
+
+
+def _given(ids: Tensor | None) -> Tensor:
+    assert ids is not None, "a loss needs a teacher or ids"
+    return ids

@@ -84,11 +84,10 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     """
     if num_layers < 3:
         raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
-    wanted = (2, num_layers // 2, num_layers - 3)
     chosen: list[int] = []
-    for boundary in wanted:
-        free = [b for b in range(1, num_layers + 1) if b not in chosen]
-        chosen.append(min(free, key=lambda b, boundary=boundary: (abs(b - boundary), b)))
+    for wanted in (2, num_layers // 2, num_layers - 3):
+        free = [(abs(boundary - wanted), boundary) for boundary in range(1, num_layers + 1) if boundary not in chosen]
+        chosen.append(min(free)[1])
     return tuple(sorted(chosen))
 
 

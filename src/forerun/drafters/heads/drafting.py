@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.dynamic import DynamicTree, columns
-from forerun.drafters.growth import Draw, DraftVocabulary, Shape
+from forerun.drafters.growth import DraftVocabulary, Draw, Shape
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.drafters.heads.runner import HeadRunner
 from forerun.drafters.levels import FixedTree, Submitted
@@ -53,7 +53,10 @@ class HeadDrafterConfig:
         kinds = [kind.value for kind in Draw]
         checks = [
             (self.draw in kinds, f"draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"),
-            (self.num_speculative_tokens >= 1, f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"),
+            (
+                self.num_speculative_tokens >= 1,
+                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}",
+            ),
             (not self.shape or min(self.shape) >= 1, f"shape needs at least one child a node, got {self.shape}"),
             (self.shape is None or self.top_k is None, "shape and top_k exclude each other: fixed or dynamic tree"),
             (self.top_k is None or self.top_k >= 1, f"top_k must be at least 1, got {self.top_k}"),

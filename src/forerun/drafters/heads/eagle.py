@@ -6,7 +6,7 @@ and the EAGLE-3.1 notes of May 2026 (``fc_norm``, ``norm_output``). Used as it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Advanced:
 
 
 class EagleHead(nn.Module):
-    """Entry i reads the embedding of token i + 1 and the feature of token i, at position i, and predicts token i + 2."""
+    """Entry i reads the embedding of token i + 1 and the feature of token i at position i; predicts token i + 2."""
 
     d2t: Tensor
 
@@ -50,7 +50,7 @@ class EagleHead(nn.Module):
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.rotary = LlamaRotaryEmbedding(_rotary_config(config))
+        self.rotary = _Rotary(_rotary_config(config))
         self._initialize()
 
     @property
@@ -104,6 +104,14 @@ class EagleHead(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+
+class _Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
+    """Frequencies stay float32 whatever the head is turned into: in bfloat16, far positions would fall together."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
+        moved: _Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+        return moved
 
 
 def _rotary_config(config: EagleConfig) -> LlamaConfig:

@@ -1,8 +1,8 @@
 """EAGLE-3's objective: training-time test (arXiv 2503.01840). The head is unrolled on its own features for T steps.
 
-At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t = 0 the target's), stands
-at position i + t, and predicts token i + 2 + t: its law is pulled towards the target's after token i + 1 + t. Only
-predictions of counted tokens of the same document enter. Knows no optimiser and no file.
+At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t = 0 the target's),
+stands at position i + t, and predicts token i + 2 + t: its law is pulled towards the target's after token i + 1 + t.
+Only predictions of counted tokens of the same document enter. Knows no optimiser and no file.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Eagle3Objective:
             self._reachable[self.head.token_ids] = True
         weight = self.target.lm_head
         flat = last.flatten(0, 1).to(weight.dtype)
-        best = [(rows @ weight.T).argmax(-1) for rows in flat.split(256)]
+        best = [(rows @ weight.T).argmax(-1) for rows in torch.split(flat, 256)]
         return self._reachable[torch.cat(best)].view(last.shape[:2])
 
 

@@ -1,0 +1,115 @@
+"""``forerun train eagle3``: train a draft head for your own model, from a recipe file, from flags, or both."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+from rich import box
+from rich.table import Table
+
+from forerun.cli import console
+from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from forerun.training.run import Run
+
+train = App(name="train", help="Train a draft head for your own model.")
+
+
+@train.command
+def eagle3(
+    *words: str,
+    target: str | None = None,
+    data: str | None = None,
+    output: str | None = None,
+    mode: str | None = None,
+    features: str | None = None,
+    parallel: str = "ddp",
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    restart: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train an EAGLE-3 head; goes on where an earlier run into the same output was stopped.
+
+    Under torchrun every process runs this command. Ctrl-C saves and ends; a second one ends at once.
+
+    Parameters
+    ----------
+    words
+        A recipe file (YAML), then key=value for anything in it: training.learning_rate=1e-3 draft.vocab_size=32000.
+    target
+        Directory or hub id of the model to draft for.
+    data
+        Prepared data (see: forerun data prepare).
+    output
+        Directory of checkpoints, log and the finished head.
+    mode
+        online: the target runs beside the head; offline: features come from disk.
+    features
+        Directory that forerun features wrote, for offline.
+    parallel
+        With several processes: ddp, or fsdp for heads that do not fit one device.
+    dry_run
+        Print parameters, memory, steps and the effective recipe; train nothing.
+    restart
+        Begin anew although the output holds a checkpoint.
+    json
+        One JSON object on stdout.
+    """
+    from forerun.training.loop.distributed import Parallel
+    from forerun.training.recipe import read_recipe
+    from forerun.training.run import assemble, train_head
+
+    file, assignments = _split(words)
+    flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
+    recipe = read_recipe(file, assignments, flags)
+    place = Parallel.from_environment(parallel)  # type: ignore[arg-type]
+    try:
+        run = assemble(recipe, place)
+        if dry_run:
+            _show_plan(run, json)
+            return 0
+        outcome = train_head(run, place, restart=restart, quiet=json)
+        if place.first:
+            _show_outcome(outcome, json)
+        return 130 if outcome["interrupted"] else 0
+    finally:
+        place.close()
+
+
+def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """The recipe file, if the first word is one, and the assignments."""
+    if words and "=" not in words[0]:
+        path = Path(words[0])
+        if not path.is_file():
+            raise ArgumentError(f"there is no recipe file {path}; other words are key=value")
+        return path, list(words[1:])
+    return None, list(words)
+
+
+def _show_plan(run: Run, json: bool) -> None:
+    plan = run.plan()
+    if json:
+        console.write_json(plan)
+        return
+    out = console.out()
+    out.print(_table("dry run: nothing is trained", {k: v for k, v in plan.items() if k != "recipe"}))
+    out.print_json(json_module.dumps(plan["recipe"]))
+
+
+def _show_outcome(outcome: dict[str, Any], json: bool) -> None:
+    if json:
+        console.write_json(outcome)
+    else:
+        console.out().print(_table("interrupted" if outcome["interrupted"] else "trained", outcome))
+
+
+def _table(title: str, values: dict[str, Any]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
+    for name, value in values.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    return table

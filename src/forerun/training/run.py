@@ -1,0 +1,224 @@
+"""A recipe turned into a run: target, data, features, head, objective, evaluation, and the finished head on disk.
+
+Knows which parts belong together; what each does is in its own module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import demo
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch
+from forerun.training.data.packing import PackedWindows
+from forerun.training.data.store import PreparedData
+from forerun.training.data.vocabulary import draft_vocabulary, token_counts
+from forerun.training.evaluate import Evaluation
+from forerun.training.features.extract import wanted_manifest
+from forerun.training.features.offline import OfflineFeatures
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.features.store import FeatureStore
+from forerun.training.fresh import fresh_head, head_config
+from forerun.training.loop import Parallel, state, tracker, train
+from forerun.training.objectives.eagle3 import Eagle3Objective, FrozenTarget
+from forerun.training.recipe import TrainRecipe, to_plain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything that the loop needs, and what comes after it."""
+
+    recipe: TrainRecipe
+    model: Any
+    data: PreparedData
+    head: EagleHead
+    objective: Eagle3Objective
+    batches: OnlineBatches | OfflineBatches
+    evaluate: Callable[[int], Mapping[str, float]] | None
+
+    def plan(self) -> dict[str, Any]:
+        """What the run will take: parameters, bytes, steps, and the time of one step, measured."""
+        settings, windows = self.recipe.training, self.recipe.windows
+        weights = sum(weight.numel() for weight in self.head.trainable().values())
+        steps = settings.total_steps(self.batches.steps_per_epoch)
+        began = time.perf_counter()
+        report = self.objective(self.batches.batch(0, 0, 1))
+        report.loss.backward()  # type: ignore[no-untyped-call]
+        seconds = (time.perf_counter() - began) * settings.accumulation
+        self.head.zero_grad()
+        moments = 2 if settings.optimizer == "adamw" else 1
+        return {
+            "trainable_parameters": weights,
+            "weights_gradients_and_optimizer_bytes": 4 * weights * (2 + moments),
+            "target_bytes": int(self.model.get_memory_footprint()),
+            "documents": len(self.data),
+            "tokens": self.data.num_tokens,
+            "steps": steps,
+            "tokens_per_step": windows.rows * windows.length * settings.accumulation,
+            "seconds_per_step": seconds,
+            "hours": steps * seconds / 3600,
+            "recipe": to_plain(self.recipe),
+        }
+
+    def export(self, weights: Path) -> Path:
+        """Write the head of a checkpoint to ``output/head``, in the flat format that every engine reads."""
+        head = EagleHead(self.head.config)  # ours may be spread over several processes
+        state.load_weights(weights, head)
+        folder = Path(self.recipe.output) / "head"
+        write_head(HeadCheckpoint.of(head), folder, "flat", TargetFacts.of(self.model.config, self.recipe.target))
+        return folder
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineBatches:
+    """Features computed when they are wanted."""
+
+    windows: PackedWindows
+    source: OnlineFeatures
+    device: torch.device
+    steps_per_epoch: int
+
+    def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
+        """The rank's share of a step."""
+        return self.source.features(self.windows.batch(step, rank, world).to(self.device))
+
+
+@dataclass(kw_only=True, slots=True)
+class OfflineBatches:
+    """Features read from disk."""
+
+    source: OfflineFeatures
+    device: torch.device
+    steps_per_epoch: int
+
+    def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
+        """The rank's share of a step."""
+        found = self.source.features(step, rank, world)
+        features = {boundary: states.to(self.device) for boundary, states in found.features.items()}
+        return FeatureBatch(batch=found.batch.to(self.device), features=features)
+
+
+def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
+    """Load and check everything, on the device of this process; nothing is trained yet.
+
+    Raises:
+        ForerunError: whatever does not fit together.
+    """
+    model, tokenizer = _load_target(recipe, place)
+    data = PreparedData.open(recipe.data, tokenizer=tokenizer)
+    head = _head(recipe, model, data).to(model.device)
+    settings = dataclasses.replace(recipe.objective, gradient_checkpointing=recipe.training.gradient_checkpointing)
+    objective = Eagle3Objective(head, FrozenTarget.of(model), settings)
+    windows = PackedWindows(
+        data,
+        length=recipe.windows.length,
+        rows=recipe.windows.rows,
+        seed=recipe.training.seed,
+        min_tokens=recipe.windows.min_tokens,
+    )
+    return Run(
+        recipe=recipe,
+        model=model,
+        data=data,
+        head=head,
+        objective=objective,
+        batches=_batches(recipe, model, tokenizer, windows, head, place.world),
+        evaluate=_evaluation(recipe, model, head),
+    )
+
+
+def _load_target(recipe: TrainRecipe, place: Parallel) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer
+
+    from forerun.target.load import LoadOptions, open_model, read_config
+
+    name = demo.resolve(recipe.target)
+    options = LoadOptions(dtype=recipe.target_dtype, device=str(place.device))
+    model = open_model(name, options, read_config(name, options), quiet=True)
+    return model.requires_grad_(False), AutoTokenizer.from_pretrained(name)
+
+
+def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> EagleHead:
+    if recipe.draft.start is not None:
+        if recipe.draft.options or recipe.draft.vocab_size is not None:
+            raise ArgumentError("draft.start brings its own shape; leave draft.options and draft.vocab_size away")
+        layers = model.config.get_text_config().num_hidden_layers
+        return read_head(recipe.draft.start, num_layers=layers).build(torch.float32)
+    config = head_config(model, recipe.draft.vocab_size, recipe.draft.options)
+    ids = None
+    if config.reduced_vocabulary:
+        ids = draft_vocabulary(token_counts(data, config.vocab_size), config.draft_vocab_size)
+    return fresh_head(model, config, ids, seed=recipe.training.seed)
+
+
+def _batches(
+    recipe: TrainRecipe, model: Any, tokenizer: Any, windows: PackedWindows, head: EagleHead, world: int
+) -> OnlineBatches | OfflineBatches:
+    epoch = windows.steps_per_epoch(world)
+    if recipe.mode == "online":
+        source = OnlineFeatures(model, head.config.boundaries)
+        return OnlineBatches(windows=windows, source=source, device=model.device, steps_per_epoch=epoch)
+    assert recipe.features is not None
+    wanted = wanted_manifest(
+        demo.resolve(recipe.target), tokenizer, windows.data, head.config.boundaries, head.config.target_hidden_size
+    )
+    store = FeatureStore.open(recipe.features, wanted)
+    return OfflineBatches(source=OfflineFeatures(store, windows), device=model.device, steps_per_epoch=epoch)
+
+
+def _evaluation(recipe: TrainRecipe, model: Any, head: EagleHead) -> Callable[[int], Mapping[str, float]] | None:
+    wanted = recipe.evaluation
+    if wanted.prompts is None:
+        return None
+    source = PreparedData.open(wanted.prompts)
+    count = min(wanted.count, len(source))
+    prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
+    evaluation = Evaluation(model, prompts, wanted.settings)
+    return lambda step: evaluation(head)
+
+
+def train_head(run: Run, place: Parallel, *, restart: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train, take the best weights, and write the finished head; what came out, for a report.
+
+    Args:
+        run: from `assemble`, on every process.
+        place: this process among all.
+        restart: begin anew although the output holds a checkpoint.
+        quiet: no progress bar.
+    """
+    recipe, output = run.recipe, Path(run.recipe.output)
+    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
+    result = train(
+        run.objective,
+        run.batches,
+        recipe.training,
+        output,
+        parallel=place,
+        trackers=trackers,
+        evaluate=run.evaluate,
+        resume="never" if restart else "auto",
+        data_hash=run.data.hash,
+    )
+    weights = output / "best" if result.best is not None else result.checkpoint
+    outcome: dict[str, Any] = {
+        "head": None,
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "loss": result.loss,
+        "best": result.best,
+        "best_step": result.best_step,
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
+    }
+    if place.first:
+        outcome["head"] = str(run.export(weights))
+    return outcome
