@@ -1,4 +1,4 @@
-"""Make the demo models that ship with forerun: `python recipes/demo/make.py [tokenizer] [target] [draft] [ship]`.
+"""Make the demo models that ship with forerun: `python recipes/demo/make.py [tokenizer] [target] [draft] [head] [ship]`.
 
 Every stage reads what the one before wrote below ``--work`` and resumes where it was stopped. Takes about two hours on
 two CPU cores. Writes ``src/forerun/demo/{target,draft,prompts}``.
@@ -16,12 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent))
 import corpus
+import head
 import pretrain
 import ship
 import tokenizer as demo_tokenizer
 
 CONTEXT = 2048
-STAGES = ("tokenizer", "target", "draft", "ship")
+STAGES = ("tokenizer", "target", "draft", "head", "ship")
 SHAPES = {
     "target": {
         "hidden_size": 384,
@@ -87,6 +88,7 @@ def make_model(role: str, work: Path) -> None:
         teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
     pretrain.train(model, stream, SCHEDULES[role], work / f"{role}-training", teacher)
     model.save_pretrained(work / role)
+    tokenizer.save_pretrained(work / role)
 
 
 def main() -> None:
@@ -99,6 +101,8 @@ def main() -> None:
     for stage in arguments.stages:
         if stage == "tokenizer":
             make_tokenizer(arguments.work)
+        elif stage == "head":
+            head.make_head(arguments.work)
         elif stage == "ship":
             package = Path(__file__).parents[2] / "src/forerun/demo"
             ship.ship(arguments.work, package, platform.python_version(), arguments.loss_goal)

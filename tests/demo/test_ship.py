@@ -27,6 +27,7 @@ def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     ]
     monkeypatch.setattr(corpus, "read_standard_library", lambda: files)
     monkeypatch.setattr(corpus, "split", lambda files: (files[:1], files[1:]))
+    monkeypatch.setattr(corpus, "is_prompt", lambda file: True)
     yield ship
     for name in ("corpus", "ship", "pretrain", "tokenizer"):
         sys.modules.pop(name, None)

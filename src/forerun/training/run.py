@@ -73,6 +73,7 @@ class Run:
         """Write the head of a checkpoint to ``output/head``, in the flat format that every engine reads."""
         head = EagleHead(self.head.config)  # ours may be spread over several processes
         state.load_weights(weights, head)
+        head.to(self.model.dtype)
         folder = Path(self.recipe.output) / "head"
         write_head(HeadCheckpoint.of(head), folder, "flat", TargetFacts.of(self.model.config, self.recipe.target))
         return folder

@@ -1,0 +1,78 @@
+"""The demo target's EAGLE-3 head, made with the commands that anybody would use: the target writes, the head learns.
+
+Knows which commands follow each other; what they do is in `forerun.cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import corpus
+
+from forerun.cli import main
+
+PIECES = 4_000
+"""Prompts that the target continues."""
+PIECE_CHARACTERS = 1_600
+PROMPT_TOKENS = 96
+ANSWER_TOKENS = 160
+TEMPERATURE = 0.8
+
+
+def make_head(work: Path) -> None:
+    """Write ``work/head``: the target in ``work/target`` continues pieces of the training files; a head is trained on
+    what it wrote and on the files themselves.
+
+    Raises:
+        RuntimeError: a command failed; it has said why.
+    """
+    folder = work / "head-data"
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = corpus.split(corpus.read_standard_library())
+    target = str(work / "target")
+    _write(folder / "pieces.jsonl", _pieces(train, PIECES))
+    _write(folder / "library.jsonl", [file.text for file in train])
+    _write(folder / "held-out.jsonl", [file.text for file in held_out if corpus.is_prompt(file)])
+    _run(
+        *("data", "regenerate", str(folder / "pieces.jsonl"), "--target", target),
+        *("--output", str(folder / "answers.jsonl"), "--prompt-tokens", str(PROMPT_TOKENS)),
+        *("--max-tokens", str(ANSWER_TOKENS), "--temperature", str(TEMPERATURE), "--concurrency", "32"),
+    )
+    _prepare(target, folder / "train", folder / "answers.jsonl", folder / "library.jsonl")
+    _prepare(target, folder / "prompts", folder / "held-out.jsonl")
+    _run(
+        *("train", "eagle3", str(Path(__file__).with_name("head.yaml")), f"evaluation.prompts={folder / 'prompts'}"),
+        *("--target", target, "--data", str(folder / "train"), "--output", str(work / "head-training")),
+    )
+
+
+def _pieces(files: list[corpus.SourceFile], count: int) -> list[str]:
+    """Pieces of the files that begin at the start of a line, long files giving more."""
+    chance = random.Random(0)
+    chosen = chance.choices(files, weights=[len(file.text) for file in files], k=count)
+    found = []
+    for file in chosen:
+        start = file.text.rfind("\n", 0, chance.randrange(len(file.text))) + 1
+        found.append(file.text[start : start + PIECE_CHARACTERS])
+    return found
+
+
+def _write(path: Path, texts: list[str]) -> None:
+    lines = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts) if text.strip()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _prepare(target: str, output: Path, *files: Path) -> None:
+    if not output.exists():
+        _run(
+            *("data", "prepare", *map(str, files), "--target", target, "--output", str(output)),
+            *("--max-length", "512", "--split-long"),
+        )
+
+
+def _run(*words: str) -> None:
+    code = main(words)
+    if code != 0:
+        raise RuntimeError(f"forerun {' '.join(words[:2])} ended with exit code {code}")
