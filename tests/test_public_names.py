@@ -44,6 +44,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     "program",
     [
         "import forerun",
+        "import forerun; forerun.EAGLE3_DEFAULT_CFG['config']",
         "import forerun.demo; forerun.demo.resolve('demo'); forerun.demo.prompts()",
         "from forerun.cli import main; main(['--help'])",
         "from forerun.cli import main; main(['generate', '--help'])",

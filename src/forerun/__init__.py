@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from forerun.engine.huggingface import hf
     from forerun.engine.llm import LLM
     from forerun.errors import ForerunError
+    from forerun.training.convert.api import convert, enable_huggingface_checkpointing
+    from forerun.training.convert.defaults import EAGLE3_DEFAULT_CFG
     from forerun.types import CompletionOutput, RequestOutput, SamplingParams, Source, StepTrace, StreamChunk
 
 _HOMES = {
     "AsyncLLM": "forerun.engine.async_llm",
     "CompletionOutput": "forerun.types",
+    "EAGLE3_DEFAULT_CFG": "forerun.training.convert.defaults",
     "ForerunError": "forerun.errors",
     "LLM": "forerun.engine.llm",
     "RequestOutput": "forerun.types",
@@ -27,10 +30,13 @@ _HOMES = {
     "SpeculativeConfig": "forerun.engine.config",
     "StepTrace": "forerun.types",
     "StreamChunk": "forerun.types",
+    "convert": "forerun.training.convert.api",
+    "enable_huggingface_checkpointing": "forerun.training.convert.api",
     "hf": "forerun.engine.huggingface",
 }
 
 __all__ = [
+    "EAGLE3_DEFAULT_CFG",
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
@@ -41,6 +47,8 @@ __all__ = [
     "SpeculativeConfig",
     "StepTrace",
     "StreamChunk",
+    "convert",
+    "enable_huggingface_checkpointing",
     "hf",
 ]
 

@@ -1,0 +1,296 @@
+"""The class that a converted model has: its own, and above it the loss of its head.
+
+Knows how a head is trained, saved and exported; not how one is attached (`api`), nor who trains it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
+from forerun.checkpoints.export import Exported, export_head
+from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.training.batch import FeatureBatch
+from forerun.training.convert import files
+from forerun.training.convert.inputs import token_batch
+from forerun.training.convert.regression import Eagle1Objective
+from forerun.training.convert.settings import ConvertSettings
+from forerun.training.features.online import OnlineFeatures
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+
+HEAD = "eagle_module"
+"""The head's name among the model's children, ModelOpt's."""
+OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
+
+
+@dataclass
+class EagleOutput(ModelOutput):  # type: ignore[misc]
+    """What a converted model returns while it trains, or when it is given labels."""
+
+    loss: Tensor | None = None
+    """() float32, nats: mean over the counted tokens and the (weighted) steps."""
+    logits: Tensor | None = None
+    """Always None: the base model's logits are never formed. Ask for them without labels, in eval mode."""
+    train_acc: list[float] | None = None
+    """(T,) share of the counted predictions of which this and all steps before name the target's likeliest token."""
+
+
+class EagleModel:
+    """Mixed into the class of a converted model; not to be made by hand, see `forerun.convert`."""
+
+    eagle_module: EagleHead
+    accepts_loss_kwargs = False
+    """For transformers' Trainer: the loss is a mean already, to be averaged over accumulated batches."""
+    _eagle_settings: ConvertSettings
+    _eagle_source: OnlineFeatures
+    _eagle_ready: bool = False
+    """The head knows which tokens it can propose."""
+    _eagle_fresh: bool = False
+    """The head is as it was loaded: no loss has been taken since."""
+    _eagle_reading: bool = False
+    """The base model runs for the head's sake."""
+
+    def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
+        """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
+
+        The head's output rows start as the base model's.
+
+        Args:
+            token_ids: (Vd,) distinct ids, in any order; the most frequent of the training data, as a rule.
+
+        Raises:
+            ArgumentError: the wrong number of ids, one twice, one outside the vocabulary, or they are known already.
+        """
+        ids = checked_ids(token_ids, self.eagle_module.config)
+        if self._eagle_ready:
+            raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
+        rows = cast(Any, self).get_output_embeddings().weight
+        with torch.no_grad():
+            self.eagle_module.set_vocabulary(ids.to(self.eagle_module.d2t.device))
+            self.eagle_module.lm_head.weight.copy_(rows[ids.to(rows.device)])
+        self._eagle_ready = True
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write the base model as an ordinary transformers checkpoint, and the head beside it in ``eagle_head/``.
+
+        The head keeps its dtype (float32) for further training; `export_head` writes one for an engine.
+
+        Raises:
+            ArgumentError: `push_to_hub`, which would leave the head behind, or the draft vocabulary is not set.
+        """
+        if options.get("push_to_hub"):
+            raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
+        self._check_ready()
+        whole = cast(Any, self).state_dict() if state_dict is None else state_dict
+        prefix = f"{HEAD}."
+        if not any(name.startswith(prefix) for name in whole):
+            whole = {**whole, **self.eagle_module.state_dict(prefix=prefix)}
+        base = {name: tensor for name, tensor in whole.items() if not name.startswith(prefix)}
+        cast(Any, super()).save_pretrained(save_directory, is_main_process=is_main_process, state_dict=base, **options)
+        if not is_main_process:
+            return
+        head = {name.removeprefix(prefix): whole[name] for name in whole if name.startswith(prefix)}
+        checkpoint = HeadCheckpoint(
+            config=self.eagle_module.config,
+            tensors={name: tensor.detach().cpu().clone() for name, tensor in head.items()},
+        )
+        directory = Path(save_directory)
+        write_head(checkpoint, directory / files.FOLDER, "flat", self._facts(str(directory.absolute())))
+        files.write_settings(directory, self._eagle_settings.given)
+
+    def load_head(self, directory: str | os.PathLike[str]) -> None:
+        """Put the weights of a saved head into this model's; `directory` is a converted model's or the head's own.
+
+        transformers' Trainer reads only the base model back when it resumes: call this with the checkpoint before
+        ``trainer.train(resume_from_checkpoint=...)``.
+
+        Raises:
+            CheckpointError: there is no head, or one of another shape.
+        """
+        folder = Path(directory)
+        folder = folder / files.FOLDER if (folder / files.FOLDER).is_dir() else folder
+        found = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
+        try:
+            if found.config.boundaries != self.eagle_module.config.boundaries:
+                raise CheckpointError(f"it reads {found.config.boundaries}, not {self.eagle_module.config.boundaries}")
+            self.eagle_module.load_state_dict(dict(found.tensors))
+        except (RuntimeError, CheckpointError) as error:
+            raise CheckpointError(f"the head in {folder} has another shape than this model's: {error}") from error
+        self._eagle_ready = self._eagle_fresh = True
+
+    def export_head(
+        self, directory: str | os.PathLike[str], to: str = "vllm", *, target: str | None = None, force: bool = False
+    ) -> Exported:
+        """Write the head alone, as a serving engine reads it, in the dtype `torch_dtype` of the architecture.
+
+        Args:
+            directory: a new or empty directory, or a former export.
+            to: vllm, sglang, trtllm, speculators or hf.
+            target: path or hub id under which the engine finds the base model; None: where it was loaded from.
+            force: write also what the engine degrades or cannot load.
+
+        Raises:
+            ArgumentError: `to` is unknown, the directory holds other things, or the draft vocabulary is not set.
+            CheckpointError: the engine would not serve the head as it was trained.
+        """
+        self._check_ready()
+        head = files.for_export(self, self._eagle_settings)
+        facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")
+        with tempfile.TemporaryDirectory() as folder:
+            stored = write_head(head, Path(folder) / files.FOLDER, "flat", facts)
+            return export_head(stored, facts, to, Path(directory), force=force)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module. Weights without the head are refused if they would leave a trained head as it is.
+
+        Raises:
+            ArgumentError: `state_dict` holds no head and this model's was trained since it was loaded.
+        """
+        if not strict and not self._eagle_fresh and not any(name.startswith(f"{HEAD}.") for name in state_dict):
+            raise ArgumentError(
+                "these weights hold no head, so the model's would stay as it is now. A checkpoint of a converted model "
+                f"keeps it in {files.FOLDER}/: call model.load_head(checkpoint) first, or load the checkpoint with "
+                "from_pretrained after forerun.enable_huggingface_checkpointing()"
+            )
+        return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _check_ready(self) -> None:
+        if not self._eagle_ready:
+            config = self.eagle_module.config
+            raise ArgumentError(
+                f"the head can propose {config.draft_vocab_size} of {config.vocab_size} tokens, but does not know "
+                "which: call model.set_draft_vocabulary(token_ids) before training, for example with the most frequent "
+                "tokens of the data, or give eagle_draft_vocab_ids in the configuration of convert"
+            )
+
+    def _facts(self, name: str) -> TargetFacts:
+        return files.target_facts(self, name)
+
+    def _eagle_wants(self, given: Mapping[str, Any]) -> bool:
+        """Whether a call asks for the loss. One with a cache comes from ``generate``, also in train mode."""
+        if self._eagle_reading:
+            return False
+        if given.get("labels") is not None or given.get("loss_mask") is not None:
+            return True
+        return bool(cast(Any, self).training) and given.get("past_key_values") is None
+
+    def _eagle_loss(self, given: Mapping[str, Any]) -> EagleOutput | tuple[Any, ...]:
+        """The head's loss on a batch as collators make it."""
+        self._check_ready()
+        if given.get("input_ids") is None:
+            raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
+        settings, head = self._eagle_settings, self.eagle_module
+        batch = token_batch(given["input_ids"], **{name: given.get(name) for name in OTHER_INPUTS})
+        self._eagle_reading = True
+        try:
+            found = self._eagle_source.features(batch)
+        finally:
+            self._eagle_reading = False
+        if not torch.is_autocast_enabled(head.fc.weight.device.type):
+            states = {boundary: states.to(head.fc.weight.dtype) for boundary, states in found.features.items()}
+            found = FeatureBatch(batch=found.batch, features=states)
+        # transformers' own switch; its property changes its name between versions.
+        saving = any(getattr(module, "gradient_checkpointing", False) for module in cast(Any, self).modules())
+        wanted = Eagle3Settings(
+            steps=settings.steps,
+            decay=settings.decay,
+            gradient_checkpointing=saving and torch.is_grad_enabled(),
+        )
+        report = self._eagle_objective(wanted)(found)
+        self._eagle_fresh = self._eagle_fresh and not torch.is_grad_enabled()
+        accuracy = None
+        if settings.report_accuracy:
+            pairs = [report.metrics[f"acceptance_{step}"] for step in range(settings.steps)]
+            accuracy = torch.stack([hits / count.clamp_min(1) for hits, count in pairs]).tolist()
+        # Nothing counted: a loss of 0 that still reaches every parameter.
+        loss = report.loss / torch.where(report.weight > 0, report.weight, 1.0)
+        output = EagleOutput(loss=loss, train_acc=accuracy)
+        return output if given.get("return_dict") in (None, True) else output.to_tuple()
+
+    def _eagle_objective(self, settings: Eagle3Settings) -> Eagle3Objective:
+        # Made anew: whoever moves or shards the model replaces the tensors that it would hold.
+        target = FrozenTarget.of(self)
+        if self.eagle_module.config.generation == 3:
+            return Eagle3Objective(self.eagle_module, target, settings)
+        return Eagle1Objective(self.eagle_module, target, settings, regression=self._eagle_settings.distill_features)
+
+
+def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tensor:
+    """(Vd,) ids of a draft vocabulary, ascending; errors as `EagleModel.set_draft_vocabulary`."""
+    ids = torch.as_tensor(token_ids, dtype=torch.int64).flatten().cpu().sort().values
+    if not config.reduced_vocabulary:
+        raise ArgumentError("token ids are for a head with draft_vocab_size below vocab_size; this one has all tokens")
+    distinct = len(set(ids.tolist()))
+    if len(ids) != config.draft_vocab_size or distinct != len(ids):
+        raise ArgumentError(
+            f"the draft vocabulary has {config.draft_vocab_size} tokens (draft_vocab_size), got {len(ids)} ids of "
+            f"which {distinct} are distinct"
+        )
+    if int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
+        raise ArgumentError(f"token ids are 0..{config.vocab_size - 1}, got {int(ids[0])}..{int(ids[-1])}")
+    return ids
+
+
+@functools.cache
+def converted_class(base: type) -> type:
+    """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture.
+
+    ``forward`` takes what the base's takes, and ``loss_mask``.
+    """
+    plain = cast(Any, base).forward
+    signature = _with_loss_mask(inspect.signature(plain))
+    names = [name for name in signature.parameters if name not in ("self", "loss_mask")]
+
+    @functools.wraps(plain)
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        given = {**dict(zip(names, arguments, strict=False)), **keywords}
+        if self._eagle_wants(given):
+            return self._eagle_loss(given)
+        given.pop("loss_mask", None)
+        return plain(self, **given)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+
+    @classmethod  # type: ignore[misc]
+    def from_pretrained(cls: Any, path: Any, *arguments: Any, **keywords: Any) -> Any:
+        from forerun.training.convert.api import restore
+
+        loaded = cast(Any, base).from_pretrained(path, *arguments, **keywords)
+        return restore(loaded, path, keywords.get("subfolder") or "")
+
+    # The module's name too: transformers reads the source of the class's module.
+    body = {
+        "forward": forward,
+        "from_pretrained": from_pretrained,
+        "__module__": base.__module__,
+        "__qualname__": f"Eagle{base.__name__}",
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (EagleModel, base), body)
+
+
+def _with_loss_mask(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [item for item in signature.parameters.values() if item.name != "loss_mask"]
+    rest = [item for item in parameters if item.kind is inspect.Parameter.VAR_KEYWORD]
+    fixed = [item for item in parameters if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
+    return signature.replace(parameters=[*fixed, mask, *rest])
