@@ -1,7 +1,7 @@
-"""Make the demo models that ship with forerun: `python recipes/demo/make.py [tokenizer] [target] [draft] [head] [ship]`.
+"""Make the demo models that ship with forerun: `python recipes/demo/make.py [STAGE...]`; without a stage, all of them.
 
 Every stage reads what the one before wrote below ``--work`` and resumes where it was stopped. Takes about two hours on
-two CPU cores. Writes ``src/forerun/demo/{target,draft,prompts}``.
+two CPU cores. Writes ``src/forerun/demo/{target,draft,eagle3,prompts}``.
 """
 
 from __future__ import annotations

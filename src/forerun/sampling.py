@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -155,9 +155,7 @@ class Sampler:
             return
         named = {"allowed_token_ids": self.params.allowed_token_ids or (), "logit_bias": self.params.logit_bias or ()}
         for name, ids in named.items():
-            wrong = [token for token in ids if not 0 <= token < vocabulary]
-            if wrong:
-                raise ArgumentError(f"{name} holds token id {wrong[0]}; the vocabulary has ids 0 to {vocabulary - 1}")
+            check_token_ids(name, ids, vocabulary)
         self._checked_vocabulary = vocabulary
 
     def law(self, logits: Tensor, output: Sequence[int]) -> Tensor:
@@ -186,6 +184,17 @@ class Sampler:
             ids = torch.as_tensor(list(counts), device=logits.device)
             times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
+    """Refuse ids outside ``0 .. vocabulary - 1``.
+
+    Raises:
+        ArgumentError: naming the parameter and the first id that is wrong.
+    """
+    wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ArgumentError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocabulary - 1}")
 
 
 def law_of(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,26 @@ async def test_a_cancelled_task_frees_its_row(llm: AsyncLLM) -> None:
         await task
     await llm.generate(PROMPTS[2], GREEDY)
     assert not llm.llm.engine.busy
+
+
+async def test_a_task_cancelled_while_it_submits_leaves_nothing_behind(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = llm.llm.submit
+
+    def slow(*arguments: Any, **keywords: Any) -> str:
+        time.sleep(0.1)
+        return submit(*arguments, **keywords)
+
+    monkeypatch.setattr(llm.llm, "submit", slow)
+    task = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.3)
+    assert not llm.llm.engine.busy
+    assert len(await llm.generate(PROMPTS[1], GREEDY)) == 1
 
 
 async def test_bad_input_reaches_the_caller_and_nobody_else(llm: AsyncLLM) -> None:

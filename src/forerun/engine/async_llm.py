@@ -65,8 +65,20 @@ class AsyncLLM:
     ) -> AsyncIterator[StreamChunk]:
         """`LLM.stream`; leaving the loop early aborts the request."""
         params = sampling_params or SamplingParams()
-        request_id = await self._call(lambda: self.llm.submit(prompt, params, speculative=speculative, trace=trace))
-        queue = self._queues[request_id] = asyncio.Queue()
+
+        def submit() -> str:
+            # Its queue is there before any step can answer: the worker does one thing after the other.
+            request_id = self.llm.submit(prompt, params, speculative=speculative, trace=trace)
+            self._queues[request_id] = asyncio.Queue()
+            return request_id
+
+        submitted = asyncio.get_running_loop().run_in_executor(self._worker, submit)
+        try:
+            request_id = await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(self._abandon)
+            raise
+        queue = self._queues[request_id]
         self._wake()
         try:
             while True:
@@ -77,8 +89,7 @@ class AsyncLLM:
                 if item.output is not None:
                     return
         finally:
-            del self._queues[request_id]
-            self._worker.submit(self.llm.abort, request_id)
+            self._leave(request_id)
 
     async def close(self) -> None:
         """Finish the step in progress and stop the worker; running requests end with an error."""
@@ -86,6 +97,15 @@ class AsyncLLM:
             self._driver.cancel()
         self._fail(RuntimeError("the engine was closed"))
         await asyncio.to_thread(self._worker.shutdown)
+
+    def _leave(self, request_id: str) -> None:
+        del self._queues[request_id]
+        self._worker.submit(self.llm.abort, request_id)
+
+    def _abandon(self, submitted: asyncio.Future[str]) -> None:
+        """Nobody waits any longer for a request that has just been queued."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._leave(submitted.result())
 
     def _wake(self) -> None:
         if self._driver is None or self._driver.done():
@@ -103,7 +123,7 @@ class AsyncLLM:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):
             queue.put_nowait(error)
 
     async def _call(self, function: Callable[[], T]) -> T:

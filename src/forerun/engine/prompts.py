@@ -15,7 +15,7 @@ from forerun.engine.answer import Answer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.text import AnswerText, Detokenizer
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
+from forerun.sampling import Sampler, check_token_ids
 from forerun.step import Row
 from forerun.types import SamplingParams
 from forerun.verify import rule_named
@@ -90,7 +90,7 @@ class PromptReader:
                 configured = getattr(self.generation_config, name, None)
                 values[name] = neutral if configured is None else configured
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-            self._check_ids(name, getattr(params, name) or ())
+            check_token_ids(name, getattr(params, name) or (), self.vocab_size)
         return replace(params, **values)
 
     def end_ids(self) -> frozenset[int]:
@@ -154,13 +154,6 @@ class PromptReader:
                 if ids and ids not in found:
                     found.append(ids)
         return found
-
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ArgumentError(
-                    f"{name} holds token id {token}, outside the model's vocabulary of {self.vocab_size}"
-                )
 
 
 def _checked_rule(request: Request) -> str | None:
