@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -115,3 +121,39 @@ def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
 def test_a_wrong_word_is_refused_by_name(word: str, named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
         read_recipe(None, [word], {"target": "a", "data": "b", "output": "c"})
+
+
+def lines_of(target: Path, prepared: Path, output: Path, rows: int, *more: str) -> list[str]:
+    return [*words(target, prepared, output, 5), f"windows.rows={rows}", "evaluation.prompts=null", *more]
+
+
+def test_two_processes_train_the_head_that_one_trains(target: Path, prepared: Path, tmp_path: Path) -> None:
+    assert main(lines_of(target, prepared, tmp_path / "one", 4)) == 0
+    spread = [
+        lines_of(target, prepared, tmp_path / "ddp", 2),
+        lines_of(target, prepared, tmp_path / "fsdp", 2, "target_parallel=fsdp", "--parallel", "fsdp"),
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    worker = Path(__file__).with_name("two_processes.py")
+    shared = {"PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), json.dumps(spread)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        errors = process.communicate(timeout=400)[1]
+        assert process.returncode == 0, errors[-3000:]
+    one, *others = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "ddp", "fsdp"))
+    for other in others:
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, atol=2e-5, rtol=1e-4, msg=name)

@@ -72,7 +72,7 @@ def eagle3(
         if dry_run:
             _show_plan(run, json)
             return 0
-        outcome = train_head(run, place, restart=restart, quiet=json)
+        outcome = train_head(run, place, restart=restart)
         if place.first:
             _show_outcome(outcome, json)
         return 130 if outcome["interrupted"] else 0

@@ -72,14 +72,13 @@ def head_config(
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": draft_vocab_size or config.vocab_size,
-        "boundaries": default_boundaries(config.num_hidden_layers),
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_position_embeddings": config.max_position_embeddings,
         **(options or {}),
     }
-    found["boundaries"] = tuple(found["boundaries"])
+    found["boundaries"] = tuple(found.get("boundaries") or default_boundaries(config.num_hidden_layers))
     made = EagleConfig(**found)
     if max(made.boundaries) > config.num_hidden_layers:
         raise ArgumentError(
@@ -110,7 +109,7 @@ def fresh_head(model: Any, config: EagleConfig, token_ids: Tensor | None = None,
     if config.own_embedding:
         head.embed_tokens.weight.copy_(model.get_input_embeddings().weight.float())
     norm = _final_norm(model)
-    if norm is not None and norm.shape == (config.hidden_size,):
+    if config.generation == 3 and norm is not None and norm.shape == (config.hidden_size,):
         head.norm.load_state_dict({"weight": norm.float()})
     return head
 

@@ -76,8 +76,10 @@ class TrainRecipe:
     """Directory that `forerun features` wrote."""
     target_dtype: str = "bfloat16"
     """Of the frozen target."""
+    target_parallel: str = "none"
+    """With several processes: ``fsdp`` spreads the target's layers over them, for targets that do not fit one device."""
     trackers: tuple[str, ...] = ()
-    """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``, which are always there."""
+    """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Eagle3Settings = field(default_factory=Eagle3Settings)
     windows: WindowSettings = field(default_factory=WindowSettings)
@@ -89,6 +91,8 @@ class TrainRecipe:
             raise ArgumentError(
                 f"mode is 'online' or 'offline', got {self.mode!r}.{nearest(self.mode, ('online', 'offline'))}"
             )
+        if self.target_parallel not in ("none", "fsdp"):
+            raise ArgumentError(f"target_parallel is 'none' or 'fsdp', got {self.target_parallel!r}")
         if (self.mode == "offline") != (self.features is not None):
             raise ArgumentError("mode=offline and features=DIRECTORY belong together: give both or neither")
 

@@ -18,6 +18,7 @@ from forerun import demo
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
+from forerun.target.parts import base_of, layers_of
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.packing import PackedWindows
 from forerun.training.data.store import PreparedData
@@ -145,7 +146,21 @@ def _load_target(recipe: TrainRecipe, place: Parallel) -> tuple[Any, Any]:
     name = demo.resolve(recipe.target)
     options = LoadOptions(dtype=recipe.target_dtype, device=str(place.device))
     model = open_model(name, options, read_config(name, options), quiet=True)
-    return model.requires_grad_(False), AutoTokenizer.from_pretrained(name)
+    model.requires_grad_(False)
+    if recipe.target_parallel == "fsdp" and place.world > 1:
+        _shard(model, place)
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def _shard(model: Any, place: Parallel) -> None:
+    """Spread the frozen layers over all processes, each gathered when it runs; embedding and output head stay whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(place.device.type, (place.world,))
+    _, layers = layers_of(base_of(model), model.config.get_text_config().num_hidden_layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
 
 
 def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> EagleHead:
@@ -187,14 +202,13 @@ def _evaluation(recipe: TrainRecipe, model: Any, head: EagleHead) -> Callable[[i
     return lambda step: evaluation(head)
 
 
-def train_head(run: Run, place: Parallel, *, restart: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train_head(run: Run, place: Parallel, *, restart: bool = False) -> dict[str, Any]:
     """Train, take the best weights, and write the finished head; what came out, for a report.
 
     Args:
         run: from `assemble`, on every process.
         place: this process among all.
         restart: begin anew although the output holds a checkpoint.
-        quiet: no progress bar.
     """
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
