@@ -77,7 +77,7 @@ class TrainRecipe:
     target_dtype: str = "bfloat16"
     """Of the frozen target."""
     target_parallel: str = "none"
-    """With several processes: ``fsdp`` spreads the target's layers over them, for targets that do not fit one device."""
+    """With several processes: ``fsdp`` spreads the target's layers over them, where it does not fit one device."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
