@@ -30,8 +30,8 @@ from forerun.types import Budget, Draft, Signal, empty_draft
 class HeadDrafterConfig:
     """Options of the drafters that run a draft head."""
 
-    model: Any
-    """Directory or hub id of the head, ``demo-eagle3``, or an `EagleHead`."""
+    model: Any = None
+    """Directory or hub id of the head, or an `EagleHead`; without one the error names heads known for the target."""
     num_speculative_tokens: int = 5
     """Length of the chain, or most tokens on one path of a tree."""
     shape: Sequence[int] | None = None
@@ -184,21 +184,31 @@ def _tree(config: HeadDrafterConfig) -> FixedTree | DynamicTree:
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation: int) -> EagleHead:
     """The head, checked against the target, in its dtype and on its device."""
     target = setup.target
+    if config.model is None:
+        raise ArgumentError(_suggestion(name, target.name_or_path))
     head = config.model
     loaded = isinstance(head, str | Path)
     if loaded:
         from forerun import demo
         from forerun.checkpoints import read_head
 
-        head = read_head(demo.resolve(head), num_layers=target.num_layers).build()
+        head = read_head(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)
     if not isinstance(head, EagleHead):
         raise ArgumentError(f"{name}: model is a directory, a hub id or an EagleHead, got {type(head).__name__}")
     _check(head, setup, name, generation)
     if loaded:
-        head = head.to(target.device, target.dtype).eval()
+        head = head.to(target.device).eval()
         if config.repack:
             packing.pack(head)
     return head
+
+
+def _suggestion(name: str, target: str) -> str:
+    from forerun.training.heads_catalogue import suggest
+
+    known = [head.model for head in suggest(target) if head.model is not None] if name == "eagle3" else []
+    found = f"known for {target}: {', '.join(known)}" if known else f"none is known for {target}"
+    return f"{name} needs a head: model=DIRECTORY or a hub id; {found}. To train one: forerun train eagle3 --help"
 
 
 def _check(head: EagleHead, setup: DrafterSetup, name: str, generation: int) -> None:
