@@ -21,6 +21,8 @@ def plain(hidden: Tensor, weight: Tensor, weights: Tensor, teacher: Teacher, div
     """The definitions, written out."""
     logs = (hidden @ weight.T).log_softmax(-1)
     logits = teacher.hidden @ teacher.weight.T * teacher.scale
+    if teacher.bias is not None:
+        logits = logits + teacher.bias * teacher.scale
     if teacher.softcap is not None:
         logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
     law = logits.softmax(-1)
@@ -46,7 +48,10 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_soft_loss_and_gradients_equal_the_plain_ones(divergence: Divergence, softcap: float | None) -> None:
     hidden, weight = drawn(ROWS, HIDDEN, seed=0), drawn(SIZE, HIDDEN, seed=1)
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) * (torch.arange(ROWS) % 4 > 0)
-    teacher = Teacher(hidden=drawn(ROWS, 6, seed=2), weight=drawn(SIZE, 6, seed=3), scale=0.5, softcap=softcap)
+    bias = None if softcap is None else drawn(SIZE, seed=5)
+    teacher = Teacher(
+        hidden=drawn(ROWS, 6, seed=2), weight=drawn(SIZE, 6, seed=3), bias=bias, scale=0.5, softcap=softcap
+    )
     both = []
     for loss_of in (
         lambda h, w: soft_loss(h, w, weights, teacher, divergence).loss,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 CHUNK_ELEMENTS = 1 << 21
 """Logits alive at once: 8 MB in float32."""
@@ -37,6 +38,8 @@ class Teacher:
     """(R, Ht): the teacher's states after its final norm."""
     weight: Tensor
     """(V, Ht): the rows of its head for the student's vocabulary."""
+    bias: Tensor | None = None
+    """(V,) of its head, where it has one."""
     scale: float = 1.0
     """Factor on the logits, where the model has one."""
     softcap: float | None = None
@@ -44,7 +47,8 @@ class Teacher:
 
     def law(self, rows: Tensor) -> Tensor:
         """(r, V) float32, renormalised over the student's vocabulary."""
-        logits = (self.hidden[rows].to(self.weight.dtype) @ self.weight.T).float().mul_(self.scale)
+        logits = functional.linear(self.hidden[rows].to(self.weight.dtype), self.weight, self.bias)
+        logits = logits.float().mul_(self.scale)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap).mul_(self.softcap)
         return torch.softmax(logits, -1, out=logits)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.eagle import Advanced, EagleHead
@@ -61,6 +62,8 @@ class FrozenTarget:
     """Token ids -> (.., H), as the target embeds them."""
     lm_head: Tensor
     """(V, Ht) weight of the output head."""
+    bias: Tensor | None = None
+    """(V,) of the output head."""
     scale: float = 1.0
     softcap: float | None = None
 
@@ -73,6 +76,7 @@ class FrozenTarget:
         return cls(
             embedding=model.get_input_embeddings(),
             lm_head=model.get_output_embeddings().weight,
+            bias=getattr(model.get_output_embeddings(), "bias", None),
             scale=scale / scaling,
             softcap=getattr(config, "final_logit_softcapping", None),
         )
@@ -95,6 +99,8 @@ class Eagle3Objective:
     def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings | None = None) -> None:
         if head.config.generation != 3:
             raise ArgumentError("training-time test trains EAGLE-3 heads; this is a head of EAGLE-1")
+        if target.bias is not None and not head.config.own_lm_head:
+            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
         self.head, self.target = head, target
         self.settings = settings or Eagle3Settings()
         self._reachable: Tensor | None = None
@@ -172,8 +178,13 @@ class Eagle3Objective:
 
     def _step_loss(self, unrolled: Unrolled, counted: Tensor, last: Tensor, share: float) -> VocabularyLoss:
         ahead = _ahead(last, unrolled.step + 1, 0.0).flatten(0, 1)
+        rows = self.head.token_ids if self.head.config.reduced_vocabulary else slice(None)
         teacher = Teacher(
-            hidden=ahead, weight=self._teacher_rows(), scale=self.target.scale, softcap=self.target.softcap
+            hidden=ahead,
+            weight=self.target.lm_head.detach()[rows],
+            bias=None if self.target.bias is None else self.target.bias.detach()[rows],
+            scale=self.target.scale,
+            softcap=self.target.softcap,
         )
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
         return soft_loss(
@@ -185,10 +196,6 @@ class Eagle3Objective:
             self.settings.lk_decay,
         )
 
-    def _teacher_rows(self) -> Tensor:
-        rows = self.target.lm_head.detach()
-        return rows[self.head.token_ids] if self.head.config.reduced_vocabulary else rows
-
     @torch.no_grad()
     def _reachable_rows(self, last: Tensor) -> Tensor | None:
         """(B, S) bool: the target's likeliest token after this one is in the draft vocabulary; None: all are."""
@@ -199,7 +206,7 @@ class Eagle3Objective:
             self._reachable[self.head.token_ids] = True
         weight = self.target.lm_head
         flat = last.flatten(0, 1).to(weight.dtype)
-        best = [(rows @ weight.T).argmax(-1) for rows in torch.split(flat, 256)]
+        best = [functional.linear(rows, weight, self.target.bias).argmax(-1) for rows in torch.split(flat, 256)]
         return self._reachable[torch.cat(best)].view(last.shape[:2])
 
 
