@@ -1,0 +1,153 @@
+"""The transport bound against its definition by brute force, and what rules reach against their exact laws."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations, pairwise, permutations, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.bench.transport import rejection_reach, transport_bound
+from forerun.drafters.growth import Draw
+from forerun.errors import ArgumentError
+from forerun.verify import rule_named
+from forerun.verify.enumeration import Drawing, branching, exact_law, toy_drafter
+
+DRAWING = {
+    Draw.IID: Drawing.IID,
+    Draw.WITHOUT_REPLACEMENT: Drawing.WITHOUT_REPLACEMENT,
+    Draw.GREEDY_K: Drawing.GREEDY_K,
+    Draw.GIVEN: Drawing.GIVEN,
+}
+SAMPLED = [Draw.IID, Draw.WITHOUT_REPLACEMENT]
+
+
+def random_laws(vocabulary: int, nodes: int, *, seed: int, sharpness: float = 2.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, nodes, vocabulary, generator=generator, dtype=torch.float64) * sharpness
+    target, draft = logits.softmax(-1)
+    return target, draft
+
+
+def sibling_sets(draft: list[float], count: int, draw: Draw) -> list[tuple[set[int], float]]:
+    """Every outcome of drawing, with its probability, by the definition."""
+    tokens = range(len(draft))
+    if draw is Draw.IID:
+        return [(set(drawn), float(torch.tensor([draft[t] for t in drawn]).double().prod())) for drawn in
+                product(tokens, repeat=count)]  # fmt: skip
+    if draw is Draw.GREEDY_K:
+        top = sorted(tokens, key=lambda token: -draft[token])[: count - 1]
+        mass = sum(draft[token] for token in tokens if token not in top)
+        return [({*top, token}, draft[token] / mass) for token in tokens if token not in top]
+    if draw is Draw.GIVEN:
+        return [(set(sorted(tokens, key=lambda token: -draft[token])[:count]), 1.0)]
+    possible = [token for token in tokens if draft[token] > 0]
+    found = []
+    for drawn in permutations(possible, min(count, len(possible))):
+        chance, left = 1.0, 1.0
+        for token in drawn:
+            chance, left = chance * draft[token] / left, left - draft[token]
+        found.append((set(drawn), chance))
+    return found
+
+
+def by_definition(target: Tensor, draft: Tensor, count: int, draw: Draw) -> float:
+    """1 + min over every set of tokens."""
+    drawn = sibling_sets(draft.tolist(), count, draw)
+    tokens = range(len(target))
+    sets = chain.from_iterable(combinations(tokens, size) for size in range(len(target) + 1))
+    return 1 + min(
+        sum(float(target[token]) for token in inside)
+        - sum(chance for siblings, chance in drawn if siblings <= set(inside))
+        for inside in sets
+    )
+
+
+@pytest.mark.parametrize("draw", DRAWING)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("vocabulary", [3, 5])
+def test_the_bound_is_the_minimum_over_every_set(draw: Draw, count: int, vocabulary: int) -> None:
+    target, draft = random_laws(vocabulary, 12, seed=count)
+    expected = [by_definition(p, q, count, draw) for p, q in zip(target, draft, strict=True)]
+    assert transport_bound(target, draft, count, draw).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("draw", SAMPLED)
+def test_peaked_laws_and_laws_with_zeros(draw: Draw) -> None:
+    """Where one token has all but 1e-6 of the draft, and where there are fewer tokens than children."""
+    draft = torch.tensor([[1 - 1e-6, 5e-7, 5e-7, 0.0], [0.3, 0.7, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    target = torch.tensor([[0.2, 0.3, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.6, 0.2, 0.1]], dtype=torch.float64)
+    for count in (1, 2, 3):
+        expected = [by_definition(p, q, count, draw) for p, q in zip(target, draft, strict=True)]
+        assert transport_bound(target, draft, count, draw).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("draw", "rule"), [(Draw.GREEDY_K, "greedy_k"), (Draw.GIVEN, "sample_walk")])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_real_rules_of_given_and_greedy_k_children_reach_the_bound(draw: Draw, rule: str, count: int) -> None:
+    target, draft = random_laws(4, 4, seed=7)
+    assert transport_bound(target, draft, count, draw).tolist() == pytest.approx(
+        real(rule, target, draft, count, draw), abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("rule", ["recursive_rejection", "traversal"])
+@pytest.mark.parametrize("draw", SAMPLED)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rejection_reaches_what_the_real_rules_keep(rule: str, draw: Draw, count: int) -> None:
+    target, draft = random_laws(4, 4, seed=3)
+    found = rejection_reach(target, draft, count, draw, samples=40_000)
+    sampled = draw is Draw.WITHOUT_REPLACEMENT and count > 1
+    assert found.tolist() == pytest.approx(real(rule, target, draft, count, draw), abs=0.01 if sampled else 1e-9)
+
+
+def real(rule: str, target: Tensor, draft: Tensor, count: int, draw: Draw) -> list[float]:
+    """What the rule keeps of a single level, by enumeration of every outcome."""
+    return [
+        exact_law(rule_named(rule), {(): p, **{(t,): p for t in range(len(p))}},
+                  toy_drafter({(): q}, branching(count), DRAWING[draw]), 2).accepted
+        for p, q in zip(target, draft, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", SAMPLED)
+def test_order_of_what_is_possible(draw: Draw) -> None:
+    """More children help; no rule beats its bound; tokens without replacement bound higher than iid ones."""
+    target, draft = random_laws(60, 6, seed=5)
+    bounds = [transport_bound(target, draft, count, draw) for count in (1, 2, 3, 4)]
+    torch.testing.assert_close(bounds[0], torch.minimum(target, draft).sum(1), rtol=0, atol=1e-6)
+    for fewer, more in pairwise(bounds):
+        assert bool((more >= fewer - 1e-6).all()) and float((more - fewer).max()) > 0.01
+    for count, bound in enumerate(bounds, start=1):
+        assert bool((rejection_reach(target, draft, count, draw) <= bound + 0.02).all())
+        distinct = transport_bound(target, draft, count, Draw.WITHOUT_REPLACEMENT)
+        assert bool((distinct >= transport_bound(target, draft, count, Draw.IID) - 1e-6).all())
+
+
+def test_a_node_does_not_depend_on_the_others() -> None:
+    target, draft = random_laws(30, 7, seed=2)
+    draft[3, 2:] = 0
+    draft = draft / draft.sum(1, keepdim=True)
+    together = transport_bound(target, draft, 3, Draw.WITHOUT_REPLACEMENT)
+    alone = [transport_bound(target[[i]], draft[[i]], 3, Draw.WITHOUT_REPLACEMENT) for i in range(7)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-9)
+
+
+def test_the_drafts_own_law_is_always_kept() -> None:
+    law, _ = random_laws(20, 3, seed=1)
+    for draw in SAMPLED:
+        assert transport_bound(law, law, 2, draw).tolist() == pytest.approx([1.0] * 3, abs=1e-6)
+        assert rejection_reach(law, law, 2, draw).tolist() == pytest.approx([1.0] * 3, abs=1e-9)
+
+
+def test_nonsense_is_refused() -> None:
+    law = torch.full((1, 4), 0.25)
+    with pytest.raises(ArgumentError, match="auto"):
+        transport_bound(law, law, 2, Draw.AUTO)
+    with pytest.raises(ArgumentError, match="child"):
+        transport_bound(law, law, 0, Draw.IID)
+    with pytest.raises(ArgumentError, match="tokens"):
+        transport_bound(law, law[:, :3], 1, Draw.IID)
+    with pytest.raises(ArgumentError, match="given"):
+        rejection_reach(law, law, 2, Draw.GIVEN)
