@@ -140,9 +140,10 @@ def _all_inside_distinct(draft: Tensor, count: int) -> Tensor:
     """(N, V): the same for siblings that are drawn one after the other without replacement."""
     possible = (draft > 0).sum(1).clamp(max=count)
     inside = torch.empty_like(draft)
-    for siblings in possible.unique().tolist():
+    for siblings in sorted(set(possible.tolist())):
         rows = torch.nonzero(possible == siblings).flatten()
-        for part in rows.split(_CHUNK):
+        for start in range(0, len(rows), _CHUNK):
+            part = rows[start : start + _CHUNK]
             inside[part] = 1 - _outsider_among_first(draft[part], siblings)
     return inside
 

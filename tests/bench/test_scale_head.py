@@ -1,0 +1,112 @@
+"""An enlarged head beside the enlarged target drafts what the small head drafts beside the small target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from bench.heads import head
+from forerun import LLM, SamplingParams
+from forerun.bench.scale import ScaledModel, scale_model
+from forerun.bench.scale_head import multiplications, scale_config, scale_head
+from forerun.checkpoints import HeadCheckpoint
+from forerun.drafters.heads.runner import HeadRunner
+from forerun.errors import ArgumentError
+from forerun.target import Target
+from forerun.types import LAST_HIDDEN
+
+PROMPT = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3.1": {"fc_norm": True, "norm_output": True, "qk_norm": True},
+    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "attention_bias": True, "fc_bias": True},
+    "tables": {"own_embedding": True, "draft_vocab_size": 256, "boundaries": (0, 3, LAST_HIDDEN), "mlp_bias": True},
+    "shared": {"own_lm_head": False, "draft_vocab_size": 256, "num_hidden_layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def scaled(source_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> ScaledModel:
+    folder = tmp_path_factory.mktemp("scaled") / "big"
+    return scale_model(source_tied, folder, billions=0.002, layers=5, dtype="float32")
+
+
+def loaded(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+@torch.no_grad()
+def drafted_logits(folder: Path, checkpoint: HeadCheckpoint, dtype: torch.dtype) -> torch.Tensor:
+    """(6, V'): after the prompt, and after five more tokens that the head reads with its own features."""
+    target = Target(loaded(folder, dtype), slots=96)
+    made = checkpoint.build(dtype).eval()
+    scored = target.prefill([0], [PROMPT[:-1]], signals=frozenset(made.config.boundaries))
+    runner = HeadRunner(made, target, 1, 96)
+    runner.ingest([0], [PROMPT[1:]], scored.signals)
+    logits = [runner.begin([0])[0, 0]]
+    for token in (7, 90, 31, 200, 11):
+        logits.append(runner.descend(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))[0, 0])
+    return torch.stack(logits).float()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_function_is_the_small_heads(source_tied: Path, scaled: ScaledModel, variant: str) -> None:
+    small = HeadCheckpoint.of(head(**VARIANTS[variant]))
+    old = drafted_logits(source_tied, small, torch.float32)
+    new = drafted_logits(scaled.path, scale_head(small, scaled), torch.float32)
+    assert old.std() > 0.5  # otherwise the next lines say nothing
+    torch.testing.assert_close(new, old, rtol=0, atol=2e-4)
+    assert torch.equal(new.argmax(-1), old.argmax(-1))
+
+
+def test_bf16_differs_by_rounding_only(source_tied: Path, scaled: ScaledModel) -> None:
+    small = HeadCheckpoint.of(head())
+    exact = drafted_logits(source_tied, small, torch.float32)
+    old = drafted_logits(source_tied, small, torch.bfloat16)
+    new = drafted_logits(scaled.path, scale_head(small, scaled), torch.bfloat16)
+    rounding = (old - exact).abs().max()
+    assert rounding > 0
+    assert (new - old).abs().max() <= 2 * rounding
+
+
+@pytest.mark.parametrize("shape", [{}, {"top_k": 4, "nodes": 12}], ids=["chain", "dynamic"])
+def test_greedy_drafts_are_the_small_heads(source_tied: Path, scaled: ScaledModel, shape: dict[str, int]) -> None:
+    small = HeadCheckpoint.of(head())
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    found = []
+    for folder, checkpoint in ((source_tied, small), (scaled.path, scale_head(small, scaled))):
+        config = {"method": "eagle3", "model": checkpoint.build().eval(), "num_speculative_tokens": 4, **shape}
+        llm = LLM(str(folder), tokenizer=False, max_num_seqs=1, max_model_len=96, dtype="float32")
+        output = llm.generate([{"prompt_token_ids": PROMPT}], params, speculative=config, trace=True)[0].outputs[0]
+        found.append((output.token_ids, [[(n.token, n.parent) for n in step.nodes] for step in output.trace]))
+    assert found[0] == found[1]
+    assert any(nodes for nodes in found[0][1])
+
+
+def test_it_costs_what_a_head_of_that_width_costs(scaled: ScaledModel) -> None:
+    config = scale_config(head().config, scaled)
+    target = loaded(scaled.path, torch.float32)
+    layer = sum(weight.numel() for weight in target.model.layers[0].parameters() if weight.dim() == 2)
+    attention = target.model.layers[0].self_attn
+    embedding_half = sum(part.weight.numel() for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    assert config.hidden_size == target.config.hidden_size
+    assert multiplications(config) == layer + embedding_half + config.draft_vocab_size * config.hidden_size
+
+
+def test_padding_is_no_zeros_where_it_is_read(scaled: ScaledModel) -> None:
+    tensors = scale_head(HeadCheckpoint.of(head()), scaled).tensors
+    for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"):
+        (weight,) = [tensor for key, tensor in tensors.items() if f"{name}.weight" in key]
+        assert weight.count_nonzero() > 0.99 * weight.numel(), name
+
+
+def test_what_cannot_be_enlarged_is_refused(scaled: ScaledModel) -> None:
+    old = {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False, "draft_vocab_size": 256}
+    with pytest.raises(ArgumentError, match="EAGLE-3"):
+        scale_head(HeadCheckpoint.of(head(**old)), scaled)
+    with pytest.raises(ArgumentError, match=r"0\.\.3"):
+        scale_head(HeadCheckpoint.of(head(boundaries=(1, 2, 4))), scaled)
