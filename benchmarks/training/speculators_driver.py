@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 class LogLines(logging.Handler):
-    """Fourth patch: speculators logs metrics as mappings that no handler prints."""
+    """speculators logs metrics as mappings that no handler prints."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """As it is."""
@@ -46,9 +46,9 @@ class LogLines(logging.Handler):
 
 
 def patch_for_cpu(seen: dict[str, float]) -> None:
-    """The other three; `seen` gets the steps and the seconds of training."""
+    """All four; `seen` gets the steps and the seconds of training."""
     trainer = trainer_module.Trainer
-    initialize, run = trainer.__init__, trainer.run_training
+    initialize, run, set_up_metrics = trainer.__init__, trainer.run_training, cli.setup_metric_logger
     trainer_module.get_local_rank = lambda: "cpu"
     torch.accelerator.synchronize = lambda *_: None
 
@@ -63,7 +63,11 @@ def patch_for_cpu(seen: dict[str, float]) -> None:
         seen["steps"] = self.global_step
         seen["trainable_parameters"] = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-    trainer.__init__, trainer.run_training = on_cpu, timed
+    def spoken(*args: Any, **kwargs: Any) -> None:
+        set_up_metrics(*args, **kwargs)  # takes away handlers that were there before
+        logging.getLogger("speculators.metrics").addHandler(LogLines())
+
+    trainer.__init__, trainer.run_training, cli.setup_metric_logger = on_cpu, timed, spoken
 
 
 def arranged(windows: Tensor, seed: int) -> Tensor:
@@ -144,7 +148,6 @@ def main(job_file: str, result_file: str) -> None:
     everything = load_file(job["windows"])["windows"]
     seen: dict[str, float] = {}
     patch_for_cpu(seen)
-    logging.getLogger("speculators.metrics").addHandler(LogLines())
     began = time.perf_counter()
     count = job["steps"] * job["rows"]
     windows = everything[torch.arange(count) % len(everything)]
