@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "2",
 }
 """Of vLLM's processes, where the caller has not said otherwise."""
-NOTED = ("WARNING", "ERROR", "auxiliary layers", "Model Runner", "Loading drafter", "Detected", "share", "sharing")
+NOTED = ("ERROR", "Model Runner", "Resolved architecture", "Sharing target model", "auxiliary layers")
 """Lines of vLLM's log with one of these are shown."""
 
 
