@@ -92,3 +92,20 @@ def test_only_the_head_learns() -> None:
     ).loss.backward()
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in made.parameters())
     assert all(weight.grad is None for weight in target.parameters())
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{}, {"norm_output": True, "fc_norm": True}, {"norm_before_fc": True, "norm_before_residual": True}],
+    ids=str,
+)
+def test_it_learns_in_bfloat16_too(variant: dict[str, bool]) -> None:
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        made = head(**variant)
+        objective = Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=3))
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is torch.bfloat16):
+            report = objective(batch_of([tokens(24)], made.config.boundaries))
+        (report.loss / report.weight).backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in made.parameters() if weight.grad is not None]))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.95

@@ -29,7 +29,6 @@ def eagle3(
     features: str | None = None,
     parallel: str = "ddp",
     dry_run: Annotated[bool, Parameter(negative="")] = False,
-    restart: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train an EAGLE-3 head; goes on where an earlier run into the same output was stopped.
@@ -54,8 +53,6 @@ def eagle3(
         With several processes: ddp, or fsdp for heads that do not fit one device.
     dry_run
         Print parameters, memory, steps and the effective recipe; train nothing.
-    restart
-        Begin anew although the output holds a checkpoint.
     json
         One JSON object on stdout.
     """
@@ -72,7 +69,7 @@ def eagle3(
         if dry_run:
             _show_plan(run, json)
             return 0
-        outcome = train_head(run, place, restart=restart)
+        outcome = train_head(run, place)
         if place.first:
             _show_outcome(outcome, json)
         return 130 if outcome["interrupted"] else 0

@@ -1,6 +1,6 @@
 """What a training run is made of: a recipe file, ``key=value`` words, or both, as one typed value.
 
-Later words win over earlier ones and over the file. Imports no torch until a recipe is built into its parts.
+Later words win over earlier ones and over the file. Knows which values there are, not what is made of them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TrainRecipe:
     target: str
     """Directory or hub id of the model to draft for."""
     data: str
-    """Prepared data (`forerun data prepare`), or a file that is prepared first."""
+    """Directory that ``forerun data prepare`` wrote."""
     output: str
     """Directory of checkpoints, log and the finished head."""
     mode: str = "online"

@@ -118,7 +118,10 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
     model, tokenizer = _load_target(recipe, place)
     data = PreparedData.open(recipe.data, tokenizer=tokenizer)
     head = _head(recipe, model, data).to(model.device)
-    settings = dataclasses.replace(recipe.objective, gradient_checkpointing=recipe.training.gradient_checkpointing)
+    settings = dataclasses.replace(
+        recipe.objective,
+        gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
+    )
     objective = Eagle3Objective(head, FrozenTarget.of(model), settings)
     windows = PackedWindows(
         data,
@@ -202,13 +205,12 @@ def _evaluation(recipe: TrainRecipe, model: Any, head: EagleHead) -> Callable[[i
     return lambda step: evaluation(head)
 
 
-def train_head(run: Run, place: Parallel, *, restart: bool = False) -> dict[str, Any]:
+def train_head(run: Run, place: Parallel) -> dict[str, Any]:
     """Train, take the best weights, and write the finished head; what came out, for a report.
 
     Args:
         run: from `assemble`, on every process.
         place: this process among all.
-        restart: begin anew although the output holds a checkpoint.
     """
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
@@ -220,7 +222,6 @@ def train_head(run: Run, place: Parallel, *, restart: bool = False) -> dict[str,
         parallel=place,
         trackers=trackers,
         evaluate=run.evaluate,
-        resume="never" if restart else "auto",
         data_hash=run.data.hash,
     )
     weights = output / "best" if result.best is not None else result.checkpoint

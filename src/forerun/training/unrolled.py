@@ -30,6 +30,9 @@ def unrolled_attention(
     Returns:
         (B, S, heads, D)
     """
+    # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    own = [(line_key.to(value.dtype), line_value.to(value.dtype)) for line_key, line_value in own]
     lines = torch.stack([torch.stack(pair) for pair in own]) if own else key.new_zeros(0, 2, *key.shape)
     attended: Tensor = _Unrolled.apply(query, key, value, lines, documents)  # type: ignore[no-untyped-call]
     return attended.transpose(1, 2)

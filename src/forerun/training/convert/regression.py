@@ -6,6 +6,7 @@ Knows no optimiser and no file.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,11 +34,14 @@ class Eagle1Objective(Eagle3Objective):
         self.head, self.target, self.settings, self.regression = head, target, settings, regression
         self._reachable: Tensor | None = None
 
-    def _step_loss(self, unrolled: Unrolled, counted: Tensor, last: Tensor, share: float) -> VocabularyLoss:
-        found = super()._step_loss(unrolled, counted, last, share)
+    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
+        found = super()._loss(steps, weights, last)
         if not self.regression:
             return found
-        # What comes around at the end of a row is not counted.
-        wanted = torch.roll(last, -(unrolled.step + 1), dims=1)
-        distance = smooth_l1_loss(unrolled.output.float(), wanted.float(), reduction="none").mean(-1)
-        return dataclasses.replace(found, loss=TOKEN_SHARE * found.loss + share * (distance * counted).sum())
+        loss = TOKEN_SHARE * found.loss
+        for step, weight in zip(steps, weights, strict=True):
+            # What comes around at the end of a row is not counted.
+            wanted = torch.roll(last, -(step.step + 1), dims=1)
+            distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
+            loss = loss + (distance * weight).sum()
+        return dataclasses.replace(found, loss=loss)

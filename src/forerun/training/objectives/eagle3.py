@@ -7,7 +7,7 @@ Only predictions of counted tokens of the same document enter. Knows no optimise
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,22 +113,25 @@ class Eagle3Objective:
         """The weighted sum over all steps and counted predictions, and acceptance by step."""
         last = batch.features[LAST_HIDDEN]
         reachable = self._reachable_rows(last) if self.settings.skip_unreachable else None
-        loss, weight = last.new_zeros((), dtype=torch.float32), last.new_zeros((), dtype=torch.float32)
+        steps = list(self.unroll(batch))
+        counted = [step.counted for step in steps]
+        if reachable is not None:
+            counted = [
+                mask & _ahead(reachable, step.step + 1, False) for mask, step in zip(counted, steps, strict=True)
+            ]
+        shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
+        weights = torch.stack(counted) * shares
+        found = self._loss(steps, weights, last)
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         survives = torch.ones(last.shape[:2], device=last.device)
-        for unrolled, share in zip(self.unroll(batch), self.settings.weights, strict=True):
-            counted = unrolled.counted
-            if reachable is not None:
-                counted = counted & _ahead(reachable, unrolled.step + 1, False)
-            found = self._step_loss(unrolled, counted, last, share)
-            loss = loss + found.loss
-            weight = weight + share * counted.sum()
-            survives = survives * found.agrees.view_as(survives)
+        parts = zip(steps, found.agrees.view_as(weights), found.overlap.view_as(weights), strict=True)
+        for step, agrees, overlap in parts:
+            survives = survives * agrees
             # A token that the head cannot name counts as missed.
-            count = unrolled.counted.sum().float()
-            metrics[f"acceptance_{unrolled.step}"] = ((survives * unrolled.counted).sum(), count)
-            metrics[f"overlap_{unrolled.step}"] = (found.overlap.sum(), count)
-        return LossReport(loss=loss, weight=weight, metrics=metrics)
+            count = step.counted.sum().float()
+            metrics[f"acceptance_{step.step}"] = ((survives * step.counted).sum(), count)
+            metrics[f"overlap_{step.step}"] = (overlap.sum(), count)
+        return LossReport(loss=found.loss, weight=weights.sum(), metrics=metrics)
 
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
         """The head's outputs, step by step."""
@@ -176,8 +179,9 @@ class Eagle3Objective:
             frozen: Tensor = self.target.embedding(ids)
         return frozen
 
-    def _step_loss(self, unrolled: Unrolled, counted: Tensor, last: Tensor, share: float) -> VocabularyLoss:
-        ahead = _ahead(last, unrolled.step + 1, 0.0).flatten(0, 1)
+    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
+        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht)."""
+        ahead = torch.stack([_ahead(last, step.step + 1, 0.0) for step in steps]).flatten(0, 2)
         rows = self.head.token_ids if self.head.config.reduced_vocabulary else slice(None)
         teacher = Teacher(
             hidden=ahead,
@@ -188,9 +192,9 @@ class Eagle3Objective:
         )
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
         return soft_loss(
-            unrolled.output.flatten(0, 1),
+            torch.stack([step.output for step in steps]).flatten(0, 2),
             student,
-            counted.flatten().float() * share,
+            weights.flatten(),
             teacher,
             self.settings.divergence,
             self.settings.lk_decay,
