@@ -15,6 +15,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.bench.workloads import Setting
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.types import StepTrace
 
 
@@ -155,8 +156,17 @@ def transformers_arms(target: Any, draft: Any | None, *, chain: int, lookup: int
     return arms
 
 
-def forerun_arms(llm: LLM, draft: Any | None, *, chain: int, lookup: int) -> list[Arm]:
-    """forerun plain, `ngram` and, with a draft model, a chain of `chain` tokens and a tree of the same depth."""
+TREE_NODES = 15
+"""Of the head's dynamic tree: with the root 16 rows, what a pass carries at about the price of one."""
+TREE_TOP_K = 4
+"""Nodes that it expands per level: a head's pass over few rows costs what one over one row costs."""
+
+
+def forerun_arms(llm: LLM, draft: Any | None, *, chain: int, lookup: int, head: EagleHead | None = None) -> list[Arm]:
+    """forerun plain and `ngram`; with a draft model a chain of `chain` tokens and a tree of the same depth.
+
+    With a head, in the target's dtype, the same of `eagle3`, whose tree is dynamic.
+    """
     arms: list[Arm] = [
         ForerunArm("forerun plain", llm, False),
         ForerunArm("forerun ngram", llm, {"method": "ngram", "num_speculative_tokens": lookup}),
@@ -166,5 +176,11 @@ def forerun_arms(llm: LLM, draft: Any | None, *, chain: int, lookup: int) -> lis
         arms += [
             ForerunArm("forerun draft_model", llm, common | {"num_speculative_tokens": chain}),
             ForerunArm("forerun draft_model tree", llm, common | {"shape": (2, 2, *[1] * (chain - 2))}),
+        ]
+    if head is not None:
+        trained: dict[str, Any] = {"method": "eagle3", "model": head, "num_speculative_tokens": chain}
+        arms += [
+            ForerunArm("forerun eagle3", llm, trained),
+            ForerunArm("forerun eagle3 tree", llm, trained | {"top_k": TREE_TOP_K, "nodes": TREE_NODES}),
         ]
     return arms

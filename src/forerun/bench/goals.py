@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from forerun.bench.acceptance import CHAIN, Acceptance, ratio
 from forerun.bench.bits import BitCount
 from forerun.bench.speed import ArmSummary
 from forerun.bench.steps import StepCosts
@@ -66,6 +67,40 @@ def speed_goals(lines: Sequence[ArmSummary], label: str, *, compiled: bool) -> l
         if line.realised_share is not None:
             note = f"promised {line.predicted_speedup:.2f} x"
             goals.append(at_least(f"realised / ideal speed-up of {line.arm}, {label}", 0.9, line.realised_share, note))
+    return goals + (_head_goals(lines, label) if label == "T = 0" else [])
+
+
+def _head_goals(lines: Sequence[ArmSummary], label: str) -> list[Goal]:
+    """The head's better arm against plain decoding and against the draft model's better arm."""
+
+    def fastest(kind: str) -> ArmSummary | None:
+        arms = [line for line in lines if line.arm.startswith(f"forerun {kind}")]
+        return max(arms, key=lambda line: line.tokens_per_second, default=None)
+
+    goals, head = [], fastest("eagle3")
+    for kind, factor in (("plain", 2.0), ("draft_model", 1.0)):
+        other = fastest(kind)
+        if head is not None and other is not None:
+            note = f"{head.tokens_per_second:.1f} against {other.tokens_per_second:.1f} tokens/s"
+            quotient = head.tokens_per_second / other.tokens_per_second
+            goals.append(at_least(f"{head.arm} / {other.arm}, {label}", factor, quotient, note))
+    return goals
+
+
+def acceptance_goals(found: Acceptance) -> list[Goal]:
+    """The head's chain against the draft model's, its dynamic tree against its chain, both greedy."""
+    chain = found.best("eagle3", "chain", 0.0)
+    pairs = [
+        (chain, found.best("draft_model", "chain", 0.0), f"eagle3 / draft_model, chains of {CHAIN}, T = 0", 1.3),
+        (found.best("eagle3", "dynamic", 0.0), chain, f"eagle3 tree / chain of {CHAIN}, T = 0", 1.15),
+    ]
+    goals = []
+    for one, other, what, factor in pairs:
+        if one is not None and other is not None:
+            found_ratio = ratio(one, other)
+            lengths = f"{one.length:.2f} ({one.label}) over {other.length:.2f}"
+            note = f"{lengths}; 95 % interval {found_ratio.low:.2f} to {found_ratio.high:.2f}"
+            goals.append(at_least(f"mean acceptance length, {what}", factor, found_ratio.value, note))
     return goals
 
 

@@ -1,10 +1,11 @@
-"""The benchmark's results as pictures: cost of a pass, decoding speed, promised beside measured. Needs matplotlib."""
+"""The benchmark's results as pictures: cost of a pass, decoding speed, acceptance lengths. Needs matplotlib."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.acceptance import Acceptance
 from forerun.bench.speed import ArmSummary
 from forerun.bench.steps import NODES, StepCosts
 from forerun.bench.suite import Results
@@ -33,6 +34,8 @@ def draw(results: Results, folder: Path) -> list[Path]:
     }
     if results.steps is not None:
         figures["steps"] = _steps(pyplot, results.steps)
+    if results.acceptance is not None:
+        figures["acceptance"] = _acceptance(pyplot, results.acceptance)
     for name, figure in figures.items():
         for suffix in ("svg", "png"):
             path = folder / f"{name}.{suffix}"
@@ -52,6 +55,30 @@ def _speed(pyplot: Any, label: str, lines: list[ArmSummary]) -> Any:
     axes.set_xlabel("tokens per second, decoding alone")
     axes.set_title(label, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _acceptance(pyplot: Any, found: Acceptance) -> Any:
+    temperatures = sorted({line.temperature for line in found.lines})
+    groups = [[line for line in found.lines if line.temperature == temperature] for temperature in temperatures]
+    heights = [len(group) for group in groups]
+    figure, panels = pyplot.subplots(
+        len(groups), figsize=(8, 0.35 * sum(heights) + 1.5), sharex=True, squeeze=False, height_ratios=heights
+    )
+    for axes, lines, temperature in zip(panels[:, 0], groups, temperatures, strict=True):
+        lengths = [line.length for line in lines]
+        errors = [
+            [max(0.0, line.length - line.low) for line in lines],
+            [max(0.0, line.high - line.length) for line in lines],
+        ]
+        colours = [_OURS if line.method == "eagle3" else _THEIRS for line in lines]
+        bars = axes.barh([line.label for line in lines], lengths, xerr=errors, color=colours, ecolor=_FLOOR)
+        axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.invert_yaxis()
+        axes.set_title(f"T = {temperature:g}", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("mean acceptance length (tokens per pass, bonus included) and its 95 % interval")
+    figure.tight_layout()
     return figure
 
 

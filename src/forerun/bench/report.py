@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from forerun.bench.acceptance import Acceptance, ratio
 from forerun.bench.bits import BitCount
 from forerun.bench.goals import Goal
 from forerun.bench.speed import ArmSummary
@@ -25,6 +26,10 @@ def show(results: Results, console: Console) -> None:
         console.print(_bits("Logits beside plain decoding's, reproducible mode", results.bits))
     if results.free_bits:
         console.print(_bits("The same without padding (measured here, not promised)", results.free_bits))
+    if results.acceptance is not None:
+        for temperature in (0.0, 1.0):
+            console.print(_acceptance(results.acceptance, temperature))
+        console.print(_roots(results.acceptance))
     console.print(_goals(results.goals))
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in results.seconds.items())
     console.print(f"took {took}", highlight=False)
@@ -77,6 +82,48 @@ def _bits(title: str, counts: list[BitCount]) -> Table:
     for count in counts:
         values = (count.batch, count.positions, count.differing, f"{count.largest:.3g}", count.other_argmax, count.ties)
         table.add_row(count.name, *map(str, values))
+    return table
+
+
+def _acceptance(found: Acceptance, temperature: float) -> Table:
+    table = Table(title=f"Mean acceptance length with {found.head}, T = {temperature:g}", title_justify="left")
+    names = (
+        "draft",
+        "length",
+        "95 % interval",
+        "over eagle3 chain",
+        "95 % interval",
+        "nodes",
+        "kept at depth 1, 2, ...",
+    )
+    for name in (*names, "loops"):
+        table.add_column(name, justify="left" if name == "draft" else "right")
+    chain = found.best("eagle3", "chain", temperature)
+    for line in found.lines:
+        if line.temperature != temperature:
+            continue
+        over = ("", "")
+        if chain is not None:
+            quotient = ratio(line, chain)
+            over = (f"{quotient.value:.2f}", f"{quotient.low:.2f} - {quotient.high:.2f}")
+        depths = " ".join(f"{share:.0%}" for share in line.depths[:8])
+        interval = f"{line.low:.2f} - {line.high:.2f}"
+        values = (f"{line.length:.2f}", interval, *over, f"{line.nodes:.1f}", depths, f"{line.looping:.0%}")
+        table.add_row(line.label, *values)
+    table.caption = "tokens per pass, bonus included, pooled over all steps; loops: answers that end in circles"
+    return table
+
+
+def _roots(found: Acceptance) -> Table:
+    title = f"Chance that the next token is among k drafted children, {found.root_count} roots met at T = 1"
+    table = Table(title=title, title_justify="left")
+    table.add_column("k", justify="right")
+    for name in ("given", "greedy-k", "distinct, rejection", "distinct, bound", "iid, rejection", "iid, bound"):
+        table.add_column(name, justify="right")
+    for line in found.roots:
+        chances = (line.given, line.greedy_k, line.distinct, line.distinct_bound, line.iid, line.iid_bound)
+        table.add_row(str(line.children), *(f"{chance:.3f}" for chance in chances))
+    table.caption = "bound: optimal transport (arXiv 2502.18779); given and greedy-k reach theirs; distinct: all leaves"
     return table
 
 

@@ -63,7 +63,7 @@ def summarise(runs: Sequence[Run], plain: str = "forerun plain") -> list[ArmSumm
 
 
 def _rank(name: str) -> int:
-    order = ("plain", "lookup", "ngram", "assisted", "model", "tree")
+    order = ("plain", "lookup", "ngram", "assisted", "model", "eagle3", "tree")
     return order.index(name.rsplit(maxsplit=1)[-1].removeprefix("draft_"))
 
 

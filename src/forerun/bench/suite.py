@@ -1,7 +1,8 @@
 """The whole benchmark: makes the scale models, runs each part, gathers what was found. Knows no terminal.
 
 Parts: ``steps`` (cost of a pass), ``speed`` (the arms against each other), ``bits`` (logits of chains and trees beside
-plain ones) and ``tokens`` (greedy tokens of the small model itself, speculative beside plain).
+plain ones), ``tokens`` (greedy tokens of the small model itself, speculative beside plain) and ``acceptance`` (an
+EAGLE-3 head beside the other drafters on the small model, by shape of the draft).
 """
 
 from __future__ import annotations
@@ -10,25 +11,33 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from forerun import LLM
 from forerun.bench import goals
+from forerun.bench.acceptance import Acceptance, AcceptancePlan, Contestants, measure_acceptance
 from forerun.bench.arms import Run, forerun_arms, transformers_arms
 from forerun.bench.bits import MOST, BitCount, BitPlan, compare
 from forerun.bench.goals import Goal
 from forerun.bench.machine import Machine, this_machine
-from forerun.bench.scale import scale_model
+from forerun.bench.scale import ScaledModel, scale_model
+from forerun.bench.scale_head import scale_head
 from forerun.bench.speed import ArmSummary, Progress, measure, summarise
 from forerun.bench.steps import StepCosts, measure_steps
 from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count_tokens
 from forerun.bench.workloads import CONTEXT, contexts, settings
-from forerun.demo import resolve
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
+from forerun.demo import FOLDER, MODELS, resolve
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.target.fast import packing
 
 log = logging.getLogger(__name__)
-PARTS = ("steps", "speed", "bits", "tokens")
+PARTS = ("steps", "speed", "bits", "tokens", "acceptance")
+HEAD = "demo-eagle3"
+"""The shipped head; may be missing, one that was named may not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +48,8 @@ class Options:
     """A small Llama: ``demo`` or a folder."""
     draft: str = "demo-draft"
     """A draft model of the same vocabulary; left out with a note where it is missing."""
+    head: str = HEAD
+    """A folder with an EAGLE-3 head of the target; the shipped one is left out with a note where it is missing."""
     scale: float = 0.4
     """Billions of parameters that the target is enlarged to; 0 takes it as it is."""
     draft_scale: float = 0.031
@@ -54,7 +65,7 @@ class Options:
     compile: bool = False
     """Compile the target's forward pass; the arms of transformers stay as they are."""
     parts: tuple[str, ...] = PARTS
-    """Of ``steps``, ``speed``, ``bits``, ``tokens``."""
+    """Of ``steps``, ``speed``, ``bits``, ``tokens``, ``acceptance``."""
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -77,6 +88,8 @@ class Results:
     free_bits: list[BitCount] = field(default_factory=list)
     """Without padding: every pass has its own number of nodes."""
     tokens: list[TokenCount] = field(default_factory=list)
+    acceptance: Acceptance | None = None
+    """None without a head."""
     seconds: dict[str, float] = field(default_factory=dict)
     """What each part took."""
 
@@ -89,7 +102,8 @@ class Results:
         for label, lines in self.speed.items():
             found += goals.speed_goals(lines, label, compiled=self.options.compile)
         found += goals.bit_goals(self.bits)
-        return found + goals.text_goals(self.texts, self.tokens)
+        found += goals.text_goals(self.texts, self.tokens)
+        return found + (goals.acceptance_goals(self.acceptance) if self.acceptance is not None else [])
 
 
 def run(options: Options, progress: Progress, save: Callable[[Results], None]) -> Results:
@@ -121,33 +135,68 @@ class _Models:
 
     def __init__(self, options: Options, results: Results, progress: Progress) -> None:
         self.options, self.results, self.progress = options, results, progress
-        self.target = self._path(options.target, options.scale)
-        self.draft = self._optional_draft()
-        self._llm: LLM | None = None
 
-    def _path(self, name: str, billions: float) -> Path:
-        source = Path(resolve(name))
-        if billions == 0:
-            return source
-        self.progress(f"enlarging {name} to {billions:g} B parameters")
-        scaled = scale_model(source, billions=billions)
-        self.results.notes.append(scaled.note)
-        return scaled.path
+    @cached_property
+    def scaled(self) -> ScaledModel | None:
+        """The enlarged target; None if it is measured as it is."""
+        return self._scaled(self.options.target, self.options.scale) if self.options.scale else None
 
-    def _optional_draft(self) -> Path | None:
+    @property
+    def target(self) -> Path:
+        """What is measured."""
+        return Path(resolve(self.options.target)) if self.scaled is None else self.scaled.path
+
+    @cached_property
+    def small_draft(self) -> Path | None:
+        """The draft model as it is; None where there is none."""
         try:
-            return self._path(self.options.draft, self.options.draft_scale if self.options.scale else 0)
+            return Path(resolve(self.options.draft))
         except CheckpointError as error:
             self.results.notes.append(f"without draft model: {error}")
             return None
 
-    @property
+    @cached_property
+    def draft(self) -> Path | None:
+        """The draft model, enlarged if the target is; None where there is none."""
+        if self.small_draft is None or self.scaled is None:
+            return self.small_draft
+        try:
+            return self._scaled(self.options.draft, self.options.draft_scale).path
+        except CheckpointError as error:
+            self.results.notes.append(f"without draft model: {error}")
+            return None
+
+    @cached_property
+    def head(self) -> HeadCheckpoint | None:
+        """The EAGLE-3 head of the small target; None where nothing is shipped and none was named."""
+        name = self.options.head
+        folder = FOLDER / MODELS.get(HEAD, "eagle3") if name == HEAD else resolve(name)
+        if name == HEAD and not (Path(folder) / "config.json").is_file():
+            self.results.notes.append(f"without EAGLE-3 head: none is shipped in {folder}; name one with --head")
+            return None
+        return read_head(folder, num_layers=TargetFacts.read(self.options.target).num_layers)
+
+    @cached_property
     def llm(self) -> LLM:
         """The target in the engine, one row."""
-        if self._llm is None:
-            self.progress("loading the target")
-            self._llm = LLM(str(self.target), max_num_seqs=1, max_model_len=1024, compile=self.options.compile)
-        return self._llm
+        target = str(self.target)
+        self.progress("loading the target")
+        return LLM(target, max_num_seqs=1, max_model_len=1024, compile=self.options.compile)
+
+    def drafting_head(self, llm: LLM, scaled: ScaledModel | None) -> EagleHead | None:
+        """The head as a module that drafts for `llm`, enlarged if the target is."""
+        if self.head is None:
+            return None
+        head = self.head if scaled is None else scale_head(self.head, scaled)
+        built = head.build(llm.target.dtype).to(llm.target.device).eval()
+        packing.pack(built)
+        return built
+
+    def _scaled(self, name: str, billions: float) -> ScaledModel:
+        self.progress(f"enlarging {name} to {billions:g} B parameters")
+        scaled = scale_model(Path(resolve(name)), billions=billions)
+        self.results.notes.append(scaled.note)
+        return scaled
 
     def prompts(self, count: int, length: int = CONTEXT) -> list[list[int]]:
         """Held-out contexts."""
@@ -165,7 +214,7 @@ def _speed(models: _Models) -> None:
     sizes: dict[str, Any] = {"chain": options.chain, "lookup": options.lookup}
     arms = [
         *transformers_arms(models.target, models.draft, **sizes),
-        *forerun_arms(models.llm, models.draft, **sizes),
+        *forerun_arms(models.llm, models.draft, head=models.drafting_head(models.llm, models.scaled), **sizes),
     ]
     prompts = models.prompts(2 if options.quick else 6)
     for setting in settings(quick=options.quick):
@@ -212,10 +261,10 @@ def _tokens(models: _Models) -> None:
     models.progress("greedy tokens of the small model")
     small = LLM(str(resolve(options.target)), max_num_seqs=8, max_model_len=1024, reproducible=True)
     drafters: dict[str, dict[str, object]] = {"ngram": {"method": "ngram", "num_speculative_tokens": options.lookup}}
-    if models.draft is not None:
+    if models.small_draft is not None:
         drafters["draft_model"] = {
             "method": "draft_model",
-            "model": str(resolve(options.draft)),
+            "model": str(models.small_draft),
             "num_speculative_tokens": options.chain,
         }
     each = 500
@@ -224,7 +273,23 @@ def _tokens(models: _Models) -> None:
     models.results.tokens = count_tokens(small, prompts, drafters, new_tokens=each)
 
 
-_PART = {"steps": _steps, "speed": _speed, "bits": _bits, "tokens": _tokens}
+def _acceptance(models: _Models) -> None:
+    if models.head is None:
+        return
+    options = models.options
+    models.progress("loading the small target")
+    small = LLM(str(resolve(options.target)), max_num_seqs=8, max_model_len=CONTEXT + 212)
+    draft = None if models.small_draft is None else str(models.small_draft)
+    head = models.drafting_head(small, None)
+    plan = AcceptancePlan()
+    if options.quick:
+        plan = AcceptancePlan(new_tokens=64, seeds=(1,), top_k=(4, 10), depths=(6,), roots=8)
+    who = Contestants(head=head, head_name=options.head, draft=draft, lookup=options.lookup)
+    prompts = contexts(small.tokenizer, count=4 if options.quick else 16)
+    models.results.acceptance = measure_acceptance(small, who, prompts, plan, models.progress)
+
+
+_PART = {"steps": _steps, "speed": _speed, "bits": _bits, "tokens": _tokens, "acceptance": _acceptance}
 
 
 def as_json(results: Results) -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""Acceptance of a head by shape of the draft, its goals and its report; the head's arms in the speed part."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.heads import head
+from forerun import LLM
+from forerun.bench import plots, report, suite
+from forerun.bench.acceptance import (
+    EQUAL_NODES,
+    NODES,
+    SHAPES,
+    Acceptance,
+    AcceptanceLine,
+    AcceptancePlan,
+    Contestants,
+    measure_acceptance,
+    ratio,
+)
+from forerun.bench.arms import TREE_NODES, forerun_arms
+from forerun.bench.goals import acceptance_goals, speed_goals
+from forerun.bench.machine import Machine
+from forerun.bench.roots import RootReach, compare_roots, root_laws
+from forerun.bench.speed import ArmSummary, measure, summarise
+from forerun.bench.suite import Options, Results, as_json
+from forerun.bench.workloads import Setting
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
+from forerun.drafters.growth import Shape
+
+PROMPTS = [list(range(3, 40)), list(range(100, 130)), list(range(60, 95))]
+PLAN = AcceptancePlan(new_tokens=20, seeds=(1, 2), top_k=(4,), depths=(3, 5), roots=6, children=(1, 2))
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def engine(folder: Path, rows: int = 3) -> LLM:
+    return LLM(str(folder), tokenizer=False, max_num_seqs=rows, max_model_len=96)
+
+
+@pytest.fixture(scope="module")
+def found(source_tied: Path) -> Acceptance:
+    """A random head, and the target itself as its own draft model."""
+    who = Contestants(head=head(), head_name="random", draft=str(source_tied), lookup=4)
+    return measure_acceptance(engine(source_tied), who, PROMPTS, PLAN, quiet)
+
+
+class TestMeasuring:
+    def test_every_way_is_measured_once_at_its_temperature(self, found: Acceptance) -> None:
+        assert len({(line.label, line.temperature) for line in found.lines}) == len(found.lines)
+        greedy, sampled = ([line.form for line in found.lines if line.temperature == t] for t in (0.0, 1.0))
+        assert sorted(greedy) == ["chain"] * 3 + ["dynamic"] * 2
+        forms = ["given", "without replacement", "greedy-k"] * len(SHAPES)
+        assert sorted(sampled) == sorted(["chain"] * 3 + ["long chain", "dynamic", *forms])
+
+    def test_lengths_are_pooled_and_inside_their_intervals(self, found: Acceptance) -> None:
+        for line in found.lines:
+            assert len(line.emitted) == len(line.passes) == len(PROMPTS)
+            if sum(line.passes):
+                assert line.length == pytest.approx(sum(line.emitted) / sum(line.passes))
+            assert 1 <= line.low <= line.length <= line.high
+            if line.method != "ngram":  # what it copies may be short
+                assert line.length == pytest.approx(1 + sum(line.depths), rel=0.2), "most passes draft to full depth"
+
+    def test_the_target_as_its_own_draft_model_is_right_and_a_random_head_is_not(self, found: Acceptance) -> None:
+        draft, chain = (found.best(method, "chain", 0.0) for method in ("draft_model", "eagle3"))
+        assert draft is not None and chain is not None
+        assert draft.length > 4 and all(share == 1 for share in draft.depths)
+        assert chain.length < 2
+
+    def test_trees_are_as_large_as_they_say(self, found: Acceptance) -> None:
+        assert {len(Shape(shape).parents) for shape in SHAPES} == {EQUAL_NODES}
+        for line in found.lines:
+            if line.form not in ("chain", "long chain"):
+                most = NODES if line.temperature == 0 else EQUAL_NODES
+                assert 0.6 * most < line.nodes <= most, line.label
+
+    def test_the_dynamic_shape_that_is_best_greedily_goes_on(self, found: Acceptance) -> None:
+        greedy, sampled = (found.best("eagle3", "dynamic", temperature) for temperature in (0.0, 1.0))
+        assert greedy is not None and sampled is not None
+        assert greedy.label.split(", ")[-2:] == sampled.label.split(", ")[-2:]
+
+    def test_roots_are_compared_for_every_number_of_children(self, found: Acceptance) -> None:
+        assert [line.children for line in found.roots] == [1, 2]
+        assert found.root_count == PLAN.roots
+        for line in found.roots:
+            chances = [value for name, value in dataclasses.asdict(line).items() if name != "children"]
+            assert all(0 < chance < 1 for chance in chances)
+            assert line.distinct <= line.distinct_bound + 0.01 and line.iid <= line.iid_bound + 1e-6
+
+
+class TestRoots:
+    def test_a_drafter_that_is_the_target_has_its_laws_at_every_root(self, source_tied: Path) -> None:
+        llm = engine(source_tied)
+        config = {"method": "draft_model", "model": str(source_tied), "shape": (3, 1), "draw": "without_replacement"}
+        target, draft = root_laws(llm.target, config, PROMPTS, steps=4, most=7)
+        assert target.shape == draft.shape == (7, 256)
+        torch.testing.assert_close(target, draft, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(target.sum(1), torch.ones(7))
+        assert (target[0] - target[1]).abs().max() > 0.01, "roots of different texts"
+        (line,) = compare_roots(target, draft, (1,))
+        assert line.distinct_bound == pytest.approx(1, abs=1e-3) and line.given < 0.99
+
+    def test_the_rows_are_free_afterwards(self, source_tied: Path) -> None:
+        llm = engine(source_tied)
+        config = {"method": "eagle3", "model": head(), "shape": (2, 1), "draw": "without_replacement"}
+        root_laws(llm.target, config, PROMPTS[:2], steps=2, most=2)
+        assert llm.target.lengths == [0, 0, 0]
+
+
+def line(label: str, method: str, form: str, temperature: float, emitted: list[int], passes: list[int]) -> Any:
+    length = sum(emitted) / sum(passes)
+    return AcceptanceLine(
+        label=label,
+        method=method,
+        form=form,
+        temperature=temperature,
+        length=length,
+        low=length,
+        high=length,
+        nodes=5.0,
+        depths=[0.5, 0.25],
+        looping=0.5,
+        emitted=emitted,
+        passes=passes,
+    )
+
+
+def sample() -> Acceptance:
+    reach = RootReach(
+        children=2, given=0.5, greedy_k=0.6, distinct=0.7, distinct_bound=0.8125, iid=0.65, iid_bound=0.75
+    )
+    return Acceptance(
+        head="a head",
+        lines=[
+            line("draft_model chain of 5", "draft_model", "chain", 0.0, [20, 30], [10, 15]),
+            line("eagle3 chain of 5", "eagle3", "chain", 0.0, [30, 45], [10, 15]),
+            line("eagle3 small tree", "eagle3", "dynamic", 0.0, [30, 45], [10, 15]),
+            line("eagle3 large tree", "eagle3", "dynamic", 0.0, [32, 48], [10, 15]),
+            line("eagle3 chain of 5", "eagle3", "chain", 1.0, [21, 30], [10, 15]),
+        ],
+        roots=[reach],
+        root_count=99,
+    )
+
+
+class TestReport:
+    def test_ratio_resamples_both_lines_alike(self) -> None:
+        one = line("a", "eagle3", "chain", 0.0, [20, 90], [10, 15])
+        same = ratio(one, one)
+        assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+        twice = dataclasses.replace(one, length=2 * one.length, emitted=[40, 180])
+        double = ratio(twice, one)
+        assert (double.value, double.low, double.high) == pytest.approx((2.0, 2.0, 2.0))
+        other = line("b", "eagle3", "chain", 0.0, [40, 60], [10, 15])
+        apart = ratio(one, other)
+        assert apart.low == pytest.approx(0.5) and apart.high == pytest.approx(1.5)
+
+    def test_goals_are_judged_on_greedy_lengths(self) -> None:
+        chain, tree = acceptance_goals(sample())
+        assert chain.met and chain.measured == pytest.approx(1.5) and chain.goal == ">= 1.3"
+        assert not tree.met and tree.measured == pytest.approx(32 / 30) and "large tree" in tree.note
+        assert not acceptance_goals(Acceptance(head="none"))
+
+    def test_tables_json_and_plots_show_it(self, tmp_path: Path) -> None:
+        from rich.console import Console
+
+        machine = Machine(processor="abacus", cores=2, threads=2, flags=(), versions="none", load=0.0)
+        results = Results(machine=machine, options=Options(parts=("acceptance",)), acceptance=sample())
+        console = Console(file=io.StringIO(), record=True, width=180)
+        report.show(results, console)
+        text = console.export_text()
+        for expected in ("eagle3 large tree", "50% 25%", "99 roots", "0.812", "missed", "met", "T = 1"):
+            assert expected in text, expected
+        document = json.loads(json.dumps(as_json(results)))
+        assert document["acceptance"]["lines"][1]["passes"] == [10, 15]
+        assert len(document["goals"]) == 2
+        pytest.importorskip("matplotlib")
+        assert {path.name for path in plots.draw(results, tmp_path)} == {"acceptance.svg", "acceptance.png"}
+
+
+class TestSuite:
+    options = partial(Options, parts=("acceptance",), quick=True, draft_scale=0)
+
+    def test_without_a_head_the_part_is_left_out_and_said_so(
+        self, source_tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(suite, "FOLDER", tmp_path)
+        results = suite.run(self.options(target=str(source_tied)), quiet, lambda _: None)
+        assert results.acceptance is None and not results.goals
+        assert any("--head" in note for note in results.notes)
+
+    def test_a_named_head_is_measured(
+        self, source_tied: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        facts = TargetFacts.read(source_tied)
+        folder = write_head(HeadCheckpoint.of(head()), tmp_path / "head", "flat", facts)
+        monkeypatch.setattr(suite, "LLM", lambda path, **_: engine(Path(path), rows=2))
+        monkeypatch.setattr(suite, "contexts", lambda _, count: PROMPTS[:2])
+        monkeypatch.setattr(suite, "AcceptancePlan", lambda **_: PLAN)
+        options = self.options(target=str(source_tied), draft=str(draft), head=str(folder))
+        saved: list[Results] = []
+        results = suite.run(options, quiet, saved.append)
+        assert results.acceptance is not None and results.acceptance.head == str(folder)
+        assert len(results.goals) == 2 and saved
+        assert not any("enlarged" in note for note in results.notes)
+
+
+class TestSpeed:
+    def test_the_heads_arms_give_plain_text(self, source_tied: Path) -> None:
+        llm = engine(source_tied, rows=1)
+        arms = forerun_arms(llm, None, chain=3, lookup=4, head=head())
+        setting = Setting(name="greedy", temperature=0.0, new_tokens=16)
+        runs = measure(arms, PROMPTS[:1], setting, quiet)
+        assert [line.arm for line in summarise(runs)] == [
+            "forerun plain",
+            "forerun ngram",
+            "forerun eagle3",
+            "forerun eagle3 tree",
+        ]
+        assert len({tuple(run.tokens) for run in runs}) == 1
+        sizes = {run.arm: max(len(step.nodes) for step in run.trace) for run in runs}
+        assert sizes["forerun eagle3"] == 3 < sizes["forerun eagle3 tree"] <= TREE_NODES
+
+    def test_the_faster_arm_is_held_against_plain_and_draft_model(self) -> None:
+        speeds = {
+            "forerun plain": 10.0,
+            "forerun draft_model": 18.0,
+            "forerun draft_model tree": 22.0,
+            "forerun eagle3": 21.0,
+            "forerun eagle3 tree": 20.0,
+        }
+        lines = [
+            ArmSummary(arm=arm, tokens_per_second=speed, median_tokens_per_second=speed, first_token_ms=9.0, looping=0)
+            for arm, speed in speeds.items()
+        ]
+        plain, draft = speed_goals(lines, "T = 0", compiled=False)
+        assert plain.what == "forerun eagle3 / forerun plain, T = 0" and plain.met
+        assert draft.what == "forerun eagle3 / forerun draft_model tree, T = 0" and not draft.met
+        assert not speed_goals(lines, "T = 0.8", compiled=False)
+        assert not speed_goals(lines[:3], "T = 0", compiled=False), "no head, no goal"
