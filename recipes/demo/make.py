@@ -41,7 +41,7 @@ SHAPES = {
 }
 SCHEDULES = {
     "target": pretrain.Schedule(tokens=15_020_000),
-    "draft": pretrain.Schedule(tokens=6_000_000, distill_weight=0.9),
+    "draft": pretrain.Schedule(tokens=1_000_000, distill_weight=0.9),
 }
 
 
