@@ -77,7 +77,7 @@ def _acceptance(pyplot: Any, found: Acceptance) -> Any:
         axes.invert_yaxis()
         axes.set_title(f"T = {temperature:g}", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("mean acceptance length (tokens per pass, bonus included) and its 95 % interval")
+    panels[-1, 0].set_xlabel("tokens per pass, bonus included, and 95 % interval")
     figure.tight_layout()
     return figure
 
