@@ -7,7 +7,6 @@ training log.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sysconfig
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ import pretrain
 import torch
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from forerun.checkpoints.files import replacing
 
 LOSS_GOAL = 2.1
 """Nats per token on whole held-out files that the target must reach unless another goal is asked for."""
@@ -103,13 +104,13 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
             "loss": loss,
             "library_loss": library_loss,
         }
-        with _Replacing(destination / role) as folder:
+        with replacing(destination / role) as folder:
             _write_model(model, tokenizer, folder)
             (folder / "README.md").write_text(_card(role, model, read_log(work / f"{role}-training"), facts))
-    with _Replacing(destination / "prompts") as folder:
+    with replacing(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
     if (work / "head-training" / "head").is_dir():
-        with _Replacing(destination / "eagle3") as folder:
+        with replacing(destination / "eagle3") as folder:
             shutil.copytree(work / "head-training" / "head", folder, dirs_exist_ok=True)
 
 
@@ -173,26 +174,3 @@ def _card(role: str, model: LlamaForCausalLM, run: TrainingRun, facts: dict[str,
         train_loss=run.loss,
         **facts,
     )
-
-
-class _Replacing:
-    """A fresh folder that takes the place of `final` when the block ends without an error."""
-
-    def __init__(self, final: Path) -> None:
-        self.final, self.temporary = final, final.with_name(f".{final.name}.new")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        self.temporary.mkdir(parents=True)
-        return self.temporary
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            return
-        old = self.final.with_name(f".{self.final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.final.exists():
-            os.replace(self.final, old)
-        os.replace(self.temporary, self.final)
-        shutil.rmtree(old, ignore_errors=True)

@@ -106,7 +106,7 @@ def write_head(
     final = Path(directory).expanduser().absolute()
     _refuse_foreign(final)
     config, tensors = format_named(format_name).write(checkpoint, target)
-    with _replacing(final) as folder:
+    with replacing(final) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
         written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}
         for name, text in written.items():
@@ -164,7 +164,7 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 @contextmanager
-def _replacing(final: Path) -> Iterator[Path]:
+def replacing(final: Path) -> Iterator[Path]:
     """A fresh folder that takes the place of `final` when the block ends without an error."""
     final.parent.mkdir(parents=True, exist_ok=True)
     fresh, former = (final.with_name(f".{final.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))

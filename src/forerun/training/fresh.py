@@ -5,7 +5,6 @@ Knows no data and no optimiser.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,9 +119,3 @@ def _final_norm(model: Any) -> Tensor | None:
     norm = getattr(base, "norm", None)
     weight = getattr(norm, "weight", None)
     return weight if weight is not None and "gemma" not in model.config.model_type else None
-
-
-def as_options(config: EagleConfig) -> dict[str, Any]:
-    """The free fields of a configuration, for a record of a run."""
-    values = dataclasses.asdict(config)
-    return {name: values[name] for name in FREE}

@@ -17,6 +17,7 @@ from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.target import Target
 from forerun.target.cache import SlotCache
 from forerun.target.fast.attention import fold_attention
+from forerun.target.inputs import Nodes
 from forerun.target.masks import FULL, Block, MaskStyle, build
 from forerun.types import Signal
 
@@ -119,19 +120,16 @@ class HeadRunner:
         return self.target.lm_head(output.to(self.target.dtype))
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
-        size = max(map(len, pieces))
-        counts = torch.tensor([len(piece) for piece in pieces], device=self._device)
+        nodes = Nodes.of_prompt(pieces)
+        counts, real = nodes.real.sum(1).to(self._device), nodes.real.to(self._device)
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self._device)
-        steps = torch.arange(size, device=self._device)
-        real = steps < counts.unsqueeze(1)
-        tokens = torch.tensor([piece + [0] * (size - len(piece)) for piece in pieces], device=self._device)
-        positions = lengths.unsqueeze(1) + steps
-        most = max(self.lengths[row] for row in rows) + size
+        positions = lengths.unsqueeze(1) + nodes.depths.to(self._device)
+        most = max(self.lengths[row] for row in rows) + nodes.fresh
         self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most)
-        sees = torch.ones(size, size, dtype=torch.bool, device=self._device).tril() & real.unsqueeze(2)
+        sees = nodes.sees.to(self._device) & real.unsqueeze(2)
         block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
         fused = self.head.fuse([state.to(self._device, self._dtype) for state in states])
-        advanced = self._advance(tokens, fused, positions, build(block, _PLAIN, most, self._dtype))
+        advanced = self._advance(nodes.ids.to(self._device), fused, positions, build(block, _PLAIN, most, self._dtype))
         place = torch.arange(len(rows), device=self._device)
         index = torch.tensor(rows, device=self._device)
         self._features[index] = advanced.feature[place, counts - 1]
