@@ -40,9 +40,13 @@ SHAPES = {
     },
 }
 SCHEDULES = {
-    "target": pretrain.Schedule(tokens=15_020_000),
-    "draft": pretrain.Schedule(tokens=1_000_000, distill_weight=0.9),
+    "target": (
+        pretrain.Schedule(tokens=15_020_000),
+        pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0),
+    ),
+    "draft": (pretrain.Schedule(tokens=6_000_000, distill_weight=0.9),),
 }
+"""The rounds that a model is trained in, one after the other: each starts from the weights of the one before."""
 
 
 def build_model(role: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -82,11 +86,13 @@ def make_model(role: str, work: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     files, _ = corpus.split(corpus.read_standard_library())
     model = build_model(role, tokenizer)
-    stream = pretrain.TokenStream(training_documents(tokenizer, files), tokenizer.eos_token_id, seed=1)
+    documents = training_documents(tokenizer, files)
     teacher = None
     if role == "draft":
         teacher = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
-    pretrain.train(model, stream, SCHEDULES[role], work / f"{role}-training", teacher)
+    for number, schedule in enumerate(SCHEDULES[role], start=1):
+        stream = pretrain.TokenStream(documents, tokenizer.eos_token_id, seed=10 * number - 9)
+        pretrain.train(model, stream, schedule, work / f"{role}-training-{number}", teacher)
     model.save_pretrained(work / role)
     tokenizer.save_pretrained(work / role)
 

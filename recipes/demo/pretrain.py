@@ -43,7 +43,6 @@ class Schedule:
     distill_weight: float = 0.0
     """Share of the loss that follows the teacher's law instead of the text."""
     save_every_s: float = 300.0
-    seed: int = 0
 
     @property
     def steps(self) -> int:

@@ -106,7 +106,7 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
         }
         with replacing(destination / role) as folder:
             _write_model(model, tokenizer, folder)
-            (folder / "README.md").write_text(_card(role, model, read_log(work / f"{role}-training"), facts))
+            (folder / "README.md").write_text(_card(role, model, read_logs(work, role), facts))
     with replacing(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
     if (work / "head-training" / "head").is_dir():
@@ -128,13 +128,15 @@ def _losses(
     return sums[0] / max(1, counts[0]), sums[1] / max(1, counts[1])
 
 
-def read_log(folder: Path) -> TrainingRun:
-    """Tokens seen and the final loss from ``log.jsonl``."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    last = [line["loss"] for line in lines[-50:]]
-    return TrainingRun(
-        tokens=(lines[-1]["step"] + 1) * pretrain.Schedule(tokens=0).batch_tokens, loss=sum(last) / len(last)
-    )
+def read_logs(work: Path, role: str) -> TrainingRun:
+    """Tokens seen in all rounds of a model's training, and the final loss, from their ``log.jsonl``."""
+    rounds = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(work.glob(f"{role}-training-*/log.jsonl"))
+    ]
+    steps = sum(lines[-1]["step"] + 1 for lines in rounds)
+    last = [line["loss"] for line in rounds[-1][-50:]]
+    return TrainingRun(tokens=steps * pretrain.Schedule(tokens=0).batch_tokens, loss=sum(last) / len(last))
 
 
 def write_prompts(files: list[corpus.SourceFile], folder: Path, python_version: str) -> None:

@@ -108,6 +108,16 @@ class Scores:
         """One row's laws, as a rule sees them."""
         return RowScores(self, index)
 
+    def of(self, members: Sequence[int]) -> Scores:
+        """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members."""
+        if list(members) == list(range(len(self._rows))):
+            return self
+        chosen = Scores(
+            self.logits[list(members)], [self._rows[index] for index in members], [self.trees[i] for i in members]
+        )
+        chosen._lengths = [self._lengths[index] for index in members]
+        return chosen
+
     def sampler(self, index: int) -> Sampler:
         """The row's sampling parameters."""
         return self._rows[index].sampler
@@ -302,7 +312,7 @@ def _teach(
         wanted = {signal: _kept_states(signals[signal], group.members, chosen) for signal in group.drafter.requires}
         context = context_for(rows, group.members, fresh, wanted)
         try:
-            group.drafter.observe(context, chosen, scores)
+            group.drafter.observe(context, chosen, scores.of(group.members))
             group.drafter.extend(context)
         except Exception as error:
             warn_drafter(group.name, "to learn from a step", repr(error))

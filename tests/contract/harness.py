@@ -61,7 +61,7 @@ SAMPLED = SamplingParams(
 """Everything on, and few enough outcomes to count them all."""
 FAMILY = 1e-6
 """Chance that a right implementation fails anywhere in the suite."""
-TESTS = 128
+TESTS = 1024
 """More than there are statistical tests."""
 _greedy_answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 LEVEL = FAMILY / TESTS

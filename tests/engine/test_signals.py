@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.step import Scores
 from forerun.tree import TreeBuilder, stack
-from forerun.types import LAST_HIDDEN, Budget, Draft, Signal
+from forerun.types import LAST_HIDDEN, Budget, Draft, Signal, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,3 +75,44 @@ def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: p
         for place in range(min(len(notes), len(text) - 1)):
             for signal, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
                 torch.testing.assert_close(notes[place][signal], states[entry][0, place], atol=2e-5, rtol=1e-4)
+
+
+class _Onlooker(Drafter):
+    """Drafts what comes next in the alphabet and compares the scores that it is shown with the text."""
+
+    name = "onlooker"
+    Config = _Config
+    seen: ClassVar[list[bool]] = []
+
+    def __init__(self, config: _Config, setup: DrafterSetup) -> None:
+        pass
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        trees = []
+        for tokens, depth in zip(context.tokens, budget.depth, strict=True):
+            tree = TreeBuilder()
+            tree.add_path([(tokens[-1] + step) % 250 for step in range(1, 4)][:depth])
+            trees.append(tree)
+        return stack(trees)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
+            last = verdict.path[-1] if verdict.path else 0
+            root = tokens[-2 - len(verdict.path)]
+            right = scores.trees[index].tokens[0] == root and scores.raw_argmax(index, last) == tokens[-1]
+            self.seen.append(right)
+
+
+def test_a_drafter_observes_the_scores_of_its_own_rows(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "onlooker", Entry(path=f"{__name__}:_Onlooker", summary="looks on"))
+    _Onlooker.seen.clear()
+    llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
+    wishes: list[Any] = [False, {"method": "ngram"}, {"method": "onlooker"}]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    ids = [
+        llm.submit(prompt, params, speculative=wish)
+        for prompt, wish in zip([[9, 9, 9], [20, 31, 42], [7, 8]], wishes, strict=True)
+    ]
+    while llm.engine.busy:
+        llm.engine.step()
+    assert ids and len(_Onlooker.seen) > 3 and all(_Onlooker.seen)

@@ -75,7 +75,12 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        """Learn and count from what the target said; changes no draft that was already made."""
+        """Learn and count from what the target said; changes no draft that was already made.
+
+        Args:
+            scores: of the context's rows, in their order; ``scores.trees[i]`` is the tree that was really scored, which
+                may hold fewer nodes than were proposed.
+        """
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrink to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
