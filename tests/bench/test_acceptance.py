@@ -222,7 +222,7 @@ class TestSpeed:
         arms = forerun_arms(llm, None, chain=3, lookup=4, head=head())
         setting = Setting(name="greedy", temperature=0.0, new_tokens=16)
         runs = measure(arms, PROMPTS[:1], setting, quiet)
-        assert [line.arm for line in summarise(runs)] == [
+        assert [line.arm for line in summarise(runs, [arm.name for arm in arms])] == [
             "forerun plain",
             "forerun ngram",
             "forerun eagle3",

@@ -87,7 +87,7 @@ class TestArms:
                 assert run.decode_tokens == GREEDY.new_tokens - 1
             if run.arm.startswith("forerun"):
                 assert sum(step.emitted for step in run.trace) >= run.decode_tokens
-        lines = {line.arm: line for line in summarise(runs)}
+        lines = {line.arm: line for line in summarise(runs, list(dict.fromkeys(run.arm for run in runs)))}
         assert lines["forerun plain"].tokens_per_pass == 1.0
         assert lines["forerun plain"].predicted_speedup is None
         assert lines["transformers plain"].tokens_per_pass is None
@@ -136,7 +136,7 @@ def test_promised_and_realised_speed_up() -> None:
 
     plain = run("forerun plain", 4.8, [step(0, 90, 0, None)] * 48)
     fast = run("forerun ngram", 2.4, [step(10, 110, 2, "ngram")] * 16)
-    lines = {line.arm: line for line in summarise([fast, plain])}
+    lines = {line.arm: line for line in summarise([fast, plain], [plain.arm, fast.arm])}
     assert lines["forerun plain"].tokens_per_second == pytest.approx(10)
     assert lines["forerun ngram"].tokens_per_pass == pytest.approx(3)
     assert lines["forerun ngram"].predicted_speedup == pytest.approx(3 * 90 / 120)

@@ -51,8 +51,17 @@ class Arm(Protocol):
 class ForerunArm:
     """forerun with one drafter, or none (``speculative=False``)."""
 
-    def __init__(self, name: str, llm: LLM, speculative: Mapping[str, Any] | bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        llm: LLM,
+        speculative: Mapping[str, Any] | bool,
+        *,
+        predictions: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """`predictions`: what a client would predict of each prompt's answer, token ids."""
         self.name, self.llm, self.speculative = name, llm, speculative
+        self._predictions = predictions
 
     def run(self, index: int, prompt: Sequence[int], setting: Setting, seed: int) -> Run:
         """Answer prompt number `index`."""
@@ -65,7 +74,9 @@ class ForerunArm:
             seed=seed,
             detokenize=False,
         )
-        request = {"prompt_token_ids": list(prompt)}
+        request: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if self._predictions is not None:
+            request["prediction"] = list(self._predictions[index])
         output = self.llm.generate([request], params, speculative=self.speculative, trace=True)[0]
         answer = output.outputs[0]
         return Run(

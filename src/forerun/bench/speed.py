@@ -38,11 +38,15 @@ class ArmSummary:
 
 
 def measure(arms: Sequence[Arm], prompts: Sequence[Sequence[int]], setting: Setting, progress: Progress) -> list[Run]:
-    """Every arm answers every prompt under every seed; they take turns, in another order each time."""
-    short = replace(setting, new_tokens=12)
-    for arm in arms:
-        progress(f"{setting.label}: warming up {arm.name}")
-        arm.run(0, prompts[0], short, setting.seeds[0])
+    """Every arm answers every prompt under every seed, warmed up; they take turns, in another order each time."""
+    warm_up(arms, prompts, setting, progress)
+    return take_turns(arms, prompts, setting, progress)
+
+
+def take_turns(
+    arms: Sequence[Arm], prompts: Sequence[Sequence[int]], setting: Setting, progress: Progress
+) -> list[Run]:
+    """`measure` without warming up."""
     runs: list[Run] = []
     for seed in setting.seeds:
         for index, prompt in enumerate(prompts):
@@ -53,18 +57,19 @@ def measure(arms: Sequence[Arm], prompts: Sequence[Sequence[int]], setting: Sett
     return runs
 
 
-def summarise(runs: Sequence[Run], plain: str = "forerun plain") -> list[ArmSummary]:
-    """One line per arm, in order of appearance; `plain` is the arm that speed-ups are measured against."""
-    names = sorted({run.arm for run in runs}, key=lambda name: (name.split()[0] != "transformers", _rank(name)))
-    groups = {name: [run for run in runs if run.arm == name] for name in names}
+def warm_up(arms: Sequence[Arm], prompts: Sequence[Sequence[int]], setting: Setting, progress: Progress) -> None:
+    """A short answer by every arm, not counted."""
+    for arm in arms:
+        progress(f"{setting.label}: warming up {arm.name}")
+        arm.run(0, prompts[0], replace(setting, new_tokens=12), setting.seeds[0])
+
+
+def summarise(runs: Sequence[Run], order: Sequence[str], plain: str = "forerun plain") -> list[ArmSummary]:
+    """One line per arm, in that order; `plain` is the arm that speed-ups are measured against."""
+    groups = {name: [run for run in runs if run.arm == name] for name in order}
     base = _rate(groups[plain]) if plain in groups else None
     base_pass = mean(_verify_times(groups[plain])) if plain in groups else None
     return [_summary(name, group, base, base_pass) for name, group in groups.items()]
-
-
-def _rank(name: str) -> int:
-    order = ("plain", "lookup", "ngram", "assisted", "model", "eagle3", "tree")
-    return order.index(name.rsplit(maxsplit=1)[-1].removeprefix("draft_"))
 
 
 def _summary(name: str, runs: Sequence[Run], base: float | None, base_pass: float | None) -> ArmSummary:

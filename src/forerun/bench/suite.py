@@ -219,7 +219,7 @@ def _speed(models: _Models) -> None:
     prompts = models.prompts(2 if options.quick else 6)
     for setting in settings(quick=options.quick):
         runs: Sequence[Run] = measure(arms, prompts, setting, models.progress)
-        models.results.speed[setting.label] = summarise(runs)
+        models.results.speed[setting.label] = summarise(runs, [arm.name for arm in arms])
         if setting.temperature == 0:
             models.progress("comparing texts")
             models.results.texts = compare_texts(models.llm, prompts, runs)

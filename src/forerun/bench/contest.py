@@ -1,0 +1,187 @@
+"""Every drafter on the same work: continuing a file, similar requests in a row, an edited file replayed.
+
+The texts come from files held out of training. Knows the workloads and what is summed up; no goals and no printing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun import LLM
+from forerun.bench.arms import Arm, ForerunArm, Run, TransformersArm
+from forerun.bench.edits import edited
+from forerun.bench.replay import ReplayProcessor, replaying
+from forerun.bench.speed import ArmSummary, Progress, summarise, take_turns, warm_up
+from forerun.bench.workloads import CONTEXT, Setting, contexts, settings
+from forerun.demo import prompts as shipped_files
+
+FAMILY = 4
+"""Similar requests in a row."""
+SHIFT = 12
+"""Tokens by which the next of them starts later in the same file."""
+EDITED_CHARACTERS = 1100
+"""Of a file, edited: some 300 tokens."""
+PLAIN = "forerun plain"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Requests that every arm answers in this order."""
+
+    name: str
+    setting: Setting
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]] | None = None
+    """What the target is made to say; None: it answers by itself."""
+    predictions: Sequence[Sequence[int]] | None = None
+    """What a client would send along as predicted output."""
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.name}, {'replayed' if self.answers is not None else self.setting.label}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContestLine:
+    """One arm on one workload."""
+
+    workload: str
+    summary: ArmSummary
+    speedup: float
+    """Over forerun's plain decoding on the same requests."""
+    seconds: float
+    """Decoding time of all its answers."""
+    host_share: float | None = None
+    """Share of that time in which no pass of the target ran; None where the arm does not tell."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Contest:
+    """What was found."""
+
+    lines: list[ContestLine] = field(default_factory=list)
+    unlike: dict[str, int] = field(default_factory=dict)
+    """Workload and arm -> answers that differ from plain decoding's, greedy workloads only."""
+
+    def of(self, workload: str) -> list[ContestLine]:
+        """The lines of one workload."""
+        return [line for line in self.lines if line.workload == workload]
+
+    @property
+    def workloads(self) -> list[str]:
+        """In the order in which they ran."""
+        return list(dict.fromkeys(line.workload for line in self.lines))
+
+
+def workloads(tokenizer: Any, *, quick: bool) -> list[Workload]:
+    """*complete* (sampled and greedy), *repeat* and *edit*."""
+    count = 2 if quick else 6
+    pieces = contexts(tokenizer, count=count)
+    found = [Workload(name="complete", setting=setting, prompts=pieces) for setting in settings(quick=quick)]
+    longer = contexts(tokenizer, count=max(1, count // 2), length=CONTEXT + SHIFT * FAMILY)
+    repeated = [piece[SHIFT * turn :][:CONTEXT] for piece in longer for turn in range(FAMILY)]
+    sampled = Setting(name="sampled", temperature=0.8, top_p=0.95, new_tokens=48 if quick else 96)
+    return [*found, Workload(name="repeat", setting=sampled, prompts=repeated), _edits(tokenizer, count)]
+
+
+def _edits(tokenizer: Any, count: int) -> Workload:
+    """A piece of a file as the prompt, the same piece with small changes as the answer."""
+    prompts, answers = list[list[int]](), list[list[int]]()
+    for number, file in enumerate(shipped_files()[:count]):
+        start = file.text.find("\n", len(file.text) // 8) + 1
+        piece = file.text[start : start + EDITED_CHARACTERS]
+        piece = piece[: piece.rfind("\n") + 1]
+        prompts.append(tokenizer.encode(piece, add_special_tokens=False))
+        answers.append(tokenizer.encode(edited(piece, seed=number), add_special_tokens=False))
+    shortest = min(map(len, answers))
+    setting = Setting(name="edit", temperature=0.0, new_tokens=shortest)
+    return Workload(name="edit", setting=setting, prompts=prompts, answers=answers, predictions=prompts)
+
+
+class Contestant:
+    """A drafter in the engine, with a clock around the target's passes."""
+
+    def __init__(self, name: str, llm: LLM, speculative: Mapping[str, Any] | bool, work: Workload) -> None:
+        self.name, self._work = name, work
+        self._arm = ForerunArm(name, llm, speculative, predictions=work.predictions)
+        self._target = llm.target
+        self.pass_s = 0.0
+        """Time in the target's passes so far, the prompts' left out."""
+
+    def run(self, index: int, prompt: Sequence[int], setting: Setting, seed: int) -> Run:
+        """Answer prompt number `index`."""
+        said = None if self._work.answers is None else [*prompt, *self._work.answers[index]]
+        with nullcontext() if said is None else replaying(self._target, said), self._timed():
+            return self._arm.run(index, prompt, setting, seed)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        target, inner = self._target, self._target.score
+        replayed = "score" in vars(target)
+
+        def score(*positional: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = inner(*positional, **named)
+            self.pass_s += time.perf_counter() - began
+            return result
+
+        target.score = score  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if replayed:
+                target.score = inner  # type: ignore[method-assign]
+            else:
+                del target.score
+
+
+class TransformersContestant:
+    """transformers' own decoding, replayed where the workload is."""
+
+    def __init__(self, name: str, model: Any, options: Mapping[str, Any], work: Workload) -> None:
+        self.name, self._model, self._options, self._work = name, model, options, work
+
+    def run(self, index: int, prompt: Sequence[int], setting: Setting, seed: int) -> Run:
+        """Answer prompt number `index`."""
+        options = dict(self._options)
+        if self._work.answers is not None:
+            options["logits_processor"] = [ReplayProcessor([*prompt, *self._work.answers[index]])]
+        return TransformersArm(self.name, self._model, options).run(index, prompt, setting, seed)
+
+
+def compete(arms: Sequence[Arm], work: Workload, contest: Contest, progress: Progress) -> None:
+    """Run one workload, the arms taking turns request by request, and add its lines to `contest`."""
+    clocks = [arm for arm in arms if isinstance(arm, Contestant)]
+
+    def report(text: str) -> None:
+        progress(f"{work.name}: {text}")
+
+    warm_up(arms, work.prompts, work.setting, report)
+    for arm in clocks:
+        arm.pass_s = 0.0
+    runs = take_turns(arms, work.prompts, work.setting, report)
+    seconds = {arm.name: sum(run.decode_s for run in runs if run.arm == arm.name) for arm in arms}
+    passes = {arm.name: arm.pass_s for arm in clocks}
+    lines = {line.arm: line for line in summarise(runs, [arm.name for arm in arms], PLAIN)}
+    base = lines[PLAIN].tokens_per_second
+    for name, line in lines.items():
+        host = 1 - passes[name] / seconds[name] if name in passes else None
+        contest.lines.append(
+            ContestLine(
+                workload=work.label,
+                summary=line,
+                speedup=line.tokens_per_second / base,
+                seconds=seconds[name],
+                host_share=host,
+            )
+        )
+    if work.setting.temperature == 0:
+        plain = {run.prompt: run.tokens for run in runs if run.arm == PLAIN}
+        for run in runs:
+            key = f"{work.label}: {run.arm}"
+            contest.unlike[key] = contest.unlike.get(key, 0) + (run.tokens != plain[run.prompt])

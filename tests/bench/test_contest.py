@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.bench.arms import load_transformers
+from forerun.bench.contest import (
+    FAMILY,
+    PLAIN,
+    SHIFT,
+    Contest,
+    Contestant,
+    TransformersContestant,
+    Workload,
+    compete,
+    workloads,
+)
+from forerun.bench.workloads import Setting
+
+
+class Letters:
+    """Every letter is a token."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) % 128 for letter in text]
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+class TestWorkloads:
+    def test_there_are_four_and_requests_that_follow_each_other_overlap(self) -> None:
+        found = {work.label: work for work in workloads(Letters(), quick=True)}
+        assert list(found) == ["complete, T = 0.8, top-p 0.95, 1 seeds", "complete, T = 0", *list(found)[2:]]
+        repeat = next(work for work in found.values() if work.name == "repeat")
+        assert len(repeat.prompts) == FAMILY
+        assert list(repeat.prompts[0][SHIFT:]) == list(repeat.prompts[1][:-SHIFT])
+
+    def test_an_edited_file_is_mostly_the_file(self) -> None:
+        edit = workloads(Letters(), quick=True)[-1]
+        assert edit.label == "edit, replayed" and edit.answers is not None and edit.predictions == edit.prompts
+        assert edit.setting.new_tokens <= min(map(len, edit.answers))
+        for prompt, answer in zip(edit.prompts, edit.answers, strict=True):
+            assert list(prompt) != list(answer) and abs(len(prompt) - len(answer)) < 150
+
+
+class TestContest:
+    @pytest.fixture
+    def work(self) -> Workload:
+        prompts = [[5, 6, 7, 8, 9, 10, 11] * 4, [20, 21, 22, 23] * 6]
+        answers = [[5, 6, 7, 8, 30, 9, 10, 11, 5, 6, 7, 8], [20, 21, 22, 40, 23, 20, 21, 22, 23, 20, 21, 22]]
+        setting = Setting(name="edit", temperature=0.0, new_tokens=12)
+        return Workload(name="edit", setting=setting, prompts=prompts, answers=answers)
+
+    def test_every_arm_says_the_given_text_and_is_held_against_plain(self, source_tied: Path, work: Workload) -> None:
+        llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=1, max_model_len=96)
+        arms: Sequence[Any] = [
+            Contestant(PLAIN, llm, False, work),
+            Contestant("forerun ngram", llm, {"method": "ngram"}, work),
+            TransformersContestant(
+                "transformers prompt lookup", load_transformers(source_tied), {"prompt_lookup_num_tokens": 4}, work
+            ),
+        ]
+        contest = Contest()
+        compete(arms, work, contest, quiet)
+        lines = {line.summary.arm: line for line in contest.of("edit, replayed")}
+        assert list(lines) == [PLAIN, "forerun ngram", "transformers prompt lookup"]
+        assert lines[PLAIN].speedup == pytest.approx(1.0)
+        assert set(contest.unlike.values()) == {0}
+        length = lines["forerun ngram"].summary.tokens_per_pass
+        assert length is not None and length > 1.2
+        host = [lines[name].host_share for name in (PLAIN, "forerun ngram")]
+        assert all(share is not None and 0 < share < 1 for share in host)
+        assert lines["transformers prompt lookup"].host_share is None
+        assert "score" not in vars(llm.target)
