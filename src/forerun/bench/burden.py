@@ -1,0 +1,84 @@
+"""What speculation may cost where it brings nothing: batches decoded with and without it, in interleaved pairs.
+
+Knows no drafter; which one is useless is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.bench.speed import Progress
+
+_RESAMPLES = 4000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Burden:
+    """Speculation's speed over plain decoding's, pair by pair."""
+
+    drafter: str
+    batch: int
+    ratios: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Over the pairs."""
+        return mean(self.ratios)
+
+    @property
+    def low(self) -> float:
+        """Below this the mean lies in one of twenty resamples of the pairs (bootstrap, one-sided)."""
+        values = torch.tensor(self.ratios, dtype=torch.float64)
+        chosen = torch.randint(len(values), (_RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0))
+        return float(values[chosen].mean(1).quantile(0.05))
+
+
+def measure_burden(
+    llm: LLM,
+    drafter: str,
+    speculative: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    *,
+    pairs: int,
+    new_tokens: int,
+    progress: Progress,
+) -> Burden:
+    """Answer all prompts at once, plainly and speculatively, `pairs` times in alternating order, at temperature 0.8.
+
+    The pair's ratio is of wall times from the first to the last token of the batch.
+    """
+    ratios = []
+    for pair in range(-1, pairs):
+        progress(f"{drafter}, batch {len(prompts)}: pair {pair + 1} of {pairs}")
+        seconds = {}
+        ways: list[Mapping[str, Any] | bool] = [False, speculative]
+        for way in ways if pair % 2 else reversed(ways):
+            seconds[way is False] = _decode_seconds(llm, way, prompts, new_tokens, seed=pair)
+        if pair >= 0:  # The one before warms up.
+            ratios.append(seconds[True] / seconds[False])
+    return Burden(drafter=drafter, batch=len(prompts), ratios=ratios)
+
+
+def _decode_seconds(
+    llm: LLM, way: Mapping[str, Any] | bool, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int
+) -> float:
+    """Wall time from the moment when every prompt has its first token to the end of the last answer."""
+    params = SamplingParams(
+        temperature=0.8, top_p=0.95, max_tokens=new_tokens, ignore_eos=True, seed=seed + 1, detokenize=False
+    )
+    for prompt in prompts:
+        llm.submit({"prompt_token_ids": list(prompt)}, params, speculative=way)
+    started = set[str]()
+    while len(started) < len(prompts):
+        started |= {chunk.request_id for chunk in llm.engine.step()}
+    began = time.perf_counter()
+    while llm.engine.busy:
+        llm.engine.step()
+    return time.perf_counter() - began
