@@ -21,6 +21,8 @@ from forerun.types import Budget, Drawn
 
 Descend = Callable[[Tensor, range], Tensor]
 """(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
+Enough = Callable[[int, Children], bool]
+"""(depth of the parents, their children) -> whether no further level is wanted. Nothing of what it saw is taken back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,8 @@ class FixedTree:
         logits: Tensor,
         descend: Descend,
         vocabulary: DraftVocabulary | None = None,
+        *,
+        enough: Enough | None = None,
     ) -> Grown:
         """The first `nodes` nodes of the shape for the active rows.
 
@@ -112,6 +116,7 @@ class FixedTree:
             logits: (B, 1, V) after the roots.
             descend: the model, one level further.
             vocabulary: the model's, where it is not the target's.
+            enough: asked after every level whether the tree ends there.
         """
         growers = [self._grower(context, index) for index in active]
         grown, run = list[Children](), 0
@@ -128,7 +133,7 @@ class FixedTree:
             level = self.shape.levels[depth]
             grown.append(grow(logits, count, growers, level, path, vocabulary))
             ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
-            if ids.shape[1] >= nodes:
+            if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
                 break
             logits, run = descend(ids, self.shape.levels[depth + 1]), ids.shape[1]
         return self._joined(grown, ids, run)
