@@ -154,6 +154,11 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("ngram", "chain", {"num_speculative_tokens": 3}),
         Variant("ngram", "trie", {"num_speculative_tokens": 3, "max_branches": 3}),
     ],
+    "lookahead": [
+        Variant("lookahead", "small", {"window": 3, "level": 3, "guesses": 3}),
+        Variant("lookahead", "window-only", {"window": 4, "level": 3, "guesses": 4, "copy_text": False}),
+    ],
+    "jacobi": [Variant("jacobi", "chain", {"num_speculative_tokens": 3})],
     "draft_model": [
         _draft_model("chain", num_speculative_tokens=3),
         _draft_model("given", num_speculative_tokens=3, draw="given"),
@@ -162,6 +167,14 @@ VARIANTS: dict[str, list[Variant]] = {
         _draft_model("given-tree", shape=(3, 2, 1), draw="given"),
         _draft_model("greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
         _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
+    ],
+    "early_exit": [
+        Variant("early_exit", "chain", {"exit_layer": 1, "num_speculative_tokens": 3}),
+        Variant("early_exit", "tree", {"exit_layer": 1, "shape": (3, 2, 1)}),
+    ],
+    "skip_layers": [
+        Variant("skip_layers", "chain", {"skip": ["1.mlp"], "num_speculative_tokens": 3}),
+        Variant("skip_layers", "stopping-tree", {"skip": ["1.mlp"], "shape": (3, 2, 1), "adapt_threshold": True}),
     ],
     "eagle3": [
         _eagle("eagle3", "chain", num_speculative_tokens=3),

@@ -30,9 +30,33 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.ngram:NgramDrafter",
         summary="copies what followed the same words earlier in prompt or output (prompt lookup)",
     ),
+    "lookahead": Entry(
+        path="forerun.drafters.lookahead:LookaheadDrafter",
+        summary="the target guesses several positions at once and copies the n-grams it came across; no draft model",
+    ),
+    "jacobi": Entry(
+        path="forerun.drafters.jacobi:JacobiDrafter",
+        summary="a chain of guesses that every pass of the target corrects; no draft model",
+    ),
     "draft_model": Entry(
         path="forerun.drafters.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
+    ),
+    "skip_layers": Entry(
+        path="forerun.drafters.skip_layers:SkipLayersDrafter",
+        summary="the target itself without some attention and MLP sub-layers (Draft & Verify, SWIFT)",
+    ),
+    "early_exit": Entry(
+        path="forerun.drafters.early_exit:EarlyExitDrafter",
+        summary="the target's first layers draft, its others verify (LayerSkip); chain or tree",
+    ),
+    "rest": Entry(
+        path="forerun.drafters.rest:RestDrafter",
+        summary="copies what a corpus went on with after the same words (REST; see `forerun datastore build`)",
+    ),
+    "recycling": Entry(
+        path="forerun.drafters.recycling:RecyclingDrafter",
+        summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
     ),
     "eagle3": Entry(
         path="forerun.drafters.eagle3:Eagle3Drafter",

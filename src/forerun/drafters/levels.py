@@ -22,7 +22,7 @@ from forerun.types import Budget, Drawn
 Descend = Callable[[Tensor, range], Tensor]
 """(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
 Enough = Callable[[int, Children], bool]
-"""(depth of the parents, their children) -> whether no further level is wanted. Nothing of what it saw is taken back."""
+"""(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

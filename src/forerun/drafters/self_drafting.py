@@ -56,7 +56,7 @@ class SelfDrafter(Drafter):
         self._drafted: dict[int, Submitted] = {}
 
     def logits(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Tensor:
-        """The method's own raw logits (B, N - start, V) after the nodes ``start .. K``; earlier ones were run before."""
+        """The method's own raw logits (B, N - start, V) after the nodes ``start .. K``; earlier ones have been run."""
         raise NotImplementedError
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
