@@ -1,0 +1,328 @@
+"""What speculation brings, in formulas: tokens per pass, speed-up, best draft length, best tree, break-even batch.
+
+Leviathan et al. (arXiv 2211.17192) with what their table leaves open: a pass over several nodes costs v(n) passes over
+one, acceptance may differ by depth, and drafts may be trees. Everywhere the token that the target adds itself (bonus or
+recovered) is counted, so plain decoding is 1. Knows no model, no clock and no device; imports no torch.
+
+**Survival** of a drafted node: the probability that it is accepted. Of a chain, ``survival[d]`` is that of depth
+``d + 1``, the product of the conditional acceptance rates up to there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forerun.engine.cost.model import DraftCost, PassCost
+from forerun.errors import ArgumentError
+
+WORTH = 1.02
+"""Speed-ups below this are within what a measurement cannot tell from 1 (algorithms sheet, section 8)."""
+
+Verify = Callable[[int], float]
+"""v(n): cost of a pass over n nodes, root included, in passes over one."""
+
+
+def verification_is_free(nodes: int) -> float:
+    """v(n) = 1: the assumption of the paper. True far below the balance point of a device."""
+    return 1.0
+
+
+# --- chains -------------------------------------------------------------------------------------------------------
+
+
+def expected_tokens_per_pass(alpha: float, k: int) -> float:
+    """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens a pass, bonus or recovered token included.
+
+    Args:
+        alpha: probability that a drafted token is accepted, independent of its place.
+        k: drafted tokens per pass.
+    """
+    return tokens_of(geometric(alpha, k))
+
+
+def geometric(alpha: float, k: int) -> list[float]:
+    """Survival of a chain of `k` where every token is accepted with probability `alpha`: alpha, alpha^2, ..."""
+    _check_probabilities([alpha])
+    if k < 1:
+        raise ArgumentError(f"at least one token must be drafted (k >= 1), got k = {k}")
+    return [alpha**depth for depth in range(1, k + 1)]
+
+
+def survival_of(acceptance: Sequence[float]) -> list[float]:
+    """Survival from conditional acceptance by depth: the probability that depth d + 1 is kept if depth d was."""
+    _check_probabilities(acceptance)
+    return list(itertools.accumulate(acceptance, lambda kept, rate: kept * rate))
+
+
+def conditional_of(survival: Sequence[float]) -> list[float]:
+    """The inverse of `survival_of`; 0 behind a depth that nothing survives."""
+    before = [1.0, *survival[:-1]]
+    return [now / then if then > 0 else 0.0 for now, then in zip(survival, before, strict=True)]
+
+
+def stretched(survival: Sequence[float], k: int) -> list[float]:
+    """The first `k` depths; where fewer are known, the last conditional acceptance rate goes on."""
+    if not survival:
+        return [0.0] * k
+    rate = conditional_of(survival)[-1]
+    return [
+        survival[depth] if depth < len(survival) else survival[-1] * rate ** (depth - len(survival) + 1)
+        for depth in range(k)
+    ]
+
+
+def tokens_of(survival: Sequence[float]) -> float:
+    """Expected tokens per pass, bonus or recovered token included: 1 + the survival of all nodes (chain or tree)."""
+    return 1.0 + math.fsum(survival)
+
+
+def alpha_of(tokens: float, k: int) -> float:
+    """The alpha whose `expected_tokens_per_pass` is `tokens`: a measured mean acceptance length as one number.
+
+    Raises:
+        ArgumentError: `tokens` is not in 1 .. k + 1.
+    """
+    if k < 1 or not 1 <= tokens <= k + 1:
+        raise ArgumentError(f"{k} drafted tokens give between 1 and {k + 1} tokens per pass, got {tokens}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens_per_pass(middle, k) < tokens else (low, middle)
+    return (low + high) / 2
+
+
+def walltime_factor(tokens: float, *, levels: float, level_cost: float, verify: float = 1.0) -> float:
+    """Speed-up over plain decoding: tokens / (levels * c + v(n)).
+
+    Args:
+        tokens: per pass, bonus included.
+        levels: of drafting one after the other; the depth of a tree, k of a chain.
+        level_cost: Leviathan's c, the time of one level in passes of the target over one token.
+        verify: v(n) of the pass over root and drafted nodes.
+    """
+    return tokens / (levels * level_cost + verify)
+
+
+def operations_factor(alpha: float, k: int, operations: float) -> float:
+    """How many times more arithmetic is done per token; `operations` is the drafter's per token over the target's."""
+    return (k * operations + k + 1) / expected_tokens_per_pass(alpha, k)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A draft length, and what it brings."""
+
+    k: int
+    """Drafted tokens; 0 is plain decoding."""
+    tokens: float
+    speedup: float
+
+
+def chain_choices(survival: Sequence[float], *, level_cost: float, verify: Verify) -> list[Choice]:
+    """Every length from plain decoding to the whole of `survival`."""
+    found = [Choice(k=0, tokens=1.0, speedup=1.0)]
+    for k in range(1, len(survival) + 1):
+        tokens = tokens_of(survival[:k])
+        speedup = walltime_factor(tokens, levels=k, level_cost=level_cost, verify=verify(k + 1) / verify(1))
+        found.append(Choice(k=k, tokens=tokens, speedup=speedup))
+    return found
+
+
+def best_k(survival: Sequence[float], *, level_cost: float, verify: Verify = verification_is_free) -> Choice:
+    """The length with the largest speed-up, 0 where none is faster than plain decoding; the shortest of equals."""
+    return max(chain_choices(survival, level_cost=level_cost, verify=verify), key=lambda choice: choice.speedup)
+
+
+def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth: float = WORTH) -> int | None:
+    """The largest batch at which `speedup` is still at least `worth`.
+
+    Powers of two are looked at first, because the gain need not fall with every row (a mixture of experts gains most at
+    moderate batches); then the gap behind the last good one is halved.
+
+    Returns:
+        0 where no batch gains, None where `most` still does.
+    """
+    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    good = [batch for batch in powers if speedup(batch) >= worth]
+    if not good:
+        return 0
+    if good[-1] == powers[-1]:
+        return None
+    low, high = good[-1], 2 * good[-1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if speedup(middle) >= worth else (low, middle)
+    return low
+
+
+# --- trees --------------------------------------------------------------------------------------------------------
+
+RankAcceptance = Sequence[Sequence[float]]
+"""``[d][r]``: probability that the child of rank r at depth d + 1 is the accepted one if its parent was. Siblings
+exclude each other, so a line sums to at most 1. Deeper levels take the last line, further ranks 0."""
+
+
+def full_tree(children: Sequence[int]) -> list[int]:
+    """Parents (K,) of the tree whose nodes at depth d have ``children[d]`` children; node 0 is the root."""
+    if not children or min(children) < 1:
+        raise ArgumentError(f"a tree needs at least one child at each depth, got {list(children)}")
+    parents: list[int] = []
+    level = [0]
+    for count in children:
+        first = len(parents) + 1
+        parents += [node for node in level for _ in range(count)]
+        level = list(range(first, len(parents) + 1))
+    return parents
+
+
+def tree_depth(parents: Sequence[int]) -> int:
+    """Levels below the root."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+def tree_survival(parents: Sequence[int], acceptance: RankAcceptance) -> list[float]:
+    """Survival of every drafted node; its rank is its place among its siblings."""
+    check_ranks(acceptance)
+    depths, survival, born = [0], [1.0], [0] * (len(parents) + 1)
+    for node, parent in enumerate(parents, start=1):
+        if not 0 <= parent < node:
+            raise ArgumentError(f"node {node} has parent {parent}; a parent comes before its child, 0 is the root")
+        survival.append(survival[parent] * _rank_rate(acceptance, depths[parent], born[parent]))
+        depths.append(depths[parent] + 1)
+        born[parent] += 1
+    return survival[1:]
+
+
+def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[int]:
+    """Parents of the tree of at most `nodes` nodes and `depth` levels with the most expected tokens.
+
+    Best first: the likeliest open child is taken each time. Exact, because a child never survives more often than its
+    parent, nor than an elder sibling (ranks must not rise); Sequoia's dynamic programme (arXiv 2402.12374) finds the
+    same tree.
+    """
+    check_ranks(acceptance)
+    parents: list[int] = []
+    count = itertools.count()
+    open_nodes = [(-_rank_rate(acceptance, 0, 0), next(count), 0, 0, 0, 1.0)]
+    while open_nodes and len(parents) < nodes:
+        negative, _, parent, level, rank, above = heapq.heappop(open_nodes)
+        if negative == 0 or level >= depth:
+            continue
+        parents.append(parent)
+        sibling = above * _rank_rate(acceptance, level, rank + 1)
+        child = -negative * _rank_rate(acceptance, level + 1, 0)
+        heapq.heappush(open_nodes, (-sibling, next(count), parent, level, rank + 1, above))
+        heapq.heappush(open_nodes, (-child, next(count), len(parents), level + 1, 0, -negative))
+    return parents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeChoice:
+    """A tree, and what it brings."""
+
+    parents: tuple[int, ...]
+    """(K,) of each drafted node; 0 is the root."""
+    depth: int
+    tokens: float
+    speedup: float
+
+
+def best_tree_size(
+    acceptance: RankAcceptance, *, level_cost: float, verify: Verify, sizes: Sequence[int], depth: int
+) -> TreeChoice:
+    """The fastest of the best trees of these sizes (drafted nodes) and of 1 to `depth` levels; empty for plain."""
+    best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
+    for levels, size in itertools.product(range(1, depth + 1), sizes):
+        parents = best_tree(acceptance, nodes=size, depth=levels)
+        tokens = tokens_of(tree_survival(parents, acceptance))
+        reached = tree_depth(parents)
+        ratio = verify(len(parents) + 1) / verify(1)
+        speedup = walltime_factor(tokens, levels=reached, level_cost=level_cost, verify=ratio)
+        if speedup > best.speedup:
+            best = TreeChoice(parents=tuple(parents), depth=reached, tokens=tokens, speedup=speedup)
+    return best
+
+
+def check_ranks(acceptance: RankAcceptance) -> None:
+    """Raise ArgumentError unless each depth's ranks are probabilities that do not rise and sum to at most 1."""
+    if not acceptance or not all(acceptance):
+        raise ArgumentError("acceptance by rank needs at least one rank at each depth")
+    for line in acceptance:
+        _check_probabilities(line)
+        if list(line) != sorted(line, reverse=True) or math.fsum(line) > 1 + 1e-9:
+            raise ArgumentError(f"acceptance by rank must not rise and sum to at most 1, got {list(line)}")
+
+
+def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:
+    line = acceptance[min(depth, len(acceptance) - 1)]
+    return line[rank] if rank < len(line) else 0.0
+
+
+# --- prediction ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What is to be expected of one configuration."""
+
+    tokens_per_pass: float
+    """Mean over all passes, those without a draft included; plain decoding is 1."""
+    speedup: float
+    """Over plain decoding of the same rows."""
+    step_ms: float
+    """Mean wall time of a step."""
+    plain_ms: float
+    """Wall time of a plain step."""
+
+
+def predict(
+    cost: PassCost,
+    *,
+    acceptance_per_depth: Sequence[float],
+    draft: DraftCost,
+    depth: float,
+    nodes: float,
+    rows: int = 1,
+    context: int = 0,
+    coverage: float = 1.0,
+) -> Prediction:
+    """Speed-up from measured acceptance and measured costs.
+
+    Args:
+        cost: of passes.
+        acceptance_per_depth: ``[d]``: share of the drafting steps that kept a node at depth d + 1 (survival, as
+            `SpeculationStats.acceptance_per_depth` where all drafts are equally deep).
+        draft: the drafter's cost for the batch.
+        depth: mean levels of a draft.
+        nodes: mean drafted nodes of a row, root not counted.
+        rows: of the batch.
+        context: committed tokens of each row.
+        coverage: share of the steps in which something is drafted; the others cost a plain pass and `draft.fixed_ms`.
+
+    Raises:
+        ArgumentError: a rate or share is outside 0..1, or something is negative.
+    """
+    _check_probabilities([*acceptance_per_depth, coverage])
+    if depth < 0 or nodes < 0:
+        raise ArgumentError(f"depth and nodes cannot be negative, got {depth} and {nodes}")
+    plain = cost.pass_ms(1, rows, context)
+    low = math.floor(nodes)
+    verify = cost.pass_ms(low + 1, rows, context)
+    if nodes > low:
+        verify += (nodes - low) * (cost.pass_ms(low + 2, rows, context) - verify)
+    step = coverage * (verify + draft.level_ms * depth) + (1 - coverage) * plain + draft.fixed_ms
+    tokens = 1.0 + coverage * math.fsum(acceptance_per_depth)
+    return Prediction(tokens_per_pass=tokens, speedup=tokens * plain / step, step_ms=step, plain_ms=plain)
+
+
+def _check_probabilities(values: Sequence[float]) -> None:
+    for value in values:
+        if not 0 <= value <= 1:
+            raise ArgumentError(f"an acceptance rate is a probability in 0..1, got {value}")

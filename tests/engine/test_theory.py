@@ -1,0 +1,229 @@
+"""The formulas: the table of the reference, its list of best draft lengths, trees by brute force, and simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+
+from forerun.engine import theory
+from forerun.engine.cost import CostModel, DraftCost
+from forerun.errors import ArgumentError
+
+TABLE = {
+    0.5: (1.500, 1.750, 1.875, 1.938, 1.969, 1.992, 1.999, 2.000),
+    0.6: (1.600, 1.960, 2.176, 2.306, 2.383, 2.458, 2.491, 2.499),
+    0.7: (1.700, 2.190, 2.533, 2.773, 2.941, 3.141, 3.267, 3.322),
+    0.8: (1.800, 2.440, 2.952, 3.362, 3.689, 4.161, 4.571, 4.859),
+    0.9: (1.900, 2.710, 3.439, 4.095, 4.686, 5.695, 6.862, 8.147),
+    0.95: (1.950, 2.852, 3.710, 4.524, 5.298, 6.732, 8.624, 11.197),
+}
+"""Tokens per pass by alpha for k = 1, 2, 3, 4, 5, 7, 10, 15 (reference, section 1.1)."""
+BEST = [
+    (0.5, 0.02, 4, 1.79),
+    (0.5, 0.1, 2, 1.46),
+    (0.7, 0.02, 8, 2.76),
+    (0.7, 0.05, 6, 2.35),
+    (0.7, 0.1, 4, 1.98),
+    (0.7, 0.2, 3, 1.58),
+    (0.8, 0.02, 11, 3.82),
+    (0.8, 0.05, 8, 3.09),
+    (0.8, 0.1, 6, 2.47),
+    (0.8, 0.2, 4, 1.87),
+    (0.9, 0.02, 19, 6.37),
+    (0.9, 0.05, 13, 4.67),
+    (0.9, 0.1, 10, 3.43),
+    (0.9, 0.2, 7, 2.37),
+]
+"""alpha, c, best k, speed-up with v = 1 (same section)."""
+
+
+@pytest.mark.parametrize("alpha", TABLE)
+def test_tokens_per_pass_are_those_of_the_table(alpha: float) -> None:
+    for k, expected in zip((1, 2, 3, 4, 5, 7, 10, 15), TABLE[alpha], strict=True):
+        found = theory.expected_tokens_per_pass(alpha, k)
+        assert found == pytest.approx(expected, abs=5.1e-4)
+        assert found == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
+        assert theory.alpha_of(found, k) == pytest.approx(alpha, abs=1e-9)
+
+
+def test_the_ends_of_alpha() -> None:
+    assert theory.expected_tokens_per_pass(0.0, 5) == 1.0
+    assert theory.expected_tokens_per_pass(1.0, 5) == 6.0
+
+
+def test_the_errors_in_circulation_are_not_ours() -> None:
+    assert theory.expected_tokens_per_pass(0.7, 5) == pytest.approx(2.941, abs=1e-3), "tables that print 3.16 are wrong"
+    dropped = 0.7 * (1 - 0.7**5) / (1 - 0.7)
+    assert theory.expected_tokens_per_pass(0.7, 5) - dropped == pytest.approx(1.0), "the bonus token counts"
+    assert theory.walltime_factor(theory.expected_tokens_per_pass(0.8, 4), levels=4, level_cost=0.1) == pytest.approx(
+        2.40, abs=5e-3
+    )
+
+
+@pytest.mark.parametrize(("alpha", "cost", "k", "speedup"), BEST)
+def test_best_lengths_are_those_of_the_list(alpha: float, cost: float, k: int, speedup: float) -> None:
+    choice = theory.best_k(theory.geometric(alpha, 40), level_cost=cost)
+    assert (choice.k, choice.speedup) == (k, pytest.approx(speedup, abs=5.1e-3))
+
+
+def test_a_gain_exists_only_above_the_cost_of_drafting() -> None:
+    for alpha, cost in itertools.product((0.05, 0.2, 0.5, 0.9), (0.1, 0.3, 0.7)):
+        best = theory.best_k(theory.geometric(alpha, 30), level_cost=cost)
+        assert (best.k > 0) == (alpha > cost)
+        if alpha > cost:
+            assert best.speedup >= (1 + alpha) / (1 + cost) - 1e-12
+
+
+def test_v_shortens_the_best_draft_and_can_turn_it_off() -> None:
+    survival = theory.geometric(0.8, 20)
+    free = theory.best_k(survival, level_cost=0.02)
+    stairs = theory.best_k(survival, level_cost=0.02, verify=lambda nodes: 1.0 if nodes <= 4 else 1.0 + 0.3 * nodes)
+    dear = theory.best_k(survival, level_cost=0.02, verify=float)
+    assert (free.k, stairs.k, dear.k) == (11, 3, 0)
+    assert dear.speedup == 1.0
+
+
+def test_acceptance_by_position() -> None:
+    rates = [0.9, 0.5, 0.8]
+    survival = theory.survival_of(rates)
+    assert survival == pytest.approx([0.9, 0.45, 0.36])
+    assert theory.conditional_of(survival) == pytest.approx(rates)
+    assert theory.stretched(survival, 5) == pytest.approx([0.9, 0.45, 0.36, 0.288, 0.2304])
+    assert theory.stretched(survival, 2) == survival[:2] and theory.stretched([], 2) == [0.0, 0.0]
+    chance = random.Random(0)
+    total = 0
+    for _ in range(40_000):
+        kept = 0
+        while kept < 3 and chance.random() < rates[kept]:
+            kept += 1
+        total += kept + 1
+    assert total / 40_000 == pytest.approx(theory.tokens_of(survival), abs=0.02)
+
+
+def test_arithmetic_grows_as_leviathan_says() -> None:
+    alpha, k, ratio = 0.7, 5, 0.05
+    expected = (1 - alpha) * (k * ratio + k + 1) / (1 - alpha ** (k + 1))
+    assert theory.operations_factor(alpha, k, ratio) == pytest.approx(expected)
+
+
+class TestBreakEven:
+    def test_is_the_last_batch_that_gains(self) -> None:
+        assert theory.break_even_batch(lambda batch: 2.0 if batch <= 77 else 1.0) == 77
+
+    def test_all_and_none(self) -> None:
+        assert theory.break_even_batch(lambda _: 1.5) is None
+        assert theory.break_even_batch(lambda _: 1.01) == 0
+
+    def test_a_gain_that_begins_at_moderate_batches_is_found(self) -> None:
+        assert theory.break_even_batch(lambda batch: 1.3 if 8 <= batch <= 40 else 0.9) == 40
+
+
+class TestTrees:
+    RANKS = ((0.6, 0.2, 0.1), (0.5, 0.3))
+
+    def test_a_chain_is_a_tree(self) -> None:
+        parents = theory.full_tree([1, 1, 1])
+        assert parents == [0, 1, 2]
+        assert theory.tree_survival(parents, [[0.7]]) == pytest.approx(theory.geometric(0.7, 3))
+
+    def test_survival_by_rank(self) -> None:
+        parents = theory.full_tree([2, 2])
+        assert parents == [0, 0, 1, 1, 2, 2]
+        found = theory.tree_survival(parents, self.RANKS)
+        assert found == pytest.approx([0.6, 0.2, 0.3, 0.18, 0.1, 0.06])
+
+    @pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (2, 3), (4, 3), (5, 2), (6, 1), (5, 4)])
+    def test_the_best_tree_is_the_best_of_all(self, nodes: int, depth: int) -> None:
+        found = theory.best_tree(self.RANKS, nodes=nodes, depth=depth)
+        assert theory.tree_depth(found) <= depth and len(found) <= nodes
+        every = itertools.product(*(range(node + 1) for node in range(nodes)))
+        values = [
+            theory.tokens_of(theory.tree_survival(parents, self.RANKS))
+            for parents in every
+            if theory.tree_depth(parents) <= depth
+        ]
+        assert theory.tokens_of(theory.tree_survival(found, self.RANKS)) == pytest.approx(max(values))
+
+    def test_the_size_follows_the_cost(self) -> None:
+        def chosen(slope: float) -> theory.TreeChoice:
+            return theory.best_tree_size(
+                self.RANKS, level_cost=0.05, verify=lambda nodes: 1 + slope * (nodes - 1), sizes=range(1, 13), depth=5
+            )
+
+        cheap, dear, useless = chosen(0.005), chosen(0.1), chosen(2.0)
+        assert len(cheap.parents) > len(dear.parents) > 0 == len(useless.parents)
+        assert cheap.speedup > dear.speedup > useless.speedup == 1.0
+        assert cheap.speedup == pytest.approx(cheap.tokens / (0.05 * cheap.depth + 1 + 0.005 * len(cheap.parents)))
+
+
+class TestPredict:
+    COST = CostModel(nodes=(1, 2, 4, 8), rows=(1,), contexts=(0,), pass_times=(((10.0, 11.0, 12.0, 16.0),),))
+
+    def test_is_the_formula_with_measured_costs(self) -> None:
+        found = theory.predict(
+            self.COST,
+            acceptance_per_depth=[0.8, 0.6, 0.4],
+            draft=DraftCost(fixed_ms=1.0, level_ms=0.5),
+            depth=3,
+            nodes=3,
+        )
+        assert found.tokens_per_pass == pytest.approx(2.8)
+        assert found.step_ms == pytest.approx(12.0 + 1.0 + 1.5) and found.plain_ms == 10.0
+        assert found.speedup == pytest.approx(2.8 * 10 / 14.5)
+
+    def test_steps_without_a_draft_cost_a_plain_pass_and_the_looking(self) -> None:
+        found = theory.predict(
+            self.COST,
+            acceptance_per_depth=[1.0] * 3,
+            draft=DraftCost(fixed_ms=1.0, level_ms=2.0),
+            depth=3,
+            nodes=3,
+            coverage=0.25,
+        )
+        assert found.tokens_per_pass == pytest.approx(1.75)
+        assert found.step_ms == pytest.approx(0.25 * (12 + 6) + 0.75 * 10 + 1.0)
+
+    def test_a_mean_of_sizes_lies_between_them(self) -> None:
+        def step(nodes: float) -> float:
+            return theory.predict(
+                self.COST, acceptance_per_depth=[0.5], draft=DraftCost(fixed_ms=0, level_ms=0), depth=1, nodes=nodes
+            ).step_ms
+
+        assert step(0.5) == pytest.approx(10.5) and step(1) == 11.0
+
+    def test_nothing_drafted_is_plain(self) -> None:
+        found = theory.predict(
+            self.COST, acceptance_per_depth=[], draft=DraftCost(fixed_ms=0, level_ms=0), depth=0, nodes=0
+        )
+        assert (found.tokens_per_pass, found.speedup) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: theory.expected_tokens_per_pass(1.2, 5),
+        lambda: theory.expected_tokens_per_pass(-0.1, 5),
+        lambda: theory.expected_tokens_per_pass(math.nan, 5),
+        lambda: theory.expected_tokens_per_pass(0.7, 0),
+        lambda: theory.survival_of([0.7, 1.1]),
+        lambda: theory.alpha_of(7.0, 5),
+        lambda: theory.full_tree([2, 0]),
+        lambda: theory.check_ranks([[0.4, 0.6]]),
+        lambda: theory.check_ranks([[0.7, 0.4]]),
+        lambda: theory.check_ranks([]),
+        lambda: theory.tree_survival([0, 5], [[0.5]]),
+    ],
+)
+def test_nonsense_is_refused(wrong: object) -> None:
+    with pytest.raises(ArgumentError):
+        wrong()  # type: ignore[operator]
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, forerun.engine.theory; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
