@@ -193,7 +193,8 @@ def step(target: Target, rows: Sequence[Row], groups: Sequence[Group], *, check:
     row_trees = trees.token_trees(draft, [row.tokens[-1] for row in rows], target.vocab_size)
     clock.lap()
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
-    scored = target.score([row.row for row in rows], [row.tokens[-1] for row in rows], draft, signals=signals)
+    roots = [row.tokens[-1] for row in rows]
+    scored = target.score([row.row for row in rows], roots, draft, signals=signals, resume=draft.resume)
     scores = Scores(scored.logits, rows, row_trees)
     judged = [_judge(row, scores, index) for index, row in enumerate(rows)]
     verdicts = [verdict for verdict, _, _ in judged]

@@ -6,14 +6,18 @@ A chain is the tree in which every parent is the node before. Knows no model and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forerun.errors import InvalidDraftError
 from forerun.types import Draft, Drawn
+
+if TYPE_CHECKING:
+    from forerun.target.nouns import Resume
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -45,6 +49,7 @@ def check(draft: Draft, vocabulary: int) -> None:
         InvalidDraftError: naming the row, the node and what is wrong with it.
     """
     _check_laws(draft, vocabulary)
+    _check_resume(draft)
     all_tokens, all_parents, all_drawn = draft.tokens.tolist(), draft.parents.tolist(), draft.drawn.tolist()
     for row, count in enumerate(draft.counts.tolist()):
         if not 0 <= count <= draft.size:
@@ -82,6 +87,23 @@ def _check_laws(draft: Draft, vocabulary: int) -> None:
     ):
         raise InvalidDraftError(
             f"law_ids must hold {width} target token ids below {vocabulary}, one per entry of the laws"
+        )
+
+
+def _check_resume(draft: Draft) -> None:
+    if draft.resume is None:
+        return
+    batch, (boundary, shape) = len(draft.counts), (draft.resume.boundary, tuple(draft.resume.states.shape))
+    if len(shape) != 3 or shape[0] != batch or not 1 <= shape[1] <= draft.size + 1 or boundary < 1:
+        raise InvalidDraftError(
+            f"the draft resumes states of the shape {shape} at boundary {boundary}, expected "
+            f"({batch}, 1..{draft.size + 1}, H), root first, at a boundary of at least 1"
+        )
+    counts, stamps = draft.resume.counts, draft.resume.stamps
+    if len(counts) != batch or len(stamps) != batch or not all(0 <= count <= shape[1] for count in counts):
+        raise InvalidDraftError(
+            f"the draft resumes {list(counts)} nodes with the stamps {list(stamps)}, expected {batch} of each, one per "
+            f"row, and at most the {shape[1]} nodes that have states"
         )
 
 
@@ -241,7 +263,21 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
     for rows, draft in drafts:
         for index, row in enumerate(rows):
             builders[row] = rebuild(draft, index, widen=law_ids is None)
-    return stack(builders, device=drafts[0][1].tokens.device if drafts else "cpu", law_ids=law_ids)
+    stacked = stack(builders, device=drafts[0][1].tokens.device if drafts else "cpu", law_ids=law_ids)
+    begun = [(rows, draft) for rows, draft in drafts if draft.resume is not None]
+    return replace(stacked, resume=_spread(*begun[0], batch)) if len(begun) == 1 else stacked
+
+
+def _spread(rows: Sequence[int], draft: Draft, batch: int) -> Resume | None:
+    """What one draft has begun, among the `batch` rows of a step; the others have run nothing."""
+    begun = draft.resume
+    assert begun is not None
+    index = torch.tensor(list(rows), device=begun.states.device)
+    states = begun.states.new_zeros(batch, *begun.states.shape[1:]).index_copy_(0, index, begun.states)
+    places = {row: place for place, row in enumerate(rows)}
+    counts = [begun.counts[places[row]] if row in places else 0 for row in range(batch)]
+    stamps = [begun.stamps[places[row]] if row in places else 0 for row in range(batch)]
+    return replace(begun, states=states, counts=counts, stamps=stamps)
 
 
 def _shared_law_ids(drafts: Sequence[Draft]) -> Tensor | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from forerun.target.nouns import Resume
 
 Signal = int
 """A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`."""
@@ -166,6 +169,8 @@ class Draft:
     """(B, K) float32, estimated probability that the node survives if its parent does."""
     scouts: Tensor | None = None
     """(B, K) bool, nodes scored for the drafter's own use, never accepted."""
+    resume: Resume | None = None
+    """What the first nodes of each row have already run through in this step; scoring then runs only the rest."""
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
+from forerun.target import resuming
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
 from forerun.target.inputs import Frame, Nodes
 from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
-from forerun.target.nouns import Plan, Scored
+from forerun.target.nouns import Plan, Resume, Scored
 from forerun.target.parts import OutputHead, base_of, device_of, layers_of
 from forerun.target.prepare import Sizes, Speed, default_slots, prepare
 from forerun.target.ranges import LayerRanges
@@ -59,6 +61,8 @@ class Target:
         """What passes are padded to; may be replaced between steps."""
         self.lengths: list[int] = [0] * rows
         """Committed tokens in the cache, by row."""
+        self.writes: list[int] = [0] * rows
+        """Passes that have written to the row."""
         self.cache = SlotCache(rows, self.slots)
         self.head = OutputHead(model)
         self.dtype: torch.dtype = model.dtype
@@ -169,22 +173,24 @@ class Target:
         *,
         start: int = 0,
         signals: Set[Signal] = frozenset(),
+        resume: Resume | None = None,
     ) -> Scored:
         """One forward pass over the nodes ``start .. K`` of each row's tree.
 
         Node 0 is the root; node k stands in slot lengths + k.
 
         With ``start`` > 0 the nodes before it were run earlier in this step. An empty draft is plain decoding.
+        What `resume` has begun is completed: the logits are those of a whole pass.
 
         Returns:
             logits (B, N - start, V) and signals (B, N - start, H).
 
         Raises:
-            ArgumentError: the tree does not fit the row's slots or the context.
+            ArgumentError: the tree does not fit the row's slots or the context, or `resume` does not fit the tree.
         """
         check_signals(signals, self.num_layers)
         nodes = self._tree(rows, roots, draft, start)
-        states, caught = self._forward(self._place(rows, nodes, padded=True), signals)
+        states, caught = self._score(rows, nodes, signals, resume)
         self._note_run(rows, nodes)
         kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
         # The head runs over the padding too: with fewer rows it may sum in another order.
@@ -313,6 +319,16 @@ class Target:
             self._ran.pop(row, None)
         return result
 
+    def _score(
+        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], resume: Resume | None
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        begun = resuming.usable(resume, [self.writes[row] for row in rows], signals)
+        if begun is None:
+            return self._forward(self._place(rows, nodes, padded=True), signals)
+        resuming.check(begun, nodes, self.hidden_size, self.num_layers)
+        place = partial(self._place, rows, padded=True)
+        return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
+
     def _tree(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Nodes:
         """The nodes of a scoring pass, checked against slots and context."""
         if not 0 <= start <= draft.size:
@@ -325,6 +341,8 @@ class Target:
         frame = Frame(
             cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
         )
+        for row in rows:
+            self.writes[row] += 1
         return frame.place(rows, [self.lengths[row] for row in rows], nodes, padded=padded, device=self.device)
 
     def _forward(self, inputs: dict[str, Any], signals: Set[Signal]) -> tuple[Tensor, dict[Signal, Tensor]]:

@@ -46,6 +46,23 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     raise UnsupportedModelError(f"{type(base).__name__} has no list of {count} layers among its children")
 
 
+def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
+    """Name and module of the final norm: the one child behind the `count` layers whose weights are all vectors."""
+    children = list(base.named_children())
+    after = children[[name for name, _ in children].index(layers_of(base, count)[0]) + 1 :]
+    found = [
+        (name, child)
+        for name, child in after
+        if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: expected one norm after the layers, found "
+            f"{', '.join(name for name, _ in found) or 'none'}"
+        )
+    return found[0]
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes, also if accelerate keeps its weights elsewhere between calls."""
     hook = getattr(module, "_hf_hook", None)

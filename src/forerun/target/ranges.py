@@ -87,11 +87,13 @@ class LayerRanges:
         inject.__dict__.pop("states", None)
         return result
 
-    def finish(self, states: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The final norm: states (B, N, H) at the last boundary -> LAST_HIDDEN."""
-        model, inject, _ = self._slice(len(self._layers), len(self._layers))
+    def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
+        """The layers from boundary `start` on (None: no layer), then the final norm: (B, N, H) -> LAST_HIDDEN."""
+        end = len(self._layers)
+        model, inject, tap = self._slice(end if start is None else start, end)
         inject.states = states
         normed: Tensor = model(**inputs).last_hidden_state
+        del tap.states
         inject.__dict__.pop("states", None)
         return normed
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedModelError
 from forerun.target.headers import read_header, weight_files
-from forerun.target.parts import base_of, layers_of
+from forerun.target.parts import base_of, norm_after_layers
 
 
 class FinalNorm:
@@ -37,7 +37,10 @@ class FinalNorm:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         base = base_of(model)
-        name, norm = _norm_after_layers(base, config.get_text_config(decoder=True).num_hidden_layers)
+        try:
+            name, norm = norm_after_layers(base, config.get_text_config(decoder=True).num_hidden_layers)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}; use --source transformers") from None
         prefixes = (f"{model.base_model_prefix}.{name}.", f"{name}.")
         stored = _stored(directory, prefixes, set(norm.state_dict()))
         self._norm = norm.to_empty(device="cpu").eval().requires_grad_(False)
@@ -49,23 +52,6 @@ class FinalNorm:
         """(.., Ht) -> (.., Ht), in the dtype of the norm's weights."""
         normed: Tensor = self._norm(states.cpu().to(self._dtype))
         return normed
-
-
-def _norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
-    layers_name = layers_of(base, count)[0]
-    children = list(base.named_children())
-    after = children[[name for name, _ in children].index(layers_name) + 1 :]
-    found = [
-        (name, child)
-        for name, child in after
-        if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
-    ]
-    if len(found) != 1:
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: expected one norm after the layers, found "
-            f"{', '.join(name for name, _ in found) or 'none'}; use --source transformers"
-        )
-    return found[0]
 
 
 def _stored(directory: Path, prefixes: tuple[str, ...], names: set[str]) -> dict[str, Tensor]:

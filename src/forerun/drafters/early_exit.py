@@ -1,0 +1,157 @@
+"""Early exit: the target's first layers draft, its other layers verify, and no layer runs twice for a token.
+
+The drafted nodes run through layers 0 .. E in the slots in which they are scored, so their keys there are the target's
+own, and their states at boundary E go along with the draft: scoring runs layers E .. L, and the first E only for the
+leaves, which nobody had to run to draft them. No second cache, no second set of weights. Source: LayerSkip (arXiv
+2404.16710), which also trains the target so that its early layers predict well; an untrained target drafts poorly.
+Knows no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import linear
+
+from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.self_drafting import SelfDrafter
+from forerun.drafters.tree_options import TreeOptions
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.target.headers import read_header
+from forerun.target.nouns import Plan, Resume
+from forerun.target.parts import base_of, norm_after_layers
+from forerun.target.resuming import prove, renumber
+from forerun.types import Budget, Draft
+
+if TYPE_CHECKING:
+    from forerun.target import Target
+
+_HEAD, _NORM = "lm_head.weight", "norm.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyExitConfig(TreeOptions):
+    """Options of `early_exit`."""
+
+    exit_layer: int
+    """E, how many of the target's layers draft: 1 .. L - 1."""
+    head: str | Path | None = None
+    """Safetensors file of an output head that was made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,)
+    unless it shares the target's final norm, in the target's convention. None: the target's final norm and head."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("early_exit")
+
+
+class EarlyExitDrafter(SelfDrafter):
+    """Drafts with the first layers of the target and leaves their states to the scoring pass."""
+
+    name = "early_exit"
+    Config = EarlyExitConfig
+
+    def __init__(self, config: EarlyExitConfig, setup: DrafterSetup) -> None:
+        """Check the target and read the head.
+
+        Raises:
+            ArgumentError: there is no such layer to exit at.
+            UnsupportedModelError: the target's layers cannot be run in part.
+            CheckpointError: the file of the head is missing, broken, or holds other tensors than it should.
+        """
+        super().__init__(config.tree(), setup.target)
+        layers = setup.target.num_layers
+        if not 1 <= config.exit_layer < layers:
+            raise ArgumentError(
+                f"early_exit: exit_layer must be in 1..{layers - 1} for a target of {layers} layers, got "
+                f"{config.exit_layer}"
+            )
+        prove(setup.target, config.exit_layer)
+        self.config = config
+        self._head = _shared_head(setup.target) if config.head is None else ExitHead(Path(config.head), setup.target)
+        self._rows: Sequence[int] = ()
+        self._states: list[Tensor] = []
+        """Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`."""
+
+    def memory_bytes(self) -> int:
+        return self._head.nbytes() if isinstance(self._head, ExitHead) else 0
+
+    def logits(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Tensor:
+        """What the exit expects after the nodes ``start .. K``: (A, N - start, V)."""
+        states = self.target.run(rows, roots, draft, Plan(stop=self.config.exit_layer), start=start)
+        self._rows = rows
+        self._states.append(states)
+        return self._head(states)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        self._states = []
+        draft = super().propose(context, budget)
+        return replace(draft, resume=self._resume(context.rows)) if self._states else draft
+
+    def _resume(self, rows: Sequence[int]) -> Resume:
+        """The states of the submitted nodes that were run, numbered as they were submitted, for the B `rows`."""
+        states, self._states = torch.cat(self._states, dim=1), []
+        kept = [[node for node in self._drafted[row].signs if node < states.shape[1]] for row in self._rows]
+        # Where a law had too few tokens for all children, the nodes behind the gap have moved up.
+        renumber(self.target, self._rows, kept)
+        size = max(map(len, kept)) + 1
+        index = torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept], device=states.device)
+        places = [list(rows).index(row) for row in self._rows]
+        moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
+        counts = dict(zip(self._rows, (len(nodes) + 1 for nodes in kept), strict=True))
+        return Resume(
+            boundary=self.config.exit_layer,
+            states=states.new_zeros(len(rows), *moved.shape[1:]).index_copy_(
+                0, torch.tensor(places, device=states.device), moved
+            ),
+            counts=[counts.get(row, 0) for row in rows],
+            stamps=[self.target.writes[row] for row in rows],
+        )
+
+
+def _shared_head(target: Target) -> Callable[[Tensor], Tensor]:
+    """The target's own: states at the exit (.., H) -> logits (.., V)."""
+    return lambda states: target.lm_head(target.final_norm(states))
+
+
+class ExitHead:
+    """An output head that was trained for the exit: a norm like the target's final one, then a matrix."""
+
+    def __init__(self, path: Path, target: Target) -> None:
+        """Read the file.
+
+        Raises:
+            CheckpointError: it is missing, broken, or holds other tensors than ``lm_head.weight`` and ``norm.weight``.
+        """
+        if not path.is_file():
+            raise CheckpointError(f"early_exit: there is no file {path}; head is a safetensors file")
+        shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}
+        expected = {_HEAD: (target.vocab_size, target.hidden_size), _NORM: (target.hidden_size,)}
+        unknown = sorted(shapes.keys() - expected.keys())
+        if _HEAD not in shapes or unknown:
+            raise CheckpointError(
+                f"early_exit: {path} must hold {_HEAD} and may hold {_NORM}, nothing else; it holds "
+                f"{', '.join(sorted(shapes)) or 'nothing'}"
+            )
+        for name, shape in shapes.items():
+            if shape != expected[name]:
+                raise CheckpointError(f"early_exit: {name} in {path} has the shape {shape}, expected {expected[name]}")
+        tensors = load_file(path)
+        self._weight = tensors[_HEAD].to(target.device, target.dtype)
+        _, self._norm = norm_after_layers(base_of(target.model), target.num_layers)
+        self._own = {"weight": tensors[_NORM].to(target.device, target.dtype)} if _NORM in tensors else {}
+
+    @torch.inference_mode()
+    def __call__(self, states: Tensor) -> Tensor:
+        """States at the exit (.., H) -> raw logits (.., V)."""
+        normed: Tensor = functional_call(self._norm, self._own, (states,))
+        return linear(normed, self._weight)
+
+    def nbytes(self) -> int:
+        """Bytes of the weights that the target does not have."""
+        return self._weight.nbytes + sum(weight.nbytes for weight in self._own.values())
