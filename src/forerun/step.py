@@ -87,7 +87,7 @@ class Emitted:
     drafted: int
     """Drafted nodes, scouts not counted."""
     depth: int
-    """Depth of the drafted tree."""
+    """Depth of the drafted tree, scouts not counted."""
     logprobs: list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]] | None
     """One entry per token where the request asked for log-probabilities."""
     trace: StepTrace
@@ -351,7 +351,7 @@ def _emitted(
         tokens=tokens,
         sources=[Source.DRAFT] * len(verdict.path) + [verdict.kind],
         drafted=tree.size - len(tree.scouts),
-        depth=max(tree.depths),
+        depth=max(depth for node, depth in enumerate(tree.depths) if node not in tree.scouts),
         logprobs=_logprobs(row, scores, index, verdict, tokens),
         trace=trace,
     )

@@ -59,7 +59,7 @@ def rule_named(name: str) -> Rule:
 
 def ending(tree: TokenTree, node: int) -> Source:
     """What the token after `node` is, if `node` is the last one kept: TARGET, BONUS or RECOVERED."""
-    if tree.size == 0:
+    if tree.size == len(tree.scouts):
         return Source.TARGET
     return Source.RECOVERED if tree.children[node] else Source.BONUS
 

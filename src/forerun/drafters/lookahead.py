@@ -1,0 +1,164 @@
+"""Lookahead decoding: the target guesses several positions at once and collects the n-grams that it comes across.
+
+Fu et al., arXiv 2402.02057. One pass scores the last token, a window of W Jacobi trajectories of N - 1 tokens, and up
+to G guesses of N - 1 tokens. The window's elements are scouts: nothing in it is ever accepted. What the target says
+after the newest row completes W n-grams, which go to a pool; the guesses are the pool's n-grams that begin with the
+last token, and these are ordinary given branches.
+
+Where this differs from the published code: the window begins as copies of the prompt and not at random, with all its
+rows; it moves by as many tokens as were emitted, so that every trajectory keeps its position; beginnings that guesses
+share are scored once. The window is rolled by the argmax of the raw logits at every temperature: it decides what is
+guessed and never what is accepted. Knows no law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.levels import Submitted
+from forerun.drafters.looking_ahead.paths import Paths
+from forerun.drafters.looking_ahead.pool import Pool
+from forerun.drafters.looking_ahead.window import Window
+from forerun.errors import ArgumentError
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft, Drawn, Verdict
+
+if TYPE_CHECKING:
+    from forerun.step import Scores
+
+_PRIOR = (0.25, 0.45, 0.6, 0.7)
+"""First guess that a guess's token 1, 2, ... is right if those before it were."""
+_PRIOR_DECAY = 0.6
+"""By how much that falls from one sibling to the next older one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookaheadConfig:
+    """Options of `lookahead`; defaults are the published code's. A pass scores up to W - 1 + (N - 2) W + G (N - 1)
+    nodes: 55 with the defaults. Where that is more than a step may draft, the window shrinks first, then the guesses.
+    """
+
+    window: int = 7
+    """W: trajectories, and n-grams collected in one step."""
+    level: int = 5
+    """N: tokens of an n-gram; a guess has one less."""
+    guesses: int = 7
+    """G: most guesses in one step, and most n-grams that are kept of those that begin with one token."""
+    copy_text: bool = True
+    """Whether the n-grams of prompt and output go to the pool too."""
+    shared_pool: bool = False
+    """One pool for all requests, kept between them; else each request has its own, as published."""
+    pool_keys: int = 8192
+    """Most first tokens that a pool knows; the least recently seen are forgotten."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("level", 2), ("guesses", 1), ("pool_keys", 1)):
+            if getattr(self, name) < least:
+                raise ArgumentError(f"lookahead: {name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    window: Window
+    pool: Pool
+    copied: int = 0
+    """Tokens of the text whose n-grams are in the pool."""
+    guessed: Submitted | None = None
+    """The last guesses, until the target has spoken."""
+
+
+class LookaheadDrafter(Drafter):
+    """Jacobi trajectories as scouts, and guesses from the n-grams that they grew into."""
+
+    name = "lookahead"
+    Config = LookaheadConfig
+
+    def __init__(self, config: LookaheadConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self._calibration = Calibration()
+        self._shared = self._new_pool()
+        self._rows: dict[int, _Row] = {}
+
+    def extend(self, context: DraftContext) -> None:
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            row = self._row(row_id)
+            row.copied = min(row.copied, len(tokens) - fresh)
+            self._copy(row, tokens)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
+        return stack([self._grow(self._row(row), tokens, nodes, depth) for row, tokens, nodes, depth in limits])
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        for index, (row_id, tokens, verdict) in enumerate(zip(context.rows, context.tokens, verdicts, strict=True)):
+            row, emitted = self._row(row_id), len(verdict.path) + 1
+            if row.guessed is None:
+                continue
+            row.guessed.learn(self._calibration, tokens[-emitted:])
+            row.guessed = None
+            new = row.window.read(Paths(scores.trees[index]), partial(scores.raw_argmax, index))
+            for column, token in zip(row.window.columns, new, strict=False):
+                row.pool.add(column[0], (*column[1:], token))
+            row.window.roll(new, emitted)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._rows.pop(row_id, None)
+            elif row_id in self._rows:
+                row = self._rows[row_id]
+                row.copied, row.guessed = min(row.copied, length), None
+
+    def _new_pool(self) -> Pool:
+        return Pool(per_key=self.config.guesses, keys=self.config.pool_keys)
+
+    def _row(self, row_id: int) -> _Row:
+        if row_id not in self._rows:
+            pool = self._shared if self.config.shared_pool else self._new_pool()
+            self._rows[row_id] = _Row(window=Window(self.config.level), pool=pool)
+        return self._rows[row_id]
+
+    def _copy(self, row: _Row, tokens: Sequence[int]) -> None:
+        """The text's n-grams that end in new tokens, of a long prompt those that the pool would not forget at once."""
+        if not self.config.copy_text:
+            return
+        level = self.config.level
+        for end in range(max(row.copied + 1, level, len(tokens) - self.config.pool_keys), len(tokens) + 1):
+            row.pool.add(tokens[end - level], tuple(tokens[end - level + 1 : end]))
+        row.copied = len(tokens)
+
+    def _grow(self, row: _Row, tokens: Sequence[int], nodes: int, depth: int) -> TreeBuilder:
+        """The guesses, then the window; a window of one column is left room for."""
+        builder, row.guessed = TreeBuilder(), None
+        if nodes <= 0 or depth <= 0:
+            return builder
+        column = self.config.level - 2
+        spare = column if column <= min(depth, nodes) else 0
+        row.guessed = self._guess(builder, row.pool.after(tokens[-1]), nodes - spare, depth)
+        row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - len(builder), depth)))
+        row.window.plant(builder)
+        return builder
+
+    def _guess(self, builder: TreeBuilder, grams: Sequence[tuple[int, ...]], nodes: int, depth: int) -> Submitted:
+        """Add the n-grams as branches, shared beginnings once, as far as `nodes` reach."""
+        guessed, children = Submitted(tokens=builder.tokens, parents=builder.parents), dict[int, int]()
+        for gram in grams:
+            parent = 0
+            for place, token in enumerate(gram[:depth]):
+                if len(builder) >= nodes:
+                    return guessed
+                rank = children.get(parent, 0)
+                prior = _PRIOR[min(place, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
+                signs = Signs(Drawn.GIVEN, rank, prior)
+                before = len(builder)
+                node = builder.add(token, parent, confidence=self._calibration.estimate(signs))
+                if len(builder) > before:
+                    guessed.signs[node] = signs
+                    children[parent] = rank + 1
+                parent = node
+        return guessed
