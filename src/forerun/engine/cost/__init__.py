@@ -11,24 +11,32 @@ from typing import TYPE_CHECKING, Any
 from forerun.engine.cost.model import CostModel, DraftCost, PassCost
 
 if TYPE_CHECKING:
+    from forerun.engine.cost.drafts import measure_draft
     from forerun.engine.cost.passes import measure
     from forerun.engine.cost.store import cache_folder, load_or_measure, save
+    from forerun.engine.cost.trial import Trial, try_drafter
 
 _HOMES = {
+    "Trial": "forerun.engine.cost.trial",
     "cache_folder": "forerun.engine.cost.store",
     "load_or_measure": "forerun.engine.cost.store",
     "measure": "forerun.engine.cost.passes",
+    "measure_draft": "forerun.engine.cost.drafts",
     "save": "forerun.engine.cost.store",
+    "try_drafter": "forerun.engine.cost.trial",
 }
 
 __all__ = [
     "CostModel",
     "DraftCost",
     "PassCost",
+    "Trial",
     "cache_folder",
     "load_or_measure",
     "measure",
+    "measure_draft",
     "save",
+    "try_drafter",
 ]
 
 
