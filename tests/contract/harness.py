@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import sys
+import tempfile
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.datastore import write as write_datastore
 from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.sampling import Sampler
+from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TokenTree, token_trees
 from forerun.types import LAST_HIDDEN, Budget, Draft, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named
@@ -149,16 +153,38 @@ def _draft_model(label: str, **options: Any) -> Variant:
     return Variant("draft_model", label, {"model": relative(), **options})
 
 
+@functools.cache
+def _corpus() -> tempfile.TemporaryDirectory[str]:
+    """A datastore in which every pair of tokens occurs; gone when the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    identity = TokenizerIdentity(name="contract", vocab_size=VOCABULARY, vocabulary="", template="")
+    rng = random.Random(0)
+    write_datastore([rng.choices(range(VOCABULARY), k=90) for _ in range(8)], identity, folder.name)
+    return folder
+
+
+def _rest(label: str, **options: Any) -> Variant:
+    return Variant("rest", label, {"datastore": _corpus().name, "num_speculative_tokens": 3, "min_match": 1, **options})
+
+
 VARIANTS: dict[str, list[Variant]] = {
     "ngram": [
         Variant("ngram", "chain", {"num_speculative_tokens": 3}),
         Variant("ngram", "trie", {"num_speculative_tokens": 3, "max_branches": 3}),
+        Variant("ngram", "frequent", {"num_speculative_tokens": 3, "max_branches": 2, "match": "most_frequent"}),
     ],
     "lookahead": [
         Variant("lookahead", "small", {"window": 3, "level": 3, "guesses": 3}),
         Variant("lookahead", "window-only", {"window": 4, "level": 3, "guesses": 4, "copy_text": False}),
     ],
     "jacobi": [Variant("jacobi", "chain", {"num_speculative_tokens": 3})],
+    "suffix": [
+        Variant("suffix", "chain", {"num_speculative_tokens": 3, "max_spec_offset": 1}),
+        Variant("suffix", "tree", {"num_speculative_tokens": 3, "max_spec_offset": 1, "nodes": 5}),
+    ],
+    "prediction": [
+        Variant("prediction", "chain", {"num_speculative_tokens": 3, "text": [1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8]}),
+    ],
     "draft_model": [
         _draft_model("chain", num_speculative_tokens=3),
         _draft_model("given", num_speculative_tokens=3, draw="given"),
@@ -172,9 +198,15 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("early_exit", "chain", {"exit_layer": 1, "num_speculative_tokens": 3}),
         Variant("early_exit", "tree", {"exit_layer": 1, "shape": (3, 2, 1)}),
     ],
+    "quantized_self": [Variant("quantized_self", "chain", {"num_speculative_tokens": 3})],
     "skip_layers": [
         Variant("skip_layers", "chain", {"skip": ["1.mlp"], "num_speculative_tokens": 3}),
         Variant("skip_layers", "stopping-tree", {"skip": ["1.mlp"], "shape": (3, 2, 1), "adapt_threshold": True}),
+    ],
+    "rest": [_rest("trie", max_match=3, nodes=8), _rest("chain", max_hits=1)],
+    "recycling": [
+        Variant("recycling", "fixed", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3}),
+        Variant("recycling", "adaptive", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3, "adaptive": True}),
     ],
     "eagle3": [
         _eagle("eagle3", "chain", num_speculative_tokens=3),

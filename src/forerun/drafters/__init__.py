@@ -38,9 +38,21 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.jacobi:JacobiDrafter",
         summary="a chain of guesses that every pass of the target corrects; no draft model",
     ),
+    "suffix": Entry(
+        path="forerun.drafters.suffix:SuffixDrafter",
+        summary="copies after the longest match in this request and in past answers (SuffixDecoding, SAM-Decoding)",
+    ),
+    "prediction": Entry(
+        path="forerun.drafters.prediction:PredictionDrafter",
+        summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
+    ),
     "draft_model": Entry(
         path="forerun.drafters.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
+    ),
+    "quantized_self": Entry(
+        path="forerun.drafters.quantized_self:QuantizedSelfDrafter",
+        summary="the target's own weights in int8; sampled or not, chain or tree",
     ),
     "skip_layers": Entry(
         path="forerun.drafters.skip_layers:SkipLayersDrafter",

@@ -1,0 +1,160 @@
+"""The target's own weights in int8 draft for the target: a draft model that every checkpoint brings along.
+
+The idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305) with plain weight-only int8: the linear layers of the
+decoder are rounded to 8 bits with one scale for each output channel; embeddings, norms and output head are shared with
+the target, whose weights are only read. The twin has a key-value cache of its own and drafts as `draft_model`
+does. Knows transformers' layer lists and `nn.Linear`; experts kept in one tensor (mixtures of experts) are shared as
+they are. Knows no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.tree_options import TreeOptions
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.target.fast.packing import FusedLinear, PackedLinear
+from forerun.target.parts import base_of, layers_of, shallow
+
+BITS = (8,)
+"""Four bits in groups would need kernels that CPUs lack; unpacked they would save no memory."""
+KERNEL_ROWS = 24
+"""Up to so many rows torch's int8 kernel is faster than unpacking the weight for one matrix product (AMD, AVX-512)."""
+_LARGEST = 127
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedSelfConfig(TreeOptions):
+    """Options of `quantized_self`."""
+
+    bits: int = 8
+    """Of a weight."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("quantized_self")
+        if self.bits not in BITS:
+            raise ArgumentError(f"quantized_self: bits is 8, got {self.bits}")
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is int8 with one scale for each output.
+
+    Args:
+        weight: (out, in) of the layer it stands for; read, not kept.
+        bias: (out,) shared with that layer, or None.
+    """
+
+    int8_weight: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        largest = weight.detach().float().abs().amax(1, keepdim=True)
+        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
+        # By the scale as it is stored: its own rounding then costs nothing more.
+        whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
+        self.register_buffer("int8_weight", whole.to(torch.int8), persistent=False)
+        self.register_buffer("scales", scales.squeeze(1), persistent=False)
+        self.shared_bias = bias
+        self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        rows = states.reshape(-1, self.in_features)
+        if self._kernel and rows.shape[0] <= KERNEL_ROWS:
+            result = torch._weight_int8pack_mm(rows.contiguous(), self.int8_weight, self.scales)
+        else:
+            result = functional.linear(rows, self.int8_weight.to(rows.dtype)) * self.scales
+        if self.shared_bias is not None:
+            result = result + self.shared_bias
+        return result.view(*states.shape[:-1], self.out_features)
+
+    def nbytes(self) -> int:
+        """Bytes of weight and scales; the bias belongs to the target."""
+        return self.int8_weight.nbytes + self.scales.nbytes
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+
+
+class QuantizedSelfDrafter(DraftModelDrafter):
+    """Drafts with an int8 twin of the target."""
+
+    name = "quantized_self"
+    Config = QuantizedSelfConfig
+
+    def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
+        model = DraftModelConfig(
+            model=int8_twin(setup.target.model),
+            num_speculative_tokens=config.num_speculative_tokens,
+            shape=config.shape,
+            draw=config.draw,
+            temperature=config.temperature,
+        )
+        super().__init__(model, setup)
+
+    def memory_bytes(self) -> int:
+        """Bytes of int8 weights, scales and the twin's cache; what it shares with the target is not counted."""
+        return sum(layer.nbytes() for layer in _int8_layers(self.model.model)) + self.model.cache.nbytes()
+
+
+def int8_twin(model: Any) -> Any:
+    """The same causal LM with int8 linears in its decoder layers; everything else is shared, nothing is written to.
+
+    Raises:
+        UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run.
+    """
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
+        raise UnsupportedModelError(
+            "quantized_self copies weights that lie on one device; this model is spread or offloaded. "
+            "Load it on one device, or draft with skip_layers"
+        )
+    base = base_of(model)
+    name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
+    rounded = [_quantised(layer) for layer in layers]
+    if all(new is old for new, old in zip(rounded, layers, strict=True)):
+        raise UnsupportedModelError(
+            f"quantized_self finds no plain linear layer in the decoder of {type(model).__name__}: it is quantised "
+            "already, or of another kind. Draft with skip_layers"
+        )
+    twin, inner = shallow(model), shallow(base)
+    inner._modules[name] = nn.ModuleList(rounded)
+    twin._modules[model.base_model_prefix] = inner
+    return twin
+
+
+def _quantised(module: nn.Module) -> nn.Module:
+    """A copy with int8 layers in the place of linear ones; modules that hold none are shared."""
+    weight = _weight(module)
+    if weight is not None:
+        return Int8Linear(weight, getattr(module, "bias", None))
+    children = {name: _quantised(child) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    twin = shallow(module)
+    twin._modules.update(children)
+    return twin
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """(out, in) of a linear layer of a kind that is known; None of any other module."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) in (nn.Linear, PackedLinear, FusedLinear):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight if weight.is_floating_point() else None
+    return module.weight.T if type(module) is Conv1D else None
+
+
+def _int8_layers(model: nn.Module) -> Iterator[Int8Linear]:
+    return (module for module in model.modules() if isinstance(module, Int8Linear))

@@ -1,0 +1,118 @@
+"""The int8 twin: what it computes, what it shares, what it leaves alone. That it is lossless: tests/contract."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from contract.harness import PROMPT, as_prompts, model, tokens_of
+from forerun import LLM, SamplingParams
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.quantized_self import (
+    KERNEL_ROWS,
+    Int8Linear,
+    QuantizedSelfConfig,
+    QuantizedSelfDrafter,
+    int8_twin,
+)
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.target import Target
+
+TOKENS = torch.tensor([PROMPT])
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What 8 bits and one scale a row leave of a weight, written out."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+@torch.inference_mode()
+def test_the_twin_computes_with_rounded_decoder_weights_and_nothing_else_rounded() -> None:
+    expected = copy.deepcopy(model())
+    for layer in expected.model.layers:
+        for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+            linear.weight.data = rounded(linear.weight.data)
+    found = int8_twin(model())(TOKENS).logits
+    torch.testing.assert_close(found, expected(TOKENS).logits, atol=1e-5, rtol=1e-4)
+    assert not torch.equal(found, model()(TOKENS).logits)
+
+
+@torch.inference_mode()
+def test_the_target_is_not_touched() -> None:
+    weights = copy.deepcopy(model())
+    before, names = weights(TOKENS).logits, [type(module) for module in weights.modules()]
+    config = {"method": "quantized_self", "num_speculative_tokens": 3}
+    engine = LLM(weights, tokenizer=False, speculative_config=config, max_model_len=64)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    answers = tokens_of(engine.generate(as_prompts([PROMPT]), params))
+    assert answers == tokens_of(engine.generate(as_prompts([PROMPT]), params, speculative=False))
+    assert torch.equal(weights(TOKENS).logits, before)
+    assert [type(module) for module in weights.modules()] == names
+
+
+def test_what_is_not_a_decoder_linear_is_shared() -> None:
+    twin = int8_twin(model())
+    assert twin.lm_head is model().lm_head
+    assert twin.model.embed_tokens is model().model.embed_tokens
+    assert twin.model.layers[1].input_layernorm is model().model.layers[1].input_layernorm
+    kinds = {type(module) for module in twin.model.layers.modules()}
+    assert nn.Linear not in kinds and Int8Linear in kinds
+
+
+def test_memory_is_that_of_the_int8_weights_and_the_cache() -> None:
+    target = Target.load(model(), rows=1, slots=32)
+    made = QuantizedSelfDrafter(
+        QuantizedSelfConfig(num_speculative_tokens=3), DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
+    )
+    linears = [module for module in target.model.model.layers.modules() if isinstance(module, nn.Linear)]
+    weights = sum(linear.weight.numel() + 4 * linear.out_features for linear in linears)
+    assert made.memory_bytes() == weights + made.model.cache.nbytes()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, KERNEL_ROWS, KERNEL_ROWS + 1])
+def test_kernel_and_unpacked_weight_agree(rows: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48).to(torch.bfloat16)
+    states = torch.randn(2, rows, 64)[:1].to(torch.bfloat16)
+    made = Int8Linear(linear.weight, linear.bias)
+    wanted = states.float() @ rounded(linear.weight.float()).T + linear.bias.float()
+    error = (made(states).float() - wanted).abs().max() / wanted.abs().max()
+    assert float(error) < 0.02
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    made = Int8Linear(torch.zeros(3, 4), None)
+    assert made(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
+
+
+@torch.inference_mode()
+def test_transposed_linears_and_packed_ones_are_known() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
+    found, wanted = int8_twin(gpt2)(TOKENS).logits, gpt2(TOKENS).logits
+    assert 0 < float((found - wanted).abs().max()) < 0.05
+    plain = copy.deepcopy(model()).to(torch.bfloat16)
+    packed = Target.load(copy.deepcopy(plain), slots=32, repack=True)
+    left, right = (int8_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
+    assert isinstance(right, Int8Linear) and torch.equal(left.int8_weight, right.int8_weight)
+
+
+def test_a_model_without_plain_linears_is_refused() -> None:
+    bare = copy.deepcopy(model())
+    with pytest.raises(UnsupportedModelError, match="no plain linear"):
+        int8_twin(int8_twin(bare))
+    bare.lm_head._hf_hook = object()
+    with pytest.raises(UnsupportedModelError, match="one device"):
+        int8_twin(bare)
+
+
+def test_other_widths_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="bits is 8, got 4"):
+        QuantizedSelfConfig(bits=4)
+    with pytest.raises(ArgumentError, match="quantized_self: num_speculative_tokens"):
+        QuantizedSelfConfig(num_speculative_tokens=0)
