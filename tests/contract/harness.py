@@ -21,8 +21,12 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
@@ -153,11 +157,18 @@ def _draft_model(label: str, **options: Any) -> Variant:
     return Variant("draft_model", label, {"model": relative(), **options})
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token id, separated by spaces."""
+    words = Tokenizer(WordLevel({f"w{index:02}": index for index in range(VOCABULARY)}, unk_token="w00"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
 @functools.cache
 def _corpus() -> tempfile.TemporaryDirectory[str]:
     """A datastore in which every pair of tokens occurs; gone when the process ends."""
     folder = tempfile.TemporaryDirectory()
-    identity = TokenizerIdentity(name="contract", vocab_size=VOCABULARY, vocabulary="", template="")
+    identity = TokenizerIdentity.of(word_tokenizer(), "contract")
     rng = random.Random(0)
     write_datastore([rng.choices(range(VOCABULARY), k=90) for _ in range(8)], identity, folder.name)
     return folder
@@ -165,6 +176,11 @@ def _corpus() -> tempfile.TemporaryDirectory[str]:
 
 def _rest(label: str, **options: Any) -> Variant:
     return Variant("rest", label, {"datastore": _corpus().name, "num_speculative_tokens": 3, "min_match": 1, **options})
+
+
+def _translated(method: str, label: str, pieces: Sequence[str], drafts: Sequence[str], **options: Any) -> Variant:
+    tokenizers = {"target_tokenizer": tongue(pieces), "tokenizer": tongue(drafts)}
+    return Variant(method, label, {"model": retold(relative(), pieces, drafts), **tokenizers, **options})
 
 
 VARIANTS: dict[str, list[Variant]] = {
@@ -207,6 +223,14 @@ VARIANTS: dict[str, list[Variant]] = {
     "recycling": [
         Variant("recycling", "fixed", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3}),
         Variant("recycling", "adaptive", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3, "adaptive": True}),
+    ],
+    "tli": [
+        _translated("tli", "chain", WORDS, OTHERS, num_speculative_tokens=3),
+        _translated("tli", "tree", WORDS, OTHERS, shape=(3, 2, 1)),
+    ],
+    "slem": [
+        _translated("slem", "letters", LETTERS, LETTERS[::-1], num_speculative_tokens=3),
+        _translated("slem", "words", WORDS, OTHERS, num_speculative_tokens=4, look_behind=2),
     ],
     "eagle3": [
         _eagle("eagle3", "chain", num_speculative_tokens=3),

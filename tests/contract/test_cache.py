@@ -45,6 +45,11 @@ def built(variant: Variant) -> tuple[LLM, Drafter]:
         return llm(variant, rows=ROWS), made[0]
 
 
+def read_by(drafter: Drafter, row: int, tokens: list[int]) -> list[int]:
+    """The tokens that a drafter's model was run on: a drafter with another tokenizer says which."""
+    return drafter.reading(row) if hasattr(drafter, "reading") else tokens
+
+
 def run(engine: LLM, drafter: Drafter, params: SamplingParams) -> float:
     """Advance several answers step by step; the largest difference after any step, in target and drafter."""
     texts = {}
@@ -61,7 +66,8 @@ def run(engine: LLM, drafter: Drafter, params: SamplingParams) -> float:
                 if target is engine.target:
                     assert target.lengths[row] == len(tokens) - 1
                 if target.lengths[row]:
-                    worst = max(worst, largest_difference(target, row, tokens[: target.lengths[row]]))
+                    held = tokens if target is engine.target else read_by(drafter, row, tokens)
+                    worst = max(worst, largest_difference(target, row, held[: target.lengths[row]]))
     return worst
 
 

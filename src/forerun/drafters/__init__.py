@@ -23,12 +23,15 @@ class Entry:
     summary: str
     needs_training: bool = False
     lossless: bool = True
+    copies: bool = False
+    """Proposals are given nodes that were looked up, without a forward pass: `auto` asks at every step."""
 
 
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry(
         path="forerun.drafters.ngram:NgramDrafter",
         summary="copies what followed the same words earlier in prompt or output (prompt lookup)",
+        copies=True,
     ),
     "lookahead": Entry(
         path="forerun.drafters.lookahead:LookaheadDrafter",
@@ -41,14 +44,24 @@ DRAFTERS: dict[str, Entry] = {
     "suffix": Entry(
         path="forerun.drafters.suffix:SuffixDrafter",
         summary="copies after the longest match in this request and in past answers (SuffixDecoding, SAM-Decoding)",
+        copies=True,
     ),
     "prediction": Entry(
         path="forerun.drafters.prediction:PredictionDrafter",
         summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
+        copies=True,
     ),
     "draft_model": Entry(
         path="forerun.drafters.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
+    ),
+    "tli": Entry(
+        path="forerun.drafters.tli:TliDrafter",
+        summary="a causal LM with another tokenizer drafts the tokens that both vocabularies share; sampled or not",
+    ),
+    "slem": Entry(
+        path="forerun.drafters.slem:SlemDrafter",
+        summary="a causal LM with any tokenizer drafts text, read again with the target's tokenizer",
     ),
     "quantized_self": Entry(
         path="forerun.drafters.quantized_self:QuantizedSelfDrafter",
@@ -65,6 +78,7 @@ DRAFTERS: dict[str, Entry] = {
     "rest": Entry(
         path="forerun.drafters.rest:RestDrafter",
         summary="copies what a corpus went on with after the same words (REST; see `forerun datastore build`)",
+        copies=True,
     ),
     "recycling": Entry(
         path="forerun.drafters.recycling:RecyclingDrafter",
@@ -82,20 +96,34 @@ DRAFTERS: dict[str, Entry] = {
     ),
 }
 
+AUTO = "auto"
+CHOOSERS: dict[str, Entry] = {
+    AUTO: Entry(path="", summary="chooses among the drafters there are, by measured cost; also how much to draft, or not"),
+}
+"""Methods that the engine carries out with several drafters; none is a `Drafter` of its own."""
+
+
+def methods() -> dict[str, Entry]:
+    """Everything that a speculative configuration may name."""
+    return {**DRAFTERS, **CHOOSERS}
+
 
 def entry_named(name: str) -> Entry:
-    """The registry's line for a drafter; imports nothing.
+    """The registry's line for a method; imports nothing.
 
     Raises:
-        ArgumentError: there is no such drafter; the message names the nearest.
+        ArgumentError: there is no such method; the message names the nearest.
     """
-    if name not in DRAFTERS:
-        raise ArgumentError(f"unknown drafter {name!r}; there are {', '.join(DRAFTERS)}.{nearest(name, DRAFTERS)}")
-    return DRAFTERS[name]
+    known = methods()
+    if name not in known:
+        raise ArgumentError(f"unknown drafter {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
+    return known[name]
 
 
 def drafter_class(name: str) -> type[Drafter]:
-    """The class behind a registered name; errors as `entry_named`."""
+    """The class behind a registered name; errors as `entry_named`, and for a method that is no drafter of its own."""
+    if name in CHOOSERS:
+        raise ArgumentError(f"{name!r} chooses among drafters and is none itself; name one of {', '.join(DRAFTERS)}")
     module, _, attribute = entry_named(name).path.partition(":")
     found: type[Drafter] = getattr(importlib.import_module(module), attribute)
     return found

@@ -7,6 +7,7 @@ twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Seq
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.growth import Draw, Shape
-from forerun.drafters.levels import FixedTree, Grown, Submitted
-from forerun.drafters.vocabulary import check_sizes, check_tokenizers, tokenizer_beside
-from forerun.errors import ArgumentError, nearest
+from forerun.drafters.growth import DraftVocabulary
+from forerun.drafters.levels import Grown, Submitted
+from forerun.drafters.tree_options import TreeOptions
+from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, empty_draft
 
@@ -31,36 +32,18 @@ _CHUNK = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftModelConfig:
+class DraftModelConfig(TreeOptions):
     """Options of `draft_model`."""
 
     model: Any
     """Directory, hub id, ``demo-draft``, or a loaded transformers model."""
     num_speculative_tokens: int = 5
     """Length of the chain, tokens; a tree's depth is that of `shape`."""
-    shape: Sequence[int] | None = None
-    """Children of each node at depth 0, 1, ...; None drafts a chain."""
-    draw: str = "auto"
-    """``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``."""
     dtype: str = "auto"
     """Of the weights: ``auto`` is what the checkpoint says."""
-    temperature: float | None = None
-    """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
 
     def __post_init__(self) -> None:
-        kinds = [kind.value for kind in Draw]
-        if self.draw not in kinds:
-            raise ArgumentError(
-                f"draft_model: draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"
-            )
-        if self.num_speculative_tokens < 1:
-            raise ArgumentError(
-                f"draft_model: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
-            )
-        if self.shape is not None and (not self.shape or min(self.shape) < 1):
-            raise ArgumentError(f"draft_model: shape needs at least one depth and one child a node, got {self.shape}")
-        if self.temperature is not None and self.temperature <= 0:
-            raise ArgumentError(f"draft_model: temperature must be above 0, got {self.temperature}; use draw='given'")
+        self.check_tree("draft_model")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,7 +51,7 @@ class _Row:
     """What the draft model's cache knows of one row."""
 
     cached: int = 0
-    """Committed tokens in the cache."""
+    """Committed tokens in the cache, counted as the draft model reads them."""
     drafted: Submitted | None = None
     """The last proposal, until the target has spoken."""
 
@@ -81,10 +64,10 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
-        shape = Shape(tuple(config.shape) if config.shape else (1,) * config.num_speculative_tokens)
-        self._tree = FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
-        self.model = _load(config, setup, shape)
+        self._tree = config.tree()
+        self.model = self._load(setup)
         self._vocabulary = setup.target.vocab_size
+        self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
         self._rows: dict[int, _Row] = {}
 
@@ -100,61 +83,66 @@ class DraftModelDrafter(Drafter):
             drafted, row.drafted = row.drafted, None
             if drafted is not None:
                 drafted.learn(self._tree.calibration, tokens[known:])
-            if drafted is not None and drafted.run and row.cached == known - 1:
+            if drafted is not None and drafted.run and row.cached == self._span(row_id, known) - 1:
                 path = drafted.kept(tokens[known:-1])
                 rows.append(row_id)
                 paths.append(path)
                 row.cached += 1 + len(path)
-            row.cached = min(row.cached, len(tokens) - 1)
+            row.cached = max(0, min(row.cached, len(self._read(row_id, tokens)) - 1))
         if rows:
             self.model.commit(rows, paths)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
             row = self._rows.setdefault(row_id, _Row())
-            row.cached, row.drafted = min(row.cached, length), None
+            row.cached, row.drafted = min(row.cached, self._span(row_id, length)), None
             self.model.truncate([row_id], [row.cached])
             if length == 0:
                 del self._rows[row_id]
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        within = self._tree.within(context, budget, self.model.max_length)
-        active = [index for index, count in enumerate(within) if count > 0]
+        texts = [self._read(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
+        most = min(self.model.max_length, self.model.slots - len(self._tree.shape.parents))
+        within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, most)
+        active = [index for index, count in enumerate(within) if count > 0 and texts[index]]
         if not active:
             return empty_draft(len(within))
-        grown = self._grow(context, active, max(within))
+        grown = self._grow(context, active, [texts[index] for index in active], max(within))
         builders = [TreeBuilder() for _ in within]
         for place, index in enumerate(active):
             builders[index], self._rows[context.rows[index]].drafted = self._tree.cut(grown, place, within[index])
         return stack(builders, device=grown.tokens.device)
 
-    def _grow(self, context: DraftContext, active: Sequence[int], nodes: int) -> Grown:
-        """The first `nodes` nodes of the shape for the active rows, level by level."""
-        rows, tokens = [context.rows[index] for index in active], [context.tokens[index] for index in active]
-        roots = [row_tokens[-1] for row_tokens in tokens]
+    def _grow(self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], nodes: int) -> Grown:
+        """The first `nodes` nodes of the shape for the active rows, which read as `texts`; level by level."""
+        rows = [context.rows[index] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1:
                 self._release_roots(rows)
+            roots = self._readable([text[-1] for text in texts])
             return self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits)
 
-        return self._tree.grow(context, active, nodes, self._fit(self._catch_up(rows, tokens)), descend)
+        return self._tree.grow(context, active, nodes, self._fit(self._catch_up(rows, texts)), descend, self._shared)
 
-    def _catch_up(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""
         states = [self._rows.setdefault(row, _Row()) for row in rows]
-        for state, row_tokens in zip(states, tokens, strict=True):
-            state.cached, state.drafted = min(state.cached, len(row_tokens) - 1), None
-        self.model.truncate(rows, [state.cached for state in states])
-        for row, state, row_tokens in zip(rows, states, tokens, strict=True):
-            if len(row_tokens) - state.cached > _CHUNK:
-                self.model.prefill([row], [self._readable(row_tokens[state.cached : -1])])
-                state.cached = len(row_tokens) - 1
-        missing = [self._readable(row_tokens[state.cached :]) for state, row_tokens in zip(states, tokens, strict=True)]
-        logits = self.model.prefill(rows, missing).logits
-        for state, row_tokens in zip(states, tokens, strict=True):
-            state.cached = len(row_tokens)
+        for state, text in zip(states, texts, strict=True):
+            state.cached, state.drafted = min(state.cached, len(text) - 1), None
+        missing = [self._readable(text[state.cached :]) for state, text in zip(states, texts, strict=True)]
+        logits = run_missing(self.model, rows, [state.cached for state in states], missing)
+        for state, text in zip(states, texts, strict=True):
+            state.cached = len(text)
         return logits
+
+    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+        """The committed tokens as the draft model reads them."""
+        return tokens
+
+    def _span(self, row_id: int, length: int) -> int:
+        """How many tokens the draft model reads for a row's first `length` committed ones."""
+        return length
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens; ids from the padding of the target's embedding, which the draft model may lack, read as 0."""
@@ -180,24 +168,37 @@ class DraftModelDrafter(Drafter):
         counts = torch.full((batch,), size, device=ids.device)
         return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros_like(ids, dtype=torch.uint8))
 
+    def _load(self, setup: DrafterSetup, room: int = 1) -> Target:
+        """The draft model with a cache of `room` times the engine's slots."""
+        from forerun.target import Target
+
+        named = isinstance(self.config.model, str | Path)
+        model = resolved(self.config.model) if named else self.config.model
+        slots = room * setup.slots + len(self._tree.shape.parents)
+        return Target.load(model, rows=setup.rows, slots=slots, dtype=self.config.dtype)
+
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         named = isinstance(self.config.model, str | Path)
-        theirs = tokenizer_beside(_resolved(self.config.model)) if named else None
+        theirs = tokenizer_beside(resolved(self.config.model)) if named else None
         if setup.tokenizer is not None and theirs is not None:
             check_tokenizers(setup.tokenizer, theirs)
         else:
             check_sizes(setup.target.vocab_size, self.model.vocab_size)
 
 
-def _resolved(name: str | Path) -> str:
-    from forerun import demo
+def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
+    """Cut the rows' caches to `cached` tokens and run what is missing behind them.
 
-    return str(demo.resolve(name))
+    Args:
+        missing: at least one token for each row.
 
-
-def _load(config: DraftModelConfig, setup: DrafterSetup, shape: Shape) -> Target:
-    from forerun.target import Target
-
-    model = _resolved(config.model) if isinstance(config.model, str | Path) else config.model
-    nodes = len(shape.parents)
-    return Target.load(model, rows=setup.rows, slots=setup.slots + nodes, dtype=config.dtype)
+    Returns:
+        (B, 1, V) logits after the last token of each row.
+    """
+    model.truncate(rows, cached)
+    rest = list(missing)
+    for index, (row, text) in enumerate(zip(rows, missing, strict=True)):
+        if len(text) > _CHUNK:
+            model.prefill([row], [text[:-1]])
+            rest[index] = text[-1:]
+    return model.prefill(rows, rest).logits

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from forerun.errors import NumericError
 from forerun.sampling import Coins, Sampler
 from forerun.types import Drawn
 
@@ -172,7 +173,9 @@ def grow(
     batch, width = logits.shape[:2]
     found = [
         [
-            _children(logits[row, place], count, growers[row], node, partial(paths, row, node))
+            (_children if vocabulary is None else _children_if_any)(
+                logits[row, place], count, growers[row], node, partial(paths, row, node)
+            )
             for place, node in enumerate(level)
         ]
         for row in range(batch)
@@ -216,6 +219,18 @@ def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Calla
     output = [] if sampler.neutral else [*grower.output, *path()]
     law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
     return siblings(law, count, grower.draw, lambda law, index: grower.coins.drafted(law, node, index))
+
+
+def _children_if_any(
+    logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]
+) -> Siblings:
+    """None where a request bans every token that a smaller vocabulary has: the target may still have others."""
+    try:
+        return _children(logits, count, grower, node, path)
+    except NumericError:
+        if bool(torch.isnan(logits.max())):
+            raise
+        return Siblings([], [], [], None)
 
 
 def siblings(law: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], int]) -> Siblings:

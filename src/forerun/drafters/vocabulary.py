@@ -11,10 +11,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REMEDY = (
-    "A draft model needs the target's own tokenizer: take a smaller model of the same family, "
-    "or a drafter that has no vocabulary of its own (ngram)."
+    "A draft model needs the target's own tokenizer: take a smaller model of the same family, let this one draft in "
+    "its own tokens (--drafter tli or --drafter slem), or take a drafter that has no vocabulary of its own (ngram)."
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def resolved(name: str | Path) -> str:
+    """The directory of a shipped model for its name; anything else unchanged."""
+    from forerun import demo
+
+    return str(demo.resolve(name))
 
 
 def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:

@@ -1,0 +1,122 @@
+"""Token-level intersection: a model with another tokenizer drafts the tokens that both vocabularies share.
+
+arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, ids are mapped both
+ways, and that law is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the committed
+text token by token: a token that it lacks is written in its own tokens, so its text and the target's differ in length.
+Acceptance is at most the mass that the target puts on the shared tokens. Knows no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.growth import DraftVocabulary
+from forerun.drafters.translation import (
+    Dictionary,
+    Encoder,
+    Intersection,
+    Spelling,
+    TokenReading,
+    draft_tokenizer,
+    require,
+    target_tokenizer,
+)
+from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.target.pruned import prune_head
+from forerun.types import Draft
+
+_ROOM = 2
+"""The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TliConfig(DraftModelConfig):
+    """Options of `tli`: those of `draft_model`, and what stands between the two tokenizers."""
+
+    tokenizer: Any = None
+    """The draft model's: directory, hub id or object; None takes the one beside the model."""
+    target_tokenizer: Any = None
+    """The target's; None takes the engine's."""
+    min_shared: float = 0.05
+    """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("tli")
+        if self.min_shared < 0:
+            raise ArgumentError(f"tli: min_shared must be 0 or more, got {self.min_shared}")
+
+
+class TliDrafter(DraftModelDrafter):
+    """Drafts the shared tokens with a smaller causal LM, one forward pass per level for all rows."""
+
+    name = "tli"
+    Config = TliConfig
+    config: TliConfig
+
+    def __init__(self, config: TliConfig, setup: DrafterSetup) -> None:
+        super().__init__(config, setup)
+        self._readings: dict[int, TokenReading] = {}
+
+    def reading(self, row_id: int) -> list[int]:
+        """What the draft model has read of a row: its own token ids, the first of which are in its cache."""
+        return self._reading(row_id).ids
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + (self._pruned or 0)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._readings.pop(row_id, None)
+            else:
+                self._reading(row_id).shrink(length)
+
+    def _load(self, setup: DrafterSetup, room: int = _ROOM) -> Any:
+        return super()._load(setup, room)
+
+    def _check_vocabulary(self, setup: DrafterSetup) -> None:
+        """Find the shared tokens, and whether there are enough."""
+        config = self.config
+        target = Spelling(target_tokenizer(self.name, config.target_tokenizer, setup))
+        draft = Spelling(draft_tokenizer(self.name, config.tokenizer, config.model))
+        shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
+        require(shared, config.min_shared, target, draft)
+        widest = max(self._tree.shape.children)
+        if len(shared) < widest:
+            raise VocabularyMismatchError(
+                f"tli: a shape of {widest} children a node needs as many common tokens; {target!r} and {draft!r} have "
+                f"{len(shared)}"
+            )
+        self._dictionary = Dictionary(target, Encoder(draft), self.model.vocab_size)
+        device = self.model.device
+        self._shared = DraftVocabulary(token_ids=shared.target_ids.to(device), size=setup.target.vocab_size)
+        self._draft_ids = shared.draft_ids.to(device)
+        self._translated = torch.zeros(setup.target.vocab_size, dtype=torch.int64, device=device)
+        self._translated[self._shared.token_ids] = self._draft_ids
+        self._pruned = prune_head(self.model, self._draft_ids)
+
+    def _reading(self, row_id: int) -> TokenReading:
+        return self._readings.setdefault(row_id, TokenReading(self._dictionary))
+
+    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+        return self._reading(row_id).follow(tokens)
+
+    def _span(self, row_id: int, length: int) -> int:
+        reading = self._reading(row_id)
+        reading.shrink(length)
+        return reading.span(length)
+
+    def _partial(self, ids: Tensor) -> Draft:
+        return super()._partial(self._translated[ids])
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """(B, F, V') of the shared tokens, ascending in the target's ids."""
+        return logits if self._pruned is not None else logits[..., self._draft_ids]

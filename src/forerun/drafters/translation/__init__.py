@@ -1,0 +1,26 @@
+"""Between two tokenizers: what tokens spell, which of them both know, how one reads what the other wrote.
+
+Text is handled as bytes, because a token may hold a part of a character. Knows tokenizers; no model, no law, no cache.
+"""
+
+from forerun.drafters.translation.encoding import Encoder, Span, whole_characters
+from forerun.drafters.translation.finding import draft_tokenizer, target_tokenizer
+from forerun.drafters.translation.intersection import Intersection, require
+from forerun.drafters.translation.reading import Dictionary, TextReading, TokenReading, opening_of
+from forerun.drafters.translation.spelling import Spelling, rendering
+
+__all__ = [
+    "Dictionary",
+    "Encoder",
+    "Intersection",
+    "Span",
+    "Spelling",
+    "TextReading",
+    "TokenReading",
+    "draft_tokenizer",
+    "opening_of",
+    "rendering",
+    "require",
+    "target_tokenizer",
+    "whole_characters",
+]
