@@ -264,20 +264,22 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
         for index, row in enumerate(rows):
             builders[row] = rebuild(draft, index, widen=law_ids is None)
     stacked = stack(builders, device=drafts[0][1].tokens.device if drafts else "cpu", law_ids=law_ids)
-    begun = [(rows, draft) for rows, draft in drafts if draft.resume is not None]
-    return replace(stacked, resume=_spread(*begun[0], batch)) if len(begun) == 1 else stacked
+    begun = [(rows, draft.resume) for rows, draft in drafts if draft.resume is not None]
+    return replace(stacked, resume=_joined(begun, batch)) if begun else stacked
 
 
-def _spread(rows: Sequence[int], draft: Draft, batch: int) -> Resume | None:
-    """What one draft has begun, among the `batch` rows of a step; the others have run nothing."""
-    begun = draft.resume
-    assert begun is not None
-    index = torch.tensor(list(rows), device=begun.states.device)
-    states = begun.states.new_zeros(batch, *begun.states.shape[1:]).index_copy_(0, index, begun.states)
-    places = {row: place for place, row in enumerate(rows)}
-    counts = [begun.counts[places[row]] if row in places else 0 for row in range(batch)]
-    stamps = [begun.stamps[places[row]] if row in places else 0 for row in range(batch)]
-    return replace(begun, states=states, counts=counts, stamps=stamps)
+def _joined(begun: Sequence[tuple[Sequence[int], Resume]], batch: int) -> Resume:
+    """What the drafts have begun, over the `batch` rows of a step; what is at another boundary than the first is dropped."""
+    first = begun[0][1]
+    alike = [(rows, resume) for rows, resume in begun if resume.boundary == first.boundary]
+    size = max(resume.states.shape[1] for _, resume in alike)
+    states = first.states.new_zeros(batch, size, first.states.shape[2])
+    counts, stamps = [0] * batch, [0] * batch
+    for rows, resume in alike:
+        states[list(rows), : resume.states.shape[1]] = resume.states
+        for row, count, stamp in zip(rows, resume.counts, resume.stamps, strict=True):
+            counts[row], stamps[row] = count, stamp
+    return replace(first, states=states, counts=counts, stamps=stamps)
 
 
 def _shared_law_ids(drafts: Sequence[Draft]) -> Tensor | None:

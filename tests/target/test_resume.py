@@ -173,22 +173,36 @@ def test_a_draft_for_some_rows_keeps_what_it_has_begun(monkeypatch: pytest.Monke
     target = prefilled()
     whole = target.score(ROWS, ROOTS, DRAFT).logits
     resume = begun(target, 2, 4)
-    mine = Draft(
-        **{name: getattr(DRAFT, name)[[0, 2]] for name in ("tokens", "parents", "counts", "drawn", "laws")},
-        resume=replace(resume, states=resume.states[[0, 2]], counts=[4, 4], stamps=resume.stamps[::2]),
-    )
-    joined = gather([([1], _with_laws(1)), ([0, 2], mine)], 3)
+    resume = replace(resume, states=resume.states[[0, 2]], counts=[4, 4], stamps=resume.stamps[::2])
+    joined = gather([([1], _with_laws([1])), ([0, 2], replace(_with_laws([0, 2]), resume=resume))], 3)
     assert joined.resume is not None and joined.resume.counts == [4, 0, 4]
     evaluations = Evaluations(target, monkeypatch)
     assert worst(target.score(ROWS, ROOTS, joined, resume=joined.resume).logits, whole) <= TOLERANCE
     assert sum(layer == 0 for layer, _ in evaluations.seen) == 8 + 5 + 7 - 8
-    assert gather([([1], mine), ([0, 2], mine)], 3).resume is None, "two that began: both run anew"
 
 
-def _with_laws(row: int) -> Draft:
-    laws = DRAFT.laws
-    assert laws is not None
-    return replace(_row(DRAFT, row), laws=laws[row : row + 1])
+def test_two_drafts_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = prefilled()
+    whole = target.score(ROWS, ROOTS, DRAFT).logits
+    for boundaries, expected in (((2, 2), [2, 4, 2]), ((2, 1), [0, 4, 0])):
+        resumes = [begun(target, boundary, 4) for boundary in boundaries]
+        stamps = [target.writes[row] for row in ROWS]
+        drafts = [
+            replace(
+                _with_laws(rows),
+                resume=replace(
+                    resume, states=resume.states[rows, :count], counts=[count] * len(rows), stamps=stamps[: len(rows)]
+                ),
+            )
+            for rows, resume, count in (([1], resumes[0], 4), ([0, 2], resumes[1], 2))
+        ]
+        joined = gather([([1], drafts[0]), ([0, 2], drafts[1])], 3)
+        assert joined.resume is not None and list(joined.resume.counts) == expected
+        assert worst(target.score(ROWS, ROOTS, joined, resume=joined.resume).logits, whole) <= TOLERANCE
+
+
+def _with_laws(rows: list[int]) -> Draft:
+    return Draft(**{name: getattr(DRAFT, name)[rows] for name in ("tokens", "parents", "counts", "drawn", "laws")})
 
 
 def test_a_resume_that_does_not_fit_is_refused() -> None:
