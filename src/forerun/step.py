@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from forerun import tree as trees
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.errors import NumericError
 from forerun.sampling import Coins, Sampler, logprobs_of
+from forerun.scores import RowScores as RowScores
+from forerun.scores import Scores as Scores
 from forerun.target import Target
 from forerun.tree import TokenTree
 from forerun.types import (
@@ -56,8 +57,12 @@ class Row:
     """A rule asked for by name; None takes the best one for how the draft was drawn."""
     traced: bool = False
     """Whether each node's probabilities are wanted in the `StepTrace`."""
+    prediction: Sequence[int] = ()
+    """What the client expects as the answer, token ids."""
     steps: int = 0
     """Steps done so far."""
+    drafter_errors: int = 0
+    """Times that a drafter failed it."""
 
     def coins(self) -> Coins:
         """The coins of the coming step."""
@@ -76,6 +81,14 @@ class Group:
     """Per member, most tokens to draft on one path; the row's room limits it further."""
     nodes: int
     """Most drafted nodes per row."""
+    listeners: Sequence[int] = ()
+    """Rows that the drafter is shown the tokens of although it does not draft for them."""
+    draft: Draft | None = None
+    """The members' proposal, where it was made before the step."""
+
+
+Admit = Callable[[Draft], Draft]
+"""Chooses which drafted nodes are scored; may take away given nodes only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,78 +106,6 @@ class Emitted:
     trace: StepTrace
 
 
-class Scores:
-    """The target's raw logits over a step's trees, and the processed laws that rules ask for."""
-
-    def __init__(self, logits: Tensor, rows: Sequence[Row], row_trees: Sequence[TokenTree]) -> None:
-        self.logits = logits
-        """(B, N, V), raw."""
-        self.trees = row_trees
-        self._rows = rows
-        self._lengths = [len(row.tokens) for row in rows]
-        self._argmax: list[list[int]] | None = None
-
-    def row(self, index: int) -> RowScores:
-        """One row's laws, as a rule sees them."""
-        return RowScores(self, index)
-
-    def of(self, members: Sequence[int]) -> Scores:
-        """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members."""
-        if list(members) == list(range(len(self._rows))):
-            return self
-        chosen = Scores(
-            self.logits[list(members)], [self._rows[index] for index in members], [self.trees[i] for i in members]
-        )
-        chosen._lengths = [self._lengths[index] for index in members]
-        return chosen
-
-    def sampler(self, index: int) -> Sampler:
-        """The row's sampling parameters."""
-        return self._rows[index].sampler
-
-    def output(self, index: int, node: int) -> list[int]:
-        """The row's output up to and including `node`, as it was when the tree was scored."""
-        tree, row = self.trees[index], self._rows[index]
-        return [*row.tokens[row.prompt_length : self._lengths[index]], *(tree.tokens[step] for step in tree.path(node))]
-
-    def raw_argmax(self, index: int, node: int) -> int:
-        """Argmax of the raw logits, computed for the whole batch at the first call: one transfer to the host."""
-        if self._argmax is None:
-            values, ids = self.logits.max(-1)
-            if bool(torch.isnan(values).any()):
-                raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
-            self._argmax = ids.tolist()
-        return self._argmax[index][node]
-
-
-class RowScores:
-    """`NodeLaws` of one row, each law computed at most once."""
-
-    def __init__(self, scores: Scores, index: int) -> None:
-        self._scores, self._index = scores, index
-        self._laws: dict[int, Tensor] = {}
-
-    def law(self, node: int) -> Tensor:
-        """(V,) float32 processed law after `node`."""
-        if node not in self._laws:
-            logits = self._scores.logits[self._index, node]
-            output = self._scores.output(self._index, node)
-            self._laws[node] = self._scores.sampler(self._index).law(logits, output)
-        return self._laws[node]
-
-    def argmax(self, node: int) -> int:
-        """Token of the largest processed logit after `node`."""
-        sampler = self._scores.sampler(self._index)
-        if sampler.neutral:
-            return self._scores.raw_argmax(self._index, node)
-        logits = self._scores.logits[self._index, node]
-        return int(sampler.process(logits, self._scores.output(self._index, node)).argmax())
-
-    def known(self, node: int, token: int) -> float | None:
-        """Target probability of `token` after `node` where a rule asked for that law; else None."""
-        return float(self._laws[node][token]) if node in self._laws else None
-
-
 @dataclass(slots=True)
 class _Clock:
     """Wall times of the phases of a step, ms."""
@@ -179,7 +120,15 @@ class _Clock:
 
 
 @torch.inference_mode()
-def step(target: Target, rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[Emitted]:
+def step(
+    target: Target,
+    rows: Sequence[Row],
+    groups: Sequence[Group],
+    *,
+    check: bool = False,
+    admit: Admit | None = None,
+    since: float | None = None,
+) -> list[Emitted]:
     """Advance every row by at least one token.
 
     Args:
@@ -187,9 +136,13 @@ def step(target: Target, rows: Sequence[Row], groups: Sequence[Group], *, check:
         rows: B running sequences; their tokens grow in place.
         groups: who drafts for whom; rows in no group decode plainly.
         check: also verify the invariants of DESIGN section 5 (debug mode).
+        admit: chooses which of the drafted nodes are scored; None scores all.
+        since: when the step began, `time.perf_counter`, where work was done for it before this call.
     """
-    clock = _Clock()
+    clock = _Clock() if since is None else _Clock([since])
     draft = _propose(target, rows, groups, check)
+    if admit is not None:
+        draft = admit(draft)
     row_trees = trees.token_trees(draft, [row.tokens[-1] for row in rows], target.vocab_size)
     clock.lap()
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
@@ -235,7 +188,15 @@ def context_for(
         samplers=[row.sampler for row in chosen],
         coins=[row.coins() for row in chosen],
         signals=signals,
+        predictions=[row.prediction for row in chosen],
     )
+
+
+def drafter_failed(rows: Sequence[Row], name: str, task: str, error: Exception) -> None:
+    """A drafter raised: say so once, count it for the rows that it worked for; the step goes on without it."""
+    warn_drafter(name, task, repr(error))
+    for row in rows:
+        row.drafter_errors += 1
 
 
 @lru_cache(maxsize=256)
@@ -258,12 +219,14 @@ def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check
             continue
         budget = Budget(nodes=[group.nodes if depth > 0 else 0 for depth in depths], depth=depths)
         try:
-            draft = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
+            draft = group.draft
+            if draft is None:
+                draft = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
             trees.check(draft, target.vocab_size)
             if check:
                 _check_laws(draft)
         except Exception as error:
-            warn_drafter(group.name, "to propose; its rows decode plainly", repr(error))
+            drafter_failed([rows[i] for i in group.members], group.name, "to propose; its rows decode plainly", error)
             continue
         drafts.append((group.members, draft))
     return trees.gather(drafts, len(rows)) if drafts else empty_draft(len(rows))
@@ -308,15 +271,31 @@ def _teach(
     signals: Mapping[Signal, Tensor],
 ) -> None:
     for group in groups:
-        chosen = [verdicts[index] for index in group.members]
-        fresh = [len(verdict.path) + 1 for verdict in chosen]
-        wanted = {signal: _kept_states(signals[signal], group.members, chosen) for signal in group.drafter.requires}
-        context = context_for(rows, group.members, fresh, wanted)
+        everyone = sorted((*group.members, *group.listeners))
         try:
-            group.drafter.observe(context, chosen, scores.of(group.members))
-            group.drafter.extend(context)
+            if group.members:
+                chosen = [verdicts[index] for index in group.members]
+                context = _lesson(rows, group.members, group.drafter, verdicts, signals)
+                group.drafter.observe(context, chosen, scores.of(group.members))
+            if group.listeners:
+                context = _lesson(rows, everyone, group.drafter, verdicts, signals)
+            if everyone:
+                group.drafter.extend(context)
         except Exception as error:
-            warn_drafter(group.name, "to learn from a step", repr(error))
+            drafter_failed([rows[index] for index in everyone], group.name, "to learn from a step", error)
+
+
+def _lesson(
+    rows: Sequence[Row],
+    members: Sequence[int],
+    drafter: Drafter,
+    verdicts: Sequence[Verdict],
+    signals: Mapping[Signal, Tensor],
+) -> DraftContext:
+    """What a drafter is shown of these rows after a step."""
+    chosen = [verdicts[index] for index in members]
+    wanted = {signal: _kept_states(signals[signal], members, chosen) for signal in drafter.requires}
+    return context_for(rows, members, [len(verdict.path) + 1 for verdict in chosen], wanted)
 
 
 def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verdict]) -> Tensor:

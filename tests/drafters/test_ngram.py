@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,13 @@ from forerun.types import Budget, Draft
 ROOMY = Budget(nodes=[64], depth=[64])
 
 
-def context(tokens: Sequence[int], fresh: int, row: int = 0) -> DraftContext:
+def context(tokens: Sequence[int], fresh: int, row: int = 0, prompt: int = 1) -> DraftContext:
     return DraftContext(
-        rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], coins=[], signals={}
+        rows=[row], tokens=[tokens], prompt_lengths=[prompt], fresh=[fresh], samplers=[], coins=[], signals={}
     )
 
 
-def drafter(**options: int) -> NgramDrafter:
+def drafter(**options: Any) -> NgramDrafter:
     return NgramDrafter(NgramConfig(**options), setup=None)  # type: ignore[arg-type]
 
 
@@ -29,7 +30,7 @@ def propose(made: NgramDrafter, tokens: Sequence[int], budget: Budget = ROOMY) -
     return made.propose(context(tokens, 0), budget)
 
 
-def fed(tokens: Sequence[int], **options: int) -> NgramDrafter:
+def fed(tokens: Sequence[int], **options: Any) -> NgramDrafter:
     made = drafter(**options)
     made.extend(context(tokens, len(tokens)))
     return made
@@ -76,6 +77,38 @@ def test_several_continuations_share_their_common_beginning() -> None:
     draft = propose(fed(text, num_speculative_tokens=2, max_branches=2), text)
     assert sorted(paths(draft)) == [[5, 6], [5, 7]]
     assert draft.counts.tolist() == [3]
+
+
+@pytest.mark.parametrize(("match", "expected"), [("last", 7), ("first", 5), ("most_frequent", 6)])
+def test_which_place_is_copied_from_is_an_option(match: str, expected: int) -> None:
+    text = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 6, 0, 1, 2, 7, 0, 1, 2]
+    options = {"num_speculative_tokens": 1, "prompt_lookup_max": 2, "match": match}
+    assert paths(propose(fed(text, **options), text)) == [[expected]]
+
+
+def test_the_most_frequent_continuation_is_voted_for_token_after_token() -> None:
+    text = [1, 5, 6, 0, 1, 5, 7, 0, 1, 5, 6, 0, 1, 9, 9, 0, 1]
+    options = {"num_speculative_tokens": 2, "match": "most_frequent", "prompt_lookup_max": 1}
+    assert paths(propose(fed(text, **options), text)) == [[5, 6]]
+    assert sorted(paths(propose(fed(text, max_branches=3, **options), text))) == [[5, 6], [5, 7], [9, 9]]
+
+
+def test_of_equally_frequent_continuations_the_most_recent_wins() -> None:
+    text = [1, 5, 0, 1, 6, 0, 1]
+    options = {"num_speculative_tokens": 1, "match": "most_frequent", "prompt_lookup_max": 1}
+    assert paths(propose(fed(text, **options), text)) == [[6]]
+
+
+@pytest.mark.parametrize(("hits", "expected"), [(1, [[8]]), (2, [[7]]), (3, [[7]]), (4, [])])
+def test_an_n_gram_that_was_met_too_rarely_is_not_copied_from(hits: int, expected: list[list[int]]) -> None:
+    text = [3, 2, 8, 0, 2, 7, 0, 2, 7, 0, 3, 2]
+    options = {"num_speculative_tokens": 1, "prompt_lookup_max": 2, "match": "most_frequent", "min_hits": hits}
+    assert paths(propose(fed(text, **options), text)) == expected
+
+
+@pytest.mark.parametrize("text", [[], [4], [4, 4]])
+def test_a_history_shorter_than_the_n_gram_drafts_nothing(text: list[int]) -> None:
+    assert int(propose(fed(text, prompt_lookup_min=3), text).counts) == 0
 
 
 def test_a_repetition_is_continued_beyond_the_end_of_the_text() -> None:
@@ -133,8 +166,14 @@ def test_confidence_follows_what_the_text_really_did() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_speculative_tokens": 0}, {"prompt_lookup_min": 0}, {"prompt_lookup_max": 1, "prompt_lookup_min": 2}],
+    [
+        {"num_speculative_tokens": 0},
+        {"prompt_lookup_min": 0},
+        {"prompt_lookup_max": 1, "prompt_lookup_min": 2},
+        {"min_hits": 0},
+        {"match": "latest"},
+    ],
 )
-def test_senseless_options_are_refused(options: dict[str, int]) -> None:
+def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="ngram"):
         drafter(**options)

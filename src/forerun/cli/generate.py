@@ -25,6 +25,7 @@ def generate(
     *,
     prompt: Annotated[str | None, Parameter(alias="-p", allow_leading_hyphen=True)] = None,
     prompt_file: Path | None = None,
+    prediction_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
     show_draft: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -42,6 +43,8 @@ def generate(
         The prompt; read from stdin if neither this nor --prompt-file is given.
     prompt_file
         File that holds the prompt.
+    prediction_file
+        File that holds what the answer will be like, for the drafter `prediction`, which is taken if none is named.
     chat
         Put the prompt into the model's chat template as a user's message.
     show_draft
@@ -51,15 +54,16 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     config, params = speculation.config(), sampling.params()
+    expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
     from forerun.cli import session, show
 
-    llm = session.load(model, loading, config, max_num_seqs=1)
-    messages = [{"role": "user", "content": text}]
+    llm = session.load(model, loading, config or ({"method": "prediction"} if expected else None), max_num_seqs=1)
+    given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
     if json:
-        output = (llm.chat(messages, params) if chat else llm.generate([text], params))[0]
+        output = llm.generate([{**given, **expected}], params)[0]
         console.write_json(show.answer_record(output, output.outputs[0], with_tokens=show_draft))
         return 0
-    chunks = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
+    chunks = llm.stream({**given, **expected}, params)
     finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)
     log = console.log()
     if show_draft:

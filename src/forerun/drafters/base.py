@@ -38,6 +38,8 @@ class DraftContext:
     """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
     that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
     ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
+    predictions: Sequence[Sequence[int]] = ()
+    """(B,) the answer that each row's client predicted, token ids; empty where there is none, or for all rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,21 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.errors import ArgumentError
+from forerun.drafters.copying.confidence import Drafted, Record, Sign
+from forerun.errors import ArgumentError, nearest
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft
 
 _SCANNED = 32
-"""Most earlier places looked at for one n-gram, the most recent ones: a frequent word has thousands."""
-_PRIOR = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82)
-"""First guess that a copied token is right after 0, 1, 2, ... matching tokens before it."""
-_PRIOR_WEIGHT = 16.0
-"""How many observations the first guess is worth."""
+"""Most earlier places looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
+_MATCHES = ("last", "first", "most_frequent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NgramConfig:
-    """Options of `ngram`; names are vLLM's."""
+    """Options of `ngram`; names are vLLM's, `min_hits` is llama.cpp's."""
 
     num_speculative_tokens: int = 8
     """Most tokens copied from one place."""
@@ -35,14 +33,23 @@ class NgramConfig:
     """Shortest n-gram searched for, in tokens."""
     max_branches: int = 1
     """Most different continuations merged into one tree; 1 drafts a chain."""
+    match: str = "last"
+    """Which place to copy from where an n-gram has several: ``last``, ``first`` (transformers), or ``most_frequent``:
+    the continuation that its last 32 places have most often, token after token."""
+    min_hits: int = 1
+    """Earlier places that an n-gram must have to be copied from."""
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "max_branches"):
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "max_branches", "min_hits"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"ngram: {name} must be at least 1, got {getattr(self, name)}")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if high < low:
             raise ArgumentError(f"ngram: prompt_lookup_max ({high}) is below prompt_lookup_min ({low})")
+        if self.match not in _MATCHES:
+            raise ArgumentError(
+                f"ngram: match must be one of {', '.join(_MATCHES)}, got {self.match!r}.{nearest(self.match, _MATCHES)}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,9 +58,7 @@ class _Row:
 
     tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    drafted: TreeBuilder | None = None
-    evidence: list[int] = field(default_factory=list)
-    """Of each drafted node: how many tokens before it matched the place it was copied from."""
+    drafted: Drafted | None = None
 
     def append(self, token: int, sizes: range) -> None:
         self.tokens.append(token)
@@ -74,17 +79,13 @@ class _Row:
             if size <= len(self.tokens):
                 yield tuple(self.tokens[-size:])
 
-    def copy(self, place: int, length: int) -> list[int]:
-        """`length` tokens from `place`; a copy that reaches the end of the text goes on with itself."""
-        period = len(self.tokens) - place
-        found = self.tokens[place : place + length]
-        while len(found) < length:
-            found.append(found[len(found) - period])
-        return found
+    def copied(self, place: int, offset: int) -> int:
+        """The token at `offset` from `place`; a copy that reaches the end of the text goes on with itself."""
+        return self.tokens[place + offset % (len(self.tokens) - place)]
 
 
 class NgramDrafter(Drafter):
-    """Copies what followed the longest, most recent earlier occurrence of the text's last tokens."""
+    """Copies what followed an earlier occurrence of the text's last tokens, of the longest n-gram that has one."""
 
     name = "ngram"
     Config = NgramConfig
@@ -93,14 +94,15 @@ class NgramDrafter(Drafter):
         self.config = config
         self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._rows: dict[int, _Row] = {}
-        self._tried = [_PRIOR_WEIGHT] * len(_PRIOR)
-        self._right = [_PRIOR_WEIGHT * prior for prior in _PRIOR]
+        self._record = Record()
 
     def extend(self, context: DraftContext) -> None:
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             row = self._rows.setdefault(row_id, _Row())
             self._shrink(row, len(tokens) - fresh)
-            self._learn(row, tokens)
+            if row.drafted is not None:
+                row.drafted.teach(self._record, tokens)
+                row.drafted = None
             for index in range(len(row.tokens), len(tokens)):
                 row.append(tokens[index], self._sizes)
 
@@ -125,50 +127,58 @@ class NgramDrafter(Drafter):
             row.pop(self._sizes)
 
     def _grow(self, row: _Row, nodes: int, depth: int) -> TreeBuilder:
-        """A trie of up to `max_branches` continuations: longest match first, then the most recent."""
-        builder, evidence = TreeBuilder(), list[int]()
+        """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
+        row.drafted = drafted = Drafted(len(row.tokens))
+        tree = drafted.tree
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
-        for place, size in self._matches(row):
-            if branches == self.config.max_branches or len(builder) >= nodes or length <= 0:
+        for place, size in self._matches(row, length):
+            if branches == self.config.max_branches or len(tree) >= nodes or length <= 0:
                 break
-            before = len(builder)
-            parent = 0
-            for offset, token in enumerate(row.copy(place, length)):
-                parent = builder.add(token, parent, confidence=self._confidence(size + offset))
-                evidence.extend([size + offset] * (len(builder) - len(evidence)))
-                if len(builder) >= nodes:
+            before, parent = len(tree), 0
+            for offset in range(length):
+                sign = Sign("ngram", size + offset)
+                parent = drafted.add(row.copied(place, offset), parent, sign, self._record.estimate(sign))
+                if len(tree) >= nodes:
                     break
-            branches += len(builder) > before
-        row.drafted, row.evidence = builder, evidence
-        return builder
+            branches += len(tree) > before
+        return tree
 
-    def _matches(self, row: _Row) -> Iterator[tuple[int, int]]:
+    def _matches(self, row: _Row, length: int) -> Iterator[tuple[int, int]]:
         """(place, size of the n-gram) of earlier occurrences of the text's end, each place once."""
         seen: set[int] = set()
-        end = len(row.tokens)
         for gram in row.grams(self._sizes):
-            for place in reversed(row.places.get(gram, [])[-_SCANNED - 1 :]):
-                if place != end and place not in seen:
+            where = row.places.get(gram, [])
+            earlier = len(where) - 1
+            if earlier < self.config.min_hits:
+                continue
+            for place in self._ordered(row, where, earlier, length):
+                if place not in seen:
                     seen.add(place)
                     yield place, len(gram)
 
-    def _confidence(self, evidence: int) -> float:
-        bucket = min(evidence, len(_PRIOR) - 1)
-        return self._right[bucket] / self._tried[bucket]
-
-    def _learn(self, row: _Row, tokens: Sequence[int]) -> None:
-        """Compare the last draft with what the text went on with; whether a rule accepted it does not matter."""
-        draft, row.drafted = row.drafted, None
-        if draft is None:
+    def _ordered(self, row: _Row, where: Sequence[int], earlier: int, length: int) -> Iterator[int]:
+        """Some of the first `earlier` places, in the order in which to copy from them."""
+        if self.config.match == "first":
+            yield from where[: min(earlier, _SCANNED)]
             return
-        on_path = {0: len(row.tokens)}
-        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), start=1):
-            place = on_path.get(parent)
-            if place is None or place >= len(tokens):
-                continue
-            bucket = min(row.evidence[node - 1], len(_PRIOR) - 1)
-            self._tried[bucket] += 1.0
-            if tokens[place] == token:
-                self._right[bucket] += 1.0
-                on_path[node] = place + 1
+        recent = where[max(0, earlier - _SCANNED) : earlier][::-1]
+        if self.config.match == "last":
+            yield from recent
+            return
+        while recent:
+            chosen = _most_frequent(row, recent, length)
+            yield chosen[0]
+            recent = [place for place in recent if place not in chosen]
+
+
+def _most_frequent(row: _Row, places: list[int], length: int) -> list[int]:
+    """Those places, most recent first, whose next token is the most frequent; of these again, for `length` tokens."""
+    for offset in range(length):
+        if len(places) == 1:
+            break
+        votes: dict[int, list[int]] = {}
+        for place in places:
+            votes.setdefault(row.copied(place, offset), []).append(place)
+        places = max(votes.values(), key=len)
+    return places

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.drafters import DRAFTERS, entry_named
+from forerun.drafters import AUTO, entry_named, methods
 from forerun.errors import ArgumentError
 
 MAX_SPECULATIVE_TOKENS = 128
@@ -18,6 +18,11 @@ _ALIASES = {
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
     "rejection_sample_method": "rule",
+    "suffix_decoding_max_tree_depth": "max_tree_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+    "max_matching_ngram_size": "prompt_lookup_max",
 }
 _RULE_ALIASES = {"strict": "token_rejection", "standard": "token_rejection"}
 
@@ -31,6 +36,8 @@ class SpeculativeConfig:
     """Most drafted tokens on one path; None takes the method's own default."""
     rule: str | None = None
     """A verification rule by name; None takes the best for how the draft was drawn."""
+    adaptive: bool | None = None
+    """Let the controller decide how much to draft, or nothing; None: for the method ``auto`` alone."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
 
@@ -55,7 +62,18 @@ class SpeculativeConfig:
                 f"num_speculative_tokens must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}, got {tokens!r}"
             )
         rule = values.pop("rule", None)
-        return cls(method=method, num_speculative_tokens=tokens, rule=_RULE_ALIASES.get(rule, rule), options=values)
+        return cls(
+            method=method,
+            num_speculative_tokens=tokens,
+            rule=_RULE_ALIASES.get(rule, rule),
+            adaptive=_adaptive(values.pop("adaptive", None), method),
+            options=values,
+        )
+
+    @property
+    def controlled(self) -> bool:
+        """Whether the controller decides."""
+        return self.method == AUTO if self.adaptive is None else self.adaptive
 
     @property
     def drafter_options(self) -> dict[str, Any]:
@@ -65,9 +83,17 @@ class SpeculativeConfig:
 
     @property
     def key(self) -> str:
-        """The same for configurations that can share one drafter."""
+        """The same for configurations that can share one drafter; what drafting costs is kept under it."""
         options = {name: _plain(value) for name, value in sorted(self.drafter_options.items())}
         return f"{self.method}:{json.dumps(options, sort_keys=True)}"
+
+
+def _adaptive(value: Any, method: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentError(f"adaptive is true or false, got {value!r}")
+    if value is False and method == AUTO:
+        raise ArgumentError(f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step")
+    return value
 
 
 def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
@@ -109,7 +135,7 @@ def _method(values: dict[str, Any]) -> str:
     if method is None and model is not None:
         method = "draft_model"
     if method is None:
-        raise ArgumentError(f"the speculative configuration names no method; there are {', '.join(DRAFTERS)}")
+        raise ArgumentError(f"the speculative configuration names no method; there are {', '.join(methods())}")
     entry_named(str(method))
     return str(method)
 
@@ -118,4 +144,6 @@ def _plain(value: Any) -> Any:
     """Something JSON knows; objects (a loaded model, say) are told apart by identity."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in sorted(value.items())}
     return value if isinstance(value, str | int | float | bool | type(None)) else f"{type(value).__name__}@{id(value)}"

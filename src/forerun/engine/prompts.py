@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
+the answer, text or token ids, for the drafter of that name."""
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -73,6 +74,7 @@ class PromptReader:
     ) -> Request:
         """A request with its `n` answers, ready to be queued. `drafter` is the key of the drafter that serves it."""
         text, ids = self.tokens(prompt)
+        prediction = self.prediction(prompt)
         params = self.resolve(params)
         request = Request(
             id=request_id, prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
@@ -80,7 +82,26 @@ class PromptReader:
         seed = params.seed if params.seed is not None else self.default_seed
         seed = secrets.randbits(63) if seed is None else seed
         request.answers = [self._answer(request, index, seed + index, drafter) for index in range(params.n)]
+        for answer in request.answers:
+            answer.row.prediction = prediction
         return request
+
+    def prediction(self, prompt: Prompt) -> list[int]:
+        """Token ids of the answer that the client predicts; empty where it does not.
+
+        Raises:
+            ArgumentError: ids outside the vocabulary, or text without a tokenizer.
+        """
+        given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        if given is None:
+            return []
+        if not isinstance(given, str):
+            ids = [int(token) for token in given]
+            check_token_ids("prediction", ids, self.vocab_size)
+            return ids
+        if self.tokenizer is None:
+            raise ArgumentError("the prediction is text, but the model has no tokenizer; give a list of token ids")
+        return list(self.tokenizer.encode(given, add_special_tokens=False))
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill what is None from the generation configuration, else with the neutral value; check token ids."""

@@ -1,0 +1,129 @@
+"""Follows the answer that the client predicted: an edited file comes out mostly as it went in.
+
+What OpenAI's API calls Predicted Outputs. The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
+or, for all requests, with the drafter's options. Deterministic: all nodes are given. Knows no model and no law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.copying.alignment import Alignment
+from forerun.drafters.copying.confidence import Drafted, Record, Sign
+from forerun.errors import ArgumentError
+from forerun.sampling import check_token_ids
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft
+
+_TRUST = 2
+"""After an edit, tokens drafted for each token that has agreed since."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionConfig:
+    """Options of `prediction`."""
+
+    num_speculative_tokens: int = 16
+    """Most tokens copied from the prediction in a step."""
+    text: str | Sequence[int] | None = None
+    """Prediction for requests that bring none: text, or token ids."""
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ArgumentError(
+                f"prediction: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    alignment: Alignment
+    read: int
+    """How many of the row's tokens the alignment knows."""
+    drafted: Drafted | None = None
+
+
+class PredictionDrafter(Drafter):
+    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere.
+
+    Until the answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
+    `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
+
+    Raises:
+        ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
+    """
+
+    name = "prediction"
+    Config = PredictionConfig
+
+    def __init__(self, config: PredictionConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self._default = _token_ids(config.text, setup)
+        self._rows: dict[int, _Row] = {}
+        self._record = Record()
+
+    def extend(self, context: DraftContext) -> None:
+        for index, row_id in enumerate(context.rows):
+            tokens = context.tokens[index]
+            row = self._rows.get(row_id)
+            known = max(len(tokens) - context.fresh[index], context.prompt_lengths[index])
+            if row is None or row.read > known:
+                row = self._rows[row_id] = self._new(context, index)
+            if row.drafted is not None:
+                row.drafted.teach(self._record, tokens)
+            self._read(row, tokens)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        trees = []
+        for index, row_id in enumerate(context.rows):
+            row = self._rows.get(row_id)
+            if row is None:
+                row = self._rows[row_id] = self._new(context, index)
+            self._read(row, context.tokens[index])
+            row.drafted = self._draft(row, min(budget.nodes[index], budget.depth[index]))
+            trees.append(row.drafted.tree if row.drafted is not None else TreeBuilder())
+        return stack(trees)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """As `Drafter.truncate`; a row that shrinks is aligned anew from its beginning when it is next seen."""
+        for row_id, length in zip(rows, lengths, strict=True):
+            if row_id in self._rows and length < self._rows[row_id].read:
+                del self._rows[row_id]
+
+    def _new(self, context: DraftContext, index: int) -> _Row:
+        predicted = context.predictions[index] if context.predictions else ()
+        return _Row(alignment=Alignment(predicted or self._default), read=context.prompt_lengths[index])
+
+    def _read(self, row: _Row, tokens: Sequence[int]) -> None:
+        if row.read < len(tokens):
+            row.drafted = None
+        for token in tokens[row.read :]:
+            row.alignment.advance(token)
+        row.read = max(row.read, len(tokens))
+
+    def _draft(self, row: _Row, most: int) -> Drafted | None:
+        alignment = row.alignment
+        if alignment.place is None:
+            return None
+        length = min(most, self.config.num_speculative_tokens)
+        if alignment.edited:
+            length = min(length, _TRUST * alignment.matched)
+        drafted, parent = Drafted(row.read), 0
+        source = "edited" if alignment.edited else "prediction"
+        for offset, token in enumerate(alignment.predicted[alignment.place : alignment.place + length]):
+            sign = Sign(source, alignment.matched + offset)
+            parent = drafted.add(token, parent, sign, self._record.estimate(sign))
+        return drafted
+
+
+def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:
+    if text is None:
+        return ()
+    if not isinstance(text, str):
+        check_token_ids("prediction: text", text, setup.target.vocab_size)
+        return tuple(text)
+    if setup.tokenizer is None:
+        raise ArgumentError("prediction: text is a string, but the model has no tokenizer; give token ids instead")
+    return tuple(setup.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,270 @@
+"""Suffix decoding: what is drafted from which text, how much of it, and what is kept of past answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from drafters.test_ngram import ROOMY, context, paths
+from forerun.drafters.copying.automaton import SEPARATOR
+from forerun.drafters.copying.store import Cursor, OutputStore
+from forerun.drafters.suffix import SuffixConfig, SuffixDrafter
+from forerun.engine.config import SpeculativeConfig
+from forerun.errors import ArgumentError
+from forerun.types import Budget, Draft
+
+
+def drafter(**options: Any) -> SuffixDrafter:
+    return SuffixDrafter(SuffixConfig(**options), setup=None)  # type: ignore[arg-type]
+
+
+def fed(tokens: Sequence[int], **options: Any) -> SuffixDrafter:
+    made = drafter(**options)
+    made.extend(context(tokens, len(tokens)))
+    return made
+
+
+def propose(made: SuffixDrafter, tokens: Sequence[int], budget: Budget = ROOMY) -> Draft:
+    return made.propose(context(tokens, 0), budget)
+
+
+def drafted(tokens: Sequence[int], **options: Any) -> list[list[int]]:
+    return paths(propose(fed(tokens, **options), tokens))
+
+
+def answered(made: SuffixDrafter, prompt: list[int], output: list[int], row: int = 0) -> None:
+    """A whole request on one row."""
+    made.extend(context([*prompt, *output[:1]], len(prompt) + 1, row, prompt=len(prompt)))
+    made.extend(context([*prompt, *output], len(output) - 1, row, prompt=len(prompt)))
+    made.truncate([row], [0])
+
+
+def reference(text: Sequence[int], longest: int) -> list[int]:
+    """The chain by plain search: after the longest match, token for token the most frequent way on."""
+    text = list(text)
+
+    def ends(string: Sequence[int]) -> list[int]:
+        size = len(string)
+        return [end for end in range(size, len(text)) if text[end - size : end] == list(string)]
+
+    size = max((n for n in range(1, len(text)) if ends(text[-n:])), default=0)
+    string, chain = text[len(text) - size :], list[int]()
+    while len(chain) < min(size, longest):
+        while string and not ends(string):
+            string = string[1:]
+        if not string:
+            break
+        following = [text[end] for end in ends(string)]
+        token = max(following, key=lambda t: (following.count(t), max(e for e in ends(string) if text[e] == t)))
+        chain.append(token)
+        string = [*string, token]
+    return chain
+
+
+def test_the_longest_match_is_continued_and_a_longer_one_further() -> None:
+    assert drafted([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3]) == [[7, 8, 9]]
+    assert drafted([1, 2, 3, 7, 8, 9, 3, 5, 3]) == [[5]]
+
+
+def test_factor_offset_and_budget_bound_the_length() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
+    assert drafted(text, max_spec_factor=2.0) == [[3, 4, 5, 6]]
+    assert drafted(text, max_spec_factor=0.5, max_spec_offset=2.0) == [[3, 4, 5]]
+    assert drafted(text, max_spec_factor=9.0, num_speculative_tokens=2) == [[3, 4]]
+    assert paths(propose(fed(text), text, Budget(nodes=[1], depth=[9]))) == [[3]]
+    assert paths(propose(fed(text), text, Budget(nodes=[9], depth=[1]))) == [[3]]
+    assert int(propose(fed(text), text, Budget(nodes=[9], depth=[0])).counts) == 0
+
+
+def test_the_most_frequent_continuation_wins_over_the_most_recent() -> None:
+    assert drafted([1, 2, 5, 0, 1, 2, 5, 0, 1, 2, 6, 0, 9, 1, 2])[0][0] == 5
+
+
+def test_a_tree_holds_the_continuations_by_their_counts() -> None:
+    text = [1, 2, 5, 0, 1, 2, 5, 0, 1, 2, 6, 0, 9, 1, 2]
+    draft = propose(fed(text, nodes=3), text)
+    assert sorted(paths(draft)) == [[5, 0], [6]]
+    assert draft.confidence is not None
+    confidence = dict(zip(draft.tokens[0].tolist(), draft.confidence[0].tolist(), strict=True))
+    assert confidence[5] > confidence[6]
+
+
+def test_an_improbable_path_is_not_drafted() -> None:
+    text = [token for other in range(10, 30) for token in (1, 2, other)] + [1, 2]
+    assert drafted(text, min_token_prob=0.0)[0][0] == 29
+    assert drafted(text, min_token_prob=0.1) == []
+
+
+@pytest.mark.parametrize("text", [[], [4], [1, 2, 3]], ids=["empty", "one", "no match"])
+def test_without_a_match_nothing_is_drafted(text: list[int]) -> None:
+    assert drafted(text) == []
+
+
+def test_a_repetition_is_continued_beyond_the_end_of_the_text() -> None:
+    assert drafted([4, 1, 2, 1, 2, 1, 2], max_spec_factor=2.0, num_speculative_tokens=5) == [[1, 2, 1, 2, 1]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_history_of_growing_and_shrinking_drafts_what_a_plain_search_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    made, text = drafter(min_token_prob=0.0, max_tree_depth=64, num_speculative_tokens=6), list[int]()
+    for _ in range(40):
+        if text and rng.random() < 0.3:
+            keep = rng.randrange(1, len(text) + 1)
+            del text[keep:]
+            made.truncate([0], [keep])
+        fresh = [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+        text += fresh
+        made.extend(context(text, len(fresh)))
+        expected = reference(text, 6)
+        assert paths(propose(made, text)) == ([expected] if expected else [])
+
+
+def test_tokens_that_were_never_shown_are_read_when_they_are_met() -> None:
+    made = fed([1, 2, 3])
+    made.extend(context([1, 2, 3, 4, 1, 2], 1))
+    assert paths(propose(made, [1, 2, 3, 4, 1, 2])) == [[3, 4]]
+    assert paths(propose(made, [1, 2, 3, 4, 1, 2, 9, 4, 1])) == [[2, 9]]
+
+
+def test_a_past_answer_is_copied_and_its_prompt_is_not() -> None:
+    made = drafter()
+    answered(made, [30, 31, 32, 33], [1, 2, 3, 4, 5])
+    made.extend(context([9, 1, 2], 3))
+    assert paths(propose(made, [9, 1, 2])) == [[3, 4]]
+    made.extend(context([9, 1, 2, 30, 31], 2))
+    assert paths(propose(made, [9, 1, 2, 30, 31])) == []
+
+
+def test_prompts_are_kept_where_that_was_asked_for() -> None:
+    made = drafter(cache_prompts=True)
+    answered(made, [30, 31, 32, 33], [1, 2, 3])
+    made.extend(context([30, 31], 2))
+    assert paths(propose(made, [30, 31])) == [[32, 33]]
+
+
+def test_no_draft_reaches_over_the_end_of_an_answer() -> None:
+    made = drafter(max_spec_factor=4.0)
+    answered(made, [8], [1, 2, 3])
+    answered(made, [8], [4, 5, 6])
+    made.extend(context([2, 3], 2))
+    assert paths(propose(made, [2, 3])) == []
+    made.extend(context([2, 3, 1, 2], 2))
+    assert SEPARATOR not in paths(propose(made, [2, 3, 1, 2]))[0]
+
+
+def test_the_source_that_promises_more_is_taken() -> None:
+    made = drafter()
+    answered(made, [8], [1, 2, 3, 4, 5, 6])
+    text = [3, 7, 0, 1, 2, 3]
+    made.extend(context(text, len(text)))
+    assert paths(propose(made, text)) == [[4, 5, 6]], "a match of three in the store, of one in the request"
+
+
+def test_a_match_of_running_rows_is_found_in_what_was_stored_meanwhile() -> None:
+    made = drafter()
+    made.extend(context([9, 1, 2], 3, row=1))
+    answered(made, [8], [1, 2, 3, 4], row=0)
+    made.extend(context([5, 5], 2, row=2))
+    assert paths(made.propose(context([9, 1, 2], 0, row=1), ROOMY)) == [[3, 4]]
+
+
+def test_without_a_store_nothing_is_kept() -> None:
+    made = drafter(max_cached_requests=0)
+    answered(made, [8], [1, 2, 3, 4])
+    made.extend(context([1, 2], 2))
+    assert paths(propose(made, [1, 2])) == []
+
+
+def test_the_store_stays_within_its_bounds_and_keeps_the_latest() -> None:
+    store = OutputStore(depth=8, tokens=100, requests=10)
+    rng = random.Random(0)
+    for number in range(60):
+        output = [1000 + number, *(rng.randrange(4) for _ in range(rng.randrange(1, 70))), 2000 + number]
+        store.add(output)
+        store.digest(10_000)
+        texts = [list(generation.tokens) for generation in store.generations]
+        assert sum(map(len, texts)) <= 100
+        assert sum(text.count(SEPARATOR) for text in texts) <= 10
+        assert any(2000 + number in text for text in texts)
+    assert not any(2000 in text for text in texts)
+
+
+def test_a_long_output_is_read_in_pieces_in_which_it_can_be_met() -> None:
+    store = OutputStore(depth=8, tokens=1000, requests=10)
+    store.add(range(100))
+    store.digest(40)
+    assert store.waiting == 60
+    cursor = Cursor(store.generations[0])
+    cursor.follow([30, 31])
+    assert cursor.matched == 2
+    cursor.follow([30, 31, 50])
+    assert cursor.matched == 0
+    store.digest(1000)
+    assert store.waiting == 0
+    cursor.follow([30, 31, 50])
+    assert cursor.matched == 1
+
+
+def test_what_waits_is_bounded_too() -> None:
+    store = OutputStore(depth=8, tokens=100, requests=10)
+    for _ in range(50):
+        store.add(range(30))
+    assert store.waiting <= 100
+
+
+def test_confidence_tells_what_was_copied_rightly_from_what_was_not() -> None:
+    """A string that goes on alike every time, and one that goes on at random."""
+    rng = random.Random(1)
+    made, text = drafter(), list[int]()
+    for _ in range(250):
+        for token in (1, 2, 3, 20 + rng.randrange(9), 20 + rng.randrange(9), 0):
+            text.append(token)
+            made.extend(context(text, 1))
+            propose(made, text)
+    assert first_confidence(made, [*text, 1, 2]) > 0.9
+    assert first_confidence(made, [*text, 1, 2, 3]) < 0.5
+
+
+def first_confidence(made: SuffixDrafter, text: list[int]) -> float:
+    """Of the first token drafted after `text`, which the drafter has read up to a few tokens; 0 without a draft."""
+    draft = propose(made, text)
+    made.truncate([0], [len(text) - 3])
+    assert draft.confidence is not None
+    return float(draft.confidence[0, 0]) if int(draft.counts) else 0.0
+
+
+def test_memory_is_told_and_freed() -> None:
+    made = fed(list(range(1000)), max_cached_requests=0)
+    held = made.memory_bytes()
+    made.truncate([0], [0])
+    assert held > 30_000 > made.memory_bytes()
+
+
+def test_vllms_names_are_understood() -> None:
+    given = {"max_tree_depth": 32, "max_cached_requests": 50, "max_spec_factor": 2.0, "min_token_prob": 0.2}
+    parsed = SpeculativeConfig.parse({"method": "suffix", **{f"suffix_decoding_{k}": v for k, v in given.items()}})
+    assert parsed is not None and SuffixConfig(**parsed.drafter_options) == SuffixConfig(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 0},
+        {"max_tree_depth": 1},
+        {"max_spec_factor": -1},
+        {"max_spec_factor": 0},
+        {"min_token_prob": 1.5},
+        {"min_match": 0},
+        {"nodes": 0},
+        {"max_cached_requests": 1},
+        {"max_cached_tokens": 3},
+    ],
+    ids=str,
+)
+def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        drafter(**options)
