@@ -18,7 +18,7 @@ help: ## this list
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,bench,train]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,bench,train,serve]"
 	touch $@
 
 $(DOCS_READY): $(READY)

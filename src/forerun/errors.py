@@ -38,6 +38,10 @@ class NumericError(ForerunError, ArithmeticError):
     """The model produced NaN or infinite logits."""
 
 
+class SlowReaderError(ForerunError):
+    """Whoever asked for a stream does not read it."""
+
+
 class DataError(ForerunError, ValueError):
     """An input file is not what its name or the documentation announces."""
 

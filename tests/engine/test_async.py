@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, SlowReaderError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["the cat sat", "the dog and the dog", "mat", "on the log the cat"]
@@ -88,3 +88,16 @@ async def test_a_failing_step_reaches_everybody_who_waits(llm: AsyncLLM, monkeyp
     monkeypatch.setattr(llm.llm.engine, "step", broken)
     with pytest.raises(RuntimeError, match="device is gone"):
         await llm.generate(PROMPTS[0], GREEDY)
+
+
+async def test_who_does_not_read_is_dropped(checkpoint: Path) -> None:
+    async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        slow = llm.stream("the cat", params, max_unread=3)
+        await anext(slow)
+        [whole] = await llm.generate("the dog", params)
+        assert len(whole.outputs[0].token_ids) == 60
+        with pytest.raises(SlowReaderError, match="3 chunks"):
+            async for _ in slow:
+                pass
+        assert not llm.llm.engine.busy and llm.llm.target.lengths == [0, 0]

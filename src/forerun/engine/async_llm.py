@@ -9,9 +9,29 @@ from typing import Any, TypeVar
 
 from forerun.engine.llm import LLM, Speculative, as_list, as_params
 from forerun.engine.prompts import Prompt
+from forerun.errors import SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
+
+
+class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
+    """Chunks that wait for their reader."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self._most = most
+
+    def deliver(self, chunk: StreamChunk) -> bool:
+        """Put it in; False where the reader has fallen too far behind: the chunks then give way to an error."""
+        if self._most is None or self.qsize() < self._most:
+            self.put_nowait(chunk)
+            return True
+        while not self.empty():
+            self.get_nowait()
+        self.put_nowait(SlowReaderError(f"{self._most} chunks were waiting to be read; the request was aborted"))
+        self._most = 0
+        return False
 
 
 class AsyncLLM:
@@ -23,7 +43,7 @@ class AsyncLLM:
     def __init__(self, model: Any, **keywords: Any) -> None:
         self.llm = LLM(model, **keywords)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forerun-engine")
-        self._queues: dict[str, asyncio.Queue[StreamChunk | BaseException]] = {}
+        self._queues: dict[str, _Inbox] = {}
         self._driver: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> AsyncLLM:
@@ -62,14 +82,23 @@ class AsyncLLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        max_unread: int | None = None,
     ) -> AsyncIterator[StreamChunk]:
-        """`LLM.stream`; leaving the loop early aborts the request."""
+        """`LLM.stream`; leaving the loop early aborts the request.
+
+        Args:
+            max_unread: chunks kept for a caller who does not read; with one more the request is aborted and the
+                stream ends with an error. None keeps them all.
+
+        Raises:
+            SlowReaderError: more than `max_unread` chunks were waiting.
+        """
         params = sampling_params or SamplingParams()
 
         def submit() -> str:
             # Its queue is there before any step can answer: the worker does one thing after the other.
             request_id = self.llm.submit(prompt, params, speculative=speculative, trace=trace)
-            self._queues[request_id] = asyncio.Queue()
+            self._queues[request_id] = _Inbox(max_unread)
             return request_id
 
         submitted = asyncio.get_running_loop().run_in_executor(self._worker, submit)
@@ -117,8 +146,8 @@ class AsyncLLM:
             while self._queues and self.llm.engine.busy:
                 for chunk in await self._call(self.llm.engine.step):
                     queue = self._queues.get(chunk.request_id)
-                    if queue is not None:
-                        queue.put_nowait(chunk)
+                    if queue is not None and not queue.deliver(chunk):
+                        self._worker.submit(self.llm.abort, chunk.request_id)
         except Exception as error:
             self._fail(error)
 

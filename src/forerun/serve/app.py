@@ -1,0 +1,202 @@
+"""The application: routes, guards and error envelopes put together. Knows no model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from forerun.errors import ForerunError
+from forerun.serve import sse
+from forerun.serve.completing import ChatWriter, CompletionWriter, Writer
+from forerun.serve.guards import BodyLimit, KeyCheck, RequestIds
+from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
+from forerun.serve.protocol.errors import ApiError, bad_request, from_validation
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from forerun.serve.session import Job, Session, State, collected
+from forerun.types import RequestOutput
+
+log = logging.getLogger(__name__)
+
+
+def build_app(session: Session) -> FastAPI:
+    """Everything that clients see; the model is loaded when the application starts."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(session.start())
+        yield
+        await session.drain()
+        loading.cancel()
+
+    app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan)
+    _add_guards(app, session)
+    _add_errors(app)
+    _add_completions(app, session)
+    _add_tokens(app, session)
+    _add_operations(app, session)
+    return app
+
+
+def _add_guards(app: FastAPI, session: Session) -> None:
+    settings = session.settings
+    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    app.add_middleware(KeyCheck, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestIds)
+
+
+def _add_errors(app: FastAPI) -> None:
+    def answer(error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+    async def of_api(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return answer(error)
+
+    async def of_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return answer(from_validation(error.errors()))
+
+    async def of_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return answer(ApiError(error.status_code, str(error.detail)))
+
+    async def of_anything(_: Request, error: Exception) -> JSONResponse:
+        log.error("a request failed", exc_info=error)
+        return answer(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
+
+    app.add_exception_handler(ApiError, of_api)
+    app.add_exception_handler(RequestValidationError, of_validation)
+    app.add_exception_handler(HTTPException, of_http)
+    app.add_exception_handler(Exception, of_anything)
+
+
+def _add_completions(app: FastAPI, session: Session) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        check_model(session, body.model)
+        jobs = _checked(lambda: chat_jobs(session, body))
+        return await _respond(session, http, jobs, ChatWriter(body, session.settings.model_name, _tokenizer(session)))
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, http: Request) -> Response:
+        check_model(session, body.model)
+        jobs = _checked(lambda: completion_jobs(session, body))
+        writer = CompletionWriter(body, session.settings.model_name, _tokenizer(session))
+        return await _respond(session, http, jobs, writer)
+
+
+async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer) -> Response:
+    """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
+    if not writer.body.stream:
+        return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))
+    events = _streamed(session, jobs, writer)
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+
+    async def rest() -> AsyncIterator[str]:
+        async with aclosing(events):
+            yield first
+            async for one in events:
+                yield one
+
+    return StreamingResponse(sse.with_end(rest()), media_type="text/event-stream", headers=sse.HEADERS)
+
+
+async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
+    with session.admitted(sum(job.params.n for job in jobs)):
+        return list(await asyncio.gather(*(collected(session.answer(job)) for job in jobs)))
+
+
+async def _streamed(session: Session, jobs: list[Job], writer: Writer) -> AsyncIterator[str]:
+    with session.admitted(sum(job.params.n for job in jobs)):
+        async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
+            try:
+                async for tagged in chunks:
+                    for data in writer.events(tagged):
+                        yield sse.event(data)
+                for data in writer.closing_events():
+                    yield sse.event(data)
+            except ApiError as error:
+                if not writer.begun:
+                    raise
+                yield sse.event(error.body())
+
+
+def _add_tokens(app: FastAPI, session: Session) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        check_model(session, body.model)
+        llm = session.engine.llm
+        if body.messages is not None:
+            messages = [message.plain() for message in body.messages]
+            ids = _checked(lambda: llm.chat_prompt(messages))["prompt_token_ids"]
+        else:
+            ids = _tokenizer(session).encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        check_model(session, body.model)
+        vocabulary = session.engine.llm.target.vocab_size
+        wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise bad_request(f"token id {wrong} is outside the vocabulary of {vocabulary}", "tokens")
+        return {"prompt": _tokenizer(session).decode(body.tokens)}
+
+
+def _add_operations(app: FastAPI, session: Session) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card: dict[str, Any] = {"id": session.settings.model_name, "object": "model", "created": started}
+        card |= {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = 200 if session.state is State.READY else 503
+        return JSONResponse({"status": session.state.value}, status_code=status)
+
+    @app.get("/version")
+    async def versions() -> dict[str, str]:
+        return {"version": version("forerun")}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(session.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _tokenizer(session: Session) -> Any:
+    tokenizer = session.engine.llm.tokenizer
+    assert tokenizer is not None, "the server loads a model with its tokenizer"
+    return tokenizer
+
+
+def _checked(make: Any) -> Any:
+    """What `make` returns; a complaint of the engine becomes a 400."""
+    try:
+        return make()
+    except ApiError:
+        raise
+    except (ForerunError, ValueError) as error:
+        raise bad_request(str(error)) from error

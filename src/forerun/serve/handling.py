@@ -1,0 +1,140 @@
+"""From a request's body to jobs, and from their chunks to one merged stream. Knows no answer's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from forerun.serve.protocol.common import Sampling
+from forerun.serve.protocol.errors import ApiError, bad_request
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
+from forerun.serve.session import Job, Session
+from forerun.types import SamplingParams, StreamChunk
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tagged:
+    """A chunk and the number of the job that it belongs to."""
+
+    job: int
+    chunk: StreamChunk
+
+
+def chat_jobs(session: Session, body: ChatRequest) -> list[Job]:
+    """The one job of a chat request.
+
+    Raises:
+        ApiError: beyond the limits, or refused by the engine.
+    """
+    prompt = session.engine.llm.chat_prompt([message.plain() for message in body.messages])
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return [_job(session, body, prompt, _params(session, body, limit, top))]
+
+
+def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
+    """A job for each prompt; errors as `chat_jobs`."""
+    params = _params(session, body, body.max_tokens, body.logprobs)
+    found = []
+    for prompt in body.prompts:
+        named = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        found.append(_job(session, body, named, params))
+    return found
+
+
+def check_model(session: Session, asked: str | None) -> None:
+    """Refuse a model that is not served here."""
+    served = session.settings.model_name
+    if asked is not None and asked != served:
+        message = f"the model {asked!r} does not exist here; this server has {served!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncIterator[Tagged]:
+    """Chunks of several jobs as they come; leaving early ends them all, and the first error ends it."""
+    inbox: asyncio.Queue[Tagged | BaseException | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(job: int, stream: AsyncIterator[StreamChunk]) -> None:
+        try:
+            async for chunk in stream:
+                await inbox.put(Tagged(job=job, chunk=chunk))
+            await inbox.put(None)
+        except Exception as error:
+            await inbox.put(error)
+
+    tasks = [asyncio.create_task(pump(job, stream)) for job, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await inbox.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client has gone.
+
+    Raises:
+        ApiError: 499, which nobody will read.
+    """
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection", code="client_closed")
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: SamplingParams) -> Job:
+    predicted = body.prediction is not None
+    if body.prediction is not None:
+        prompt = {**prompt, "prediction": body.prediction.text}
+    speculative = session.speculation(body.speculative, predicted=predicted)
+    return Job(prompt=prompt, params=params, speculative=speculative, trace=body.return_speculation_trace)
+
+
+def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    settings = session.settings
+    if body.n > settings.max_n:
+        raise bad_request(f"n is at most {settings.max_n} here, got {body.n}", "n")
+    most = settings.max_tokens
+    if most is not None and (max_tokens or 0) > most:
+        raise bad_request(f"max_tokens is at most {most} here, got {max_tokens}", "max_tokens")
+    same = (
+        *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids"),
+        *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
+    )
+    bias = None if body.logit_bias is None else {int(key): value for key, value in body.logit_bias.items()}
+    try:
+        return SamplingParams(
+            max_tokens=most if max_tokens is None else max_tokens,
+            logprobs=logprobs,
+            logit_bias=bias,
+            **{name: getattr(body, name) for name in same},
+        )
+    except ValueError as error:
+        raise bad_request(str(error)) from error

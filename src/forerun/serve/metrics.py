@@ -1,0 +1,73 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server.
+
+Mean acceptance length in PromQL: ``1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) /
+rate(vllm:spec_decode_num_drafts_total[1m])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from forerun.types import RequestOutput, SpeculationStats
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._generated = self._counter("generation_tokens", "Tokens of finished requests.")
+        self._finished = self._counter("request_success", "Finished answers, by reason.", "finished_reason")
+        self._drafts = self._counter("spec_decode_num_drafts", "Target passes in which something was drafted.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._per_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft.", "position"
+        )
+        self._first = self._histogram("time_to_first_token_seconds", "From queueing to the first token.")
+        self._per_token = self._histogram("request_time_per_output_token_seconds", "Mean time per later token.")
+        self._whole = self._histogram("e2e_request_latency_seconds", "From queueing to the last token.")
+
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """A gauge that is read when asked for."""
+        gauge = Gauge(f"vllm:{name}", help_text, ["model_name"], registry=self.registry)
+        gauge.labels(self._model).set_function(value)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count a request that ended."""
+        self._prompt.labels(self._model).inc(len(output.prompt_token_ids))
+        for answer in output.outputs:
+            self._generated.labels(self._model).inc(len(answer.token_ids))
+            self._finished.labels(self._model, answer.finish_reason or "abort").inc()
+            self._speculation(answer.speculation)
+        first, decode = output.time_to_first_token_s, output.decode_s
+        if first is None or decode is None:
+            return
+        longest = max(len(answer.token_ids) for answer in output.outputs)
+        self._first.labels(self._model).observe(first)
+        self._whole.labels(self._model).observe(first + decode)
+        if longest > 1:
+            self._per_token.labels(self._model).observe(decode / (longest - 1))
+
+    def text(self) -> bytes:
+        """In the exposition format."""
+        return generate_latest(self.registry)
+
+    def _speculation(self, stats: SpeculationStats) -> None:
+        self._drafts.labels(self._model).inc(stats.num_spec_steps)
+        self._drafted.labels(self._model).inc(stats.num_draft_tokens)
+        self._accepted.labels(self._model).inc(stats.num_accepted_draft_tokens)
+        for position, count in enumerate(stats.accepted_per_depth):
+            self._per_position.labels(self._model, str(position)).inc(count)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"vllm:{name}", help_text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(f"vllm:{name}", help_text, ["model_name"], registry=self.registry, buckets=_SECONDS)

@@ -1,0 +1,193 @@
+"""The engine behind the routes: loading, admission, limits, draining. Knows requests and no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from forerun import AsyncLLM
+from forerun.drafters import DRAFTERS
+from forerun.engine.llm import Speculative
+from forerun.errors import ForerunError
+from forerun.serve.metrics import Metrics
+from forerun.serve.protocol.common import Speculation
+from forerun.serve.protocol.errors import ApiError, bad_request
+from forerun.serve.settings import ServeSettings
+from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+log = logging.getLogger(__name__)
+
+
+class State(StrEnum):
+    """Of a server."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One prompt to answer."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    speculative: Speculative
+    trace: bool = False
+
+
+class Session:
+    """One model, served.
+
+    Args:
+        load: makes the engine; takes long, so it runs beside the event loop.
+    """
+
+    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
+        self.settings, self._load = settings, load
+        self.state = State.LOADING
+        self.in_flight = 0
+        """Answers that wait or run."""
+        self.metrics = Metrics(settings.model_name)
+        self._engine: AsyncLLM | None = None
+        self._watch()
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine.
+
+        Raises:
+            ApiError: 503 while it is not there, or no longer.
+        """
+        if self._engine is None or self.state is not State.READY:
+            raise ApiError(503, f"the server is {self.state.value}", code=self.state.value, retry_after_s=1)
+        return self._engine
+
+    async def start(self) -> None:
+        """Load the model; `state` tells how it ended."""
+        try:
+            self._engine = await asyncio.to_thread(self._load)
+        except ForerunError as error:
+            self.state = State.FAILED
+            log.error("%s", error)
+            return
+        if self.state is State.LOADING:
+            self.state = State.READY
+            log.info("serving %s", self.settings.model_name)
+
+    async def drain(self) -> None:
+        """Take no more requests and wait for the running ones, as long as the settings allow."""
+        self.state = State.DRAINING
+        end = asyncio.get_running_loop().time() + self.settings.drain_s
+        while self.in_flight and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.02)
+        if self.in_flight:
+            log.warning("%d answers were cut off at the end of the drain time", self.in_flight)
+        if self._engine is not None:
+            await self._engine.close()
+
+    @contextmanager
+    def admitted(self, answers: int) -> Iterator[None]:
+        """Room for so many answers while the block runs.
+
+        Raises:
+            ApiError: 429 where the queue is full.
+        """
+        if self.in_flight + answers > self.settings.max_queue:
+            raise ApiError(
+                429,
+                f"{self.in_flight} answers wait or run, the server takes {self.settings.max_queue}; try again later",
+                code="queue_full",
+                retry_after_s=1,
+            )
+        self.in_flight += answers
+        try:
+            yield
+        finally:
+            self.in_flight -= answers
+
+    async def answer(self, job: Job) -> AsyncIterator[StreamChunk]:
+        """The chunks of one request; leaving early frees its rows.
+
+        Raises:
+            ApiError: 400 for what the engine refuses.
+        """
+        limit = self.settings.stream_buffer
+        stream = self.engine.stream(
+            job.prompt, job.params, speculative=job.speculative, trace=job.trace, max_unread=limit
+        )
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    if chunk.output is not None:
+                        self.metrics.finished(chunk.output)
+                    yield chunk
+        except (ForerunError, ValueError) as error:
+            raise bad_request(str(error)) from error
+
+    def speculation(self, wish: Speculation | None, *, predicted: bool) -> Speculative:
+        """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
+
+        Raises:
+            ApiError: 400 where the wish goes beyond the operator's limits.
+        """
+        if wish is None:
+            return {"method": "prediction"} if predicted else None
+        if not wish.enabled:
+            return False
+        own = self.engine.llm.speculative
+        most = self.settings.max_speculative_tokens
+        if wish.num_speculative_tokens is not None and wish.num_speculative_tokens > most:
+            raise bad_request(
+                f"num_speculative_tokens is at most {most} here, got {wish.num_speculative_tokens}",
+                "speculative.num_speculative_tokens",
+            )
+        name = wish.drafter or (own.method if own is not None else None)
+        if name is None:
+            raise bad_request(
+                "the server has no drafter of its own; name one: " + self._choices(), "speculative.drafter"
+            )
+        offered = name in self.settings.client_drafters or (own is not None and name == own.method)
+        if not offered:
+            raise bad_request(f"drafter {name!r} is not offered; offered: {self._choices()}", "speculative.drafter")
+        base = own.drafter_options if own is not None and name == own.method else {}
+        asked = {"num_speculative_tokens": wish.num_speculative_tokens, "rule": wish.rule}
+        return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
+
+    def _choices(self) -> str:
+        own = self._engine.llm.speculative if self._engine is not None else None
+        mine = [own.method] if own is not None else []
+        return ", ".join(dict.fromkeys([*mine, *(n for n in self.settings.client_drafters if n in DRAFTERS)])) or "none"
+
+    def _watch(self) -> None:
+        gauges: dict[str, tuple[str, Callable[[AsyncLLM], float]]] = {
+            "num_requests_running": ("Answers that hold a row.", lambda engine: engine.llm.engine.running),
+            "num_requests_waiting": ("Answers that wait.", lambda engine: engine.llm.engine.waiting),
+            "kv_cache_usage_perc": ("Share of the cache's slots in use.", _cache_use),
+        }
+        for name, (help_text, read) in gauges.items():
+            self.metrics.watch(name, help_text, partial(self._read, read))
+
+    def _read(self, read: Callable[[AsyncLLM], float]) -> float:
+        return read(self._engine) if self._engine is not None else 0.0
+
+
+def _cache_use(engine: AsyncLLM) -> float:
+    target = engine.llm.target
+    return sum(target.lengths) / (target.rows * target.slots)
+
+
+async def collected(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
+    """The whole answer."""
+    output = None
+    async for chunk in chunks:
+        output = chunk.output or output
+    assert output is not None, "a stream ends with its output"
+    return output

@@ -1,0 +1,115 @@
+"""What is refused, and how: OpenAI's envelope, the parameter by name, never a 500."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.conftest import NAME, Live, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": ASK, "frobnicate": 1}, "frobnicate"),
+        (CHAT, {"messages": ASK, "tools": []}, "tools"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": ASK, "temperature": "hot"}, "temperature"),
+        (CHAT, {"messages": ASK, "temperature": -1}, "temperature"),
+        (CHAT, {"messages": ASK, "n": 4}, "n"),
+        (CHAT, {"messages": ASK, "stop": ["x"] * 17}, "stop"),
+        (CHAT, {"messages": ASK, "logit_bias": {"cat": 1}}, "logit_bias"),
+        (CHAT, {"messages": ASK, "max_tokens": 10_000}, "max_tokens"),
+        (CHAT, {"messages": ASK, "speculative": {"num_speculative_tokens": 99}}, "speculative.num_speculative_tokens"),
+        (CHAT, {"messages": ASK, "speculative": {"drafter": "eagle3"}}, "speculative.drafter"),
+        (CHAT, {"messages": ASK, "speculative": {"model": "/etc/passwd"}}, "speculative.model"),
+        (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+    ],
+)
+def test_the_parameter_is_named(live: Live, path: str, body: dict[str, Any], param: str) -> None:
+    answer = live.post(path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param) and error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "the " * 500}),
+        (TEXT, {"prompt": ""}),
+        (TEXT, {"prompt": []}),
+        (TEXT, {"prompt": [10**9]}),
+        (TEXT, {"prompt": "x", "logit_bias": {"99999999": 1}}),
+        (TEXT, {"prompt": "x", "speculative": {"rule": "nonsense"}}),
+        (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}),
+        (CHAT, {"messages": ASK, "top_logprobs": 2}),
+        ("/tokenize", {"model": NAME}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_is_a_400_streamed_or_not(
+    live: Live, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    answer = live.post(
+        path, {**body, "stream": True} if stream and path.startswith("/v1") and "stream_options" not in body else body
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"", b'{"prompt": NaN}'])
+def test_a_body_that_is_no_request(live: Live, body: bytes) -> None:
+    answer = httpx.post(live.url + TEXT, content=body, headers={"content-type": "application/json"}, timeout=30)
+    assert answer.status_code == 400 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_unknown_paths_and_methods(live: Live) -> None:
+    assert live.get("/v1/nothing").json()["error"]["code"] == "not_found"
+    assert live.get(CHAT).status_code == 405
+
+
+def test_a_body_that_is_too_large_announced_or_not(checkpoint: Path) -> None:
+    with serving(checkpoint, max_body_bytes=500) as small:
+        body = {"prompt": "x" * 1000}
+        assert small.post(TEXT, body).status_code == 413
+
+        def pieces() -> Any:
+            yield b'{"prompt": "'
+            for _ in range(20):
+                yield b"x" * 100
+            yield b'"}'
+
+        answer = httpx.post(small.url + TEXT, content=pieces(), headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+
+
+def test_keys(checkpoint: Path) -> None:
+    with serving(checkpoint, api_keys=("secret",), allowed_origins=("http://page",)) as locked:
+        assert locked.get("/health").status_code == 200
+        answer = locked.get("/v1/models")
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert locked.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert [model.id for model in locked.client("secret").models.list()] == [NAME]
+        preflight = httpx.options(
+            locked.url + CHAT, headers={"origin": "http://page", "access-control-request-method": "POST"}
+        )
+        assert preflight.headers["access-control-allow-origin"] == "http://page"
+
+
+def test_pages_of_other_origins_are_not_let_in_unless_asked(live: Live) -> None:
+    answer = httpx.options(live.url + CHAT, headers={"origin": "http://x", "access-control-request-method": "POST"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_request_ids_come_back(live: Live) -> None:
+    assert live.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = live.get("/health", headers={"x-request-id": "bad id\twith blanks"}).headers["x-request-id"]
+    assert made.startswith("req-")

@@ -1,0 +1,141 @@
+"""The official client drives every feature, and what comes back is what the engine says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import NotFoundError, OpenAI
+
+from forerun import SamplingParams
+from serve.conftest import NAME, Live
+
+ASK: list[Any] = [{"role": "user", "content": "the cat sat on"}]
+
+
+def plain_text(live: Live, prompt: str, tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    output = live.session.engine.llm.generate([prompt], params, speculative=False)[0]
+    return output.outputs[0].text
+
+
+class TestChat:
+    def test_an_answer_is_the_models_own(self, live: Live, client: OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model=NAME, messages=ASK, temperature=0, max_completion_tokens=12, extra_body={"ignore_eos": True}
+        )
+        prompt = live.session.engine.llm.chat_prompt(ASK)["prompt"]
+        assert answer.choices[0].message.content == plain_text(live, prompt, 12)
+        assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.role == "assistant"
+        assert answer.usage is not None and answer.usage.completion_tokens == 12
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+        counts = answer.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+        assert counts["num_spec_steps"] > 0 and sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
+
+    def test_a_stream_says_the_same(self, client: OpenAI) -> None:
+        asked: dict[str, Any] = {
+            "model": NAME,
+            "messages": ASK,
+            "temperature": 0.9,
+            "seed": 5,
+            "n": 2,
+            "max_tokens": 10,
+            "extra_body": {"ignore_eos": True},
+        }
+        whole = client.chat.completions.create(**asked)
+        texts, roles, ends, usage = ["", ""], list[str | None](), list[str](), None
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                roles += [choice.delta.role] if choice.delta.role else []
+                ends += [choice.finish_reason] if choice.finish_reason else []
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert roles == ["assistant"] * 2 and ends == ["length"] * 2
+        assert usage is not None and usage.completion_tokens == 20
+
+    def test_log_probabilities(self, client: OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model=NAME, messages=ASK, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
+        )
+        found = answer.choices[0].logprobs
+        assert found is not None and found.content is not None and len(found.content) == 5
+        for token in found.content:
+            assert token.logprob == pytest.approx(token.top_logprobs[0].logprob), "greedy takes the likeliest"
+            assert len(token.top_logprobs) == 2 and token.bytes == list(token.token.encode())
+
+    def test_speculation_by_request(self, client: OpenAI) -> None:
+        def ask(**speculative: Any) -> Any:
+            body = {"speculative": speculative, "ignore_eos": True}
+            return client.chat.completions.create(
+                model=NAME, messages=ASK, temperature=0, max_tokens=16, extra_body=body
+            )
+
+        off, short, other = ask(enabled=False), ask(num_speculative_tokens=1), ask(drafter="ngram")
+        texts = {answer.choices[0].message.content for answer in (off, short, other)}
+        assert len(texts) == 1
+        counts = [answer.model_extra["metrics"]["speculative_decoding"] for answer in (off, short, other)]
+        assert counts[0]["num_spec_steps"] == 0
+        assert counts[1]["num_draft_tokens"] == counts[1]["num_spec_steps"] > 0
+
+    def test_the_trace_of_an_answer(self, client: OpenAI) -> None:
+        body = {"return_speculation_trace": True, "ignore_eos": True}
+        answer = client.chat.completions.create(model=NAME, messages=ASK, temperature=0, max_tokens=9, extra_body=body)
+        [steps] = answer.model_extra["speculation_trace"]  # type: ignore[index]
+        assert steps and {"nodes", "path", "kind", "draft_ms", "verify_ms"} <= steps[0].keys()
+
+
+class TestCompletions:
+    def test_several_prompts_and_answers(self, live: Live, client: OpenAI) -> None:
+        prompts = ["the cat", "the dog sat"]
+        answer = client.completions.create(
+            model=NAME, prompt=prompts, temperature=0, max_tokens=8, n=2, extra_body={"ignore_eos": True}
+        )
+        expected = [plain_text(live, prompt, 8) for prompt in prompts for _ in range(2)]
+        assert [choice.text for choice in answer.choices] == expected
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+    def test_token_ids_echo_and_stop(self, live: Live, client: OpenAI) -> None:
+        tokenizer = live.session.engine.llm.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.encode("the cat sat")
+        plain = plain_text(live, "the cat sat", 12)
+        stop = plain[6:8]
+        answer = client.completions.create(
+            model=NAME,
+            prompt=ids,
+            temperature=0,
+            max_tokens=12,
+            echo=True,
+            stop=[stop],
+            extra_body={"ignore_eos": True},
+        )
+        assert answer.choices[0].text == "the cat sat" + plain[: plain.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+
+    def test_log_probabilities_have_offsets(self, client: OpenAI) -> None:
+        answer = client.completions.create(model=NAME, prompt="the", temperature=0, max_tokens=6, logprobs=3)
+        found = answer.choices[0].logprobs
+        assert found is not None and found.text_offset is not None and found.tokens is not None
+        assert found.text_offset[0] == 0 and len(found.tokens) == 6
+        streamed = client.completions.create(
+            model=NAME, prompt="the", temperature=0, max_tokens=6, logprobs=3, stream=True
+        )
+        offsets = [
+            offset
+            for chunk in streamed
+            for choice in chunk.choices
+            if choice.logprobs is not None
+            for offset in choice.logprobs.text_offset or []
+        ]
+        assert offsets == found.text_offset
+
+
+class TestModels:
+    def test_the_model_is_listed(self, client: OpenAI) -> None:
+        assert [model.id for model in client.models.list()] == [NAME]
+
+    def test_another_model_is_not_here(self, client: OpenAI) -> None:
+        with pytest.raises(NotFoundError) as caught:
+            client.completions.create(model="gpt-9", prompt="x")
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
