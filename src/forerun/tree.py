@@ -269,7 +269,7 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
 
 
 def _joined(begun: Sequence[tuple[Sequence[int], Resume]], batch: int) -> Resume:
-    """What the drafts have begun, over the `batch` rows of a step; what is at another boundary than the first is dropped."""
+    """What the drafts have begun, over a step's `batch` rows; those at another boundary than the first run anew."""
     first = begun[0][1]
     alike = [(rows, resume) for rows, resume in begun if resume.boundary == first.boundary]
     size = max(resume.states.shape[1] for _, resume in alike)
