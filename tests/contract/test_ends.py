@@ -6,12 +6,9 @@ import copy
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from contract.harness import PROMPT, VOCABULARY, Variant, as_prompts, llm, model, oracle, plain_greedy, variants
+from contract.harness import PROMPT, Variant, as_prompts, llm, model, oracle, plain_greedy, variants, word_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.types import CompletionOutput
 
@@ -78,9 +75,7 @@ def test_min_tokens_forbid_the_end_at_each_node(variant: Variant) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel({f"w{index:02}": index for index in range(VOCABULARY)}, unk_token="w00"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
+    return word_tokenizer()
 
 
 @everyone

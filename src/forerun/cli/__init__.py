@@ -30,6 +30,8 @@ VERBS = {
     "features": "Store the target's hidden states for prepared data.",
     "heads": "List public EAGLE-3 heads for a target.",
     "drafters": "List what there is to draft with.",
+    "plan": "Say what speculation can bring, before anything is trained or bought.",
+    "calibrate": "Measure what passes of a model cost on this machine.",
     "export": "Write a draft head as a serving engine reads it.",
     "doctor": "Say what this machine offers, or what each serving engine does with a draft head.",
 }

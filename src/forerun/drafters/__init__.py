@@ -98,7 +98,9 @@ DRAFTERS: dict[str, Entry] = {
 
 AUTO = "auto"
 CHOOSERS: dict[str, Entry] = {
-    AUTO: Entry(path="", summary="chooses among the drafters there are, by measured cost; also how much to draft, or not"),
+    AUTO: Entry(
+        path="", summary="chooses among the drafters there are, how much to draft, or not at all, by measured cost"
+    ),
 }
 """Methods that the engine carries out with several drafters; none is a `Drafter` of its own."""
 

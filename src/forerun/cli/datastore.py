@@ -1,0 +1,131 @@
+"""``forerun datastore build`` and ``forerun datastore info``: a corpus for the drafter `rest` to copy from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from forerun.cli import console
+from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from forerun.drafters.datastore import Manifest
+
+datastore = App(name="datastore", help="Make a corpus searchable for the drafter `rest`, or say what is in one.")
+
+
+@datastore.command
+def build(
+    *files: Path,
+    target: str | None = None,
+    tokenizer: str | None = None,
+    output: Path,
+    skip_bad: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Tokenize data files and sort them, so that what followed any words is found at once.
+
+    Parameters
+    ----------
+    files
+        JSONL, JSON or parquet with `text`, `messages`, ShareGPT `conversations`, or `prompt` and `completion`;
+        any other file is plain text.
+    target
+        Directory or hub id of the model that shall be drafted for; `demo` is the shipped one.
+    tokenizer
+        Directory or hub id of its tokenizer instead.
+    output
+        Directory to write; must not hold anything yet.
+    skip_bad
+        Leave unusable records out instead of stopping at the first.
+    json
+        A JSON object on stdout instead of words.
+    """
+    from forerun.drafters import datastore as stores
+    from forerun.training.data.read import BadRecords
+
+    name = tokenizer or target
+    if name is None or (tokenizer and target):
+        raise ArgumentError("whose token ids? give either --target MODEL or --tokenizer MODEL")
+    loaded, bad = _tokenizer(name), BadRecords(skip=skip_bad)
+    with console.telling("building a datastore") as tell:
+        manifest = stores.build(files, loaded, output, name=name, bad=bad, tell=tell)
+    for complaint in bad.examples:
+        console.warn(f"skipped: {complaint}")
+    if json:
+        console.write_json({**_summary(output, manifest), "skipped": bad.count})
+    else:
+        _show(output, manifest)
+        if bad.count:
+            console.out().print(f"{bad.count:,} records skipped")
+    return 0
+
+
+@datastore.command
+def info(
+    directory: Path,
+    /,
+    *,
+    verify: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Say what is in a datastore and whose token ids it holds.
+
+    Parameters
+    ----------
+    directory
+        What `forerun datastore build` wrote.
+    verify
+        Read everything and compare it with the checksums.
+    json
+        A JSON object on stdout instead of words.
+    """
+    from forerun.drafters.datastore import Datastore
+
+    store = Datastore.open(directory)
+    if verify:
+        with console.working("comparing checksums"):
+            store.verify()
+    if json:
+        console.write_json(_summary(directory, store.manifest))
+    else:
+        _show(directory, store.manifest)
+    return 0
+
+
+def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "directory": str(folder),
+        "tokenizer": manifest.tokenizer.name,
+        "tokenizer_sha256": manifest.tokenizer.vocabulary,
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "places": manifest.places,
+        "longest_match": manifest.sorted_tokens,
+        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "sources": [source["path"] for source in manifest.sources],
+    }
+
+
+def _show(folder: Path, manifest: Manifest) -> None:
+    size = sum(file.bytes for file in manifest.files.values())
+    console.out().print(
+        f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}, "
+        f"{size / 2**20:,.1f} MiB"
+    )
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    with console.working(f"loading the tokenizer of {name}"):
+        from forerun.cli import session
+        from forerun.demo import resolve
+        from forerun.engine.loading import load_tokenizer
+
+        session.quiet_libraries()
+        loaded = load_tokenizer(resolve(name), None)
+    assert loaded is not None, "a name always leads to a tokenizer or an error"
+    return loaded

@@ -1,0 +1,213 @@
+"""Token Recycling: the successors that the target last thought likely after each token are drafted again.
+
+arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest tokens the last time the
+target scored it, rejected nodes included: what a pass computed and threw away. A draft is a walk through the matrix from the
+root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). Deterministic: all nodes are given. Knows
+no model, and of the laws only which raw logits were largest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.ranks import RankRates, Template
+from forerun.drafters.successors import SuccessorMatrix, save_quietly
+from forerun.errors import ArgumentError
+from forerun.training.data.identity import TokenizerIdentity
+from forerun.types import Budget, Draft, Drawn, Verdict, empty_draft
+
+if TYPE_CHECKING:
+    from forerun.step import Scores
+
+_BLOCK = 128
+"""Logits of which the largest is taken before any are sorted."""
+_REGROWN = 64
+"""Steps between two looks at what an adaptive tree should be."""
+_SAVED = 256
+"""Steps between two writes of the file, which happen where a sequence ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecyclingConfig:
+    """Options of `recycling`."""
+
+    num_speculative_tokens: int = 6
+    """Depth of the tree, tokens."""
+    nodes: int = 80
+    """Most nodes of the tree; the engine's own limit holds, too."""
+    top_k: int = 8
+    """Successors kept for each token of the vocabulary."""
+    adaptive: bool = False
+    """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
+    path: str | None = None
+    """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
+    last time, and when the process ends. None forgets it."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "nodes", "top_k"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"recycling: {name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drafted:
+    """A row's last draft, to be compared with what the text goes on with."""
+
+    end: int
+    """Committed tokens when it was made."""
+    ranks: NDArray[np.int64]
+    """(K,) which successor of its parent's token a node holds."""
+    tokens: NDArray[np.int64]
+    """(K,)"""
+    parents: NDArray[np.int64]
+    """(K,) node ids, 0 is the root."""
+
+
+class RecyclingDrafter(Drafter):
+    """Drafts a tree of the successors that the target last thought likely after each token."""
+
+    name = "recycling"
+    Config = RecyclingConfig
+
+    def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
+        """Make an empty matrix, or read the one that was kept.
+
+        Raises:
+            ArgumentError: `top_k` beyond the vocabulary, another one than the file's, or no place for the file.
+            DataError: a file that is no matrix.
+            VocabularyMismatchError: a file of another tokenizer.
+        """
+        self.config = config
+        size = setup.target.vocab_size
+        if config.top_k > size:
+            raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
+        identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
+        shape = (config.num_speculative_tokens, config.top_k)
+        path = None if config.path is None else Path(config.path).expanduser()
+        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
+        self._rates = RankRates(*shape)
+        self._template = Template.best(self._rates.prior, config.nodes)
+        self._steps = self._saved = 0
+        self._rows: dict[int, _Drafted] = {}
+        self._covered: dict[int, int] = {}
+        # Text is learned from until the process ends; the callback must not keep the drafter alive.
+        self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
+
+    def save(self) -> None:
+        """Write the matrix to `path`, atomically; nothing to do without one. OSError if that fails."""
+        self.matrix.save()
+        self._saved = self._steps
+
+    def extend(self, context: DraftContext) -> None:
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            drafted = self._rows.pop(row_id, None)
+            if drafted is not None:
+                self._learn(drafted, tokens)
+            # Where the target scored a token for this drafter, its own successors are known already.
+            start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
+            if len(tokens) - start > 1:
+                self.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
+            self._covered[row_id] = len(tokens) - 1
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        if self.config.adaptive and self._steps % _REGROWN == 0 and self._steps:
+            self._template = Template.best(self._rates.estimate, self.config.nodes)
+        roots = np.array([tokens[-1] for tokens in context.tokens], dtype=np.int64)
+        found = self._template.fill(roots, self.matrix.successors)
+        size = np.arange(len(self._template))
+        allowed = (size < np.array(budget.nodes)[:, None]) & (self._template.depths <= np.array(budget.depth)[:, None])
+        return self._draft(context, found, (found >= 0) & allowed)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self._steps += 1
+        scored = [tree.tokens for tree in scores.trees]
+        ids = top_ids(scores.logits[:, : max(map(len, scored))], self.config.top_k)
+        for tokens, row in zip(scored, ids, strict=True):
+            self.matrix.put(tokens, row[: len(tokens)])
+        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+            self._covered[row_id] = len(tokens) - 1
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            self._rows.pop(row_id, None)
+            if length == 0:
+                self._covered.pop(row_id, None)
+            elif row_id in self._covered:
+                self._covered[row_id] = min(self._covered[row_id], length - 1)
+        if 0 in lengths and self._steps - self._saved >= _SAVED:
+            save_quietly(self.matrix)
+            self._saved = self._steps
+
+    def memory_bytes(self) -> int:
+        return self.matrix.successors.nbytes
+
+    def _draft(self, context: DraftContext, found: NDArray[np.int64], present: NDArray[np.bool_]) -> Draft:
+        """The present nodes of each row, left aligned. A node's elders are present where it is: see `Template`."""
+        counts = present.sum(1)
+        if not counts.any():
+            return empty_draft(len(counts))
+        names = np.cumsum(present, 1)  # of a present node: its id among the row's present ones
+        rows, nodes = np.nonzero(present)
+        places = names[rows, nodes] - 1
+        elders = self._template.parents[nodes]
+        shape = (len(counts), int(counts.max()))
+        tokens, parents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        confidence = np.zeros(shape, np.float32)
+        tokens[rows, places] = found[rows, nodes]
+        parents[rows, places] = np.where(elders >= 0, names[rows, elders], 0)
+        confidence[rows, places] = self._rates.estimate[self._template.depths[nodes] - 1, self._template.ranks[nodes]]
+        for index, (row_id, text, count) in enumerate(zip(context.rows, context.tokens, counts.tolist(), strict=True)):
+            ranks = self._template.ranks[present[index]]
+            self._rows[row_id] = _Drafted(
+                end=len(text), ranks=ranks, tokens=tokens[index, :count], parents=parents[index, :count]
+            )
+        return Draft(
+            tokens=torch.from_numpy(tokens),
+            parents=torch.from_numpy(parents),
+            counts=torch.from_numpy(counts),
+            drawn=torch.full(shape, int(Drawn.GIVEN), dtype=torch.uint8),
+            confidence=torch.from_numpy(confidence),
+        )
+
+    def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+        """Count, along the text's path through the draft, which ranks were tried and which was right."""
+        parent = 0
+        for depth, token in enumerate(tokens[drafted.end :]):
+            children = np.flatnonzero(drafted.parents == parent)
+            if not len(children) or depth >= self.config.num_speculative_tokens:
+                return
+            right = children[drafted.tokens[children] == token]
+            self._rates.learn(depth, drafted.ranks[children], drafted.ranks[right])
+            if not len(right):
+                return
+            parent = int(right[0]) + 1
+
+
+def top_ids(logits: Tensor, k: int) -> NDArray[np.int64]:
+    """(B, N, k) ids of the largest logits (B, N, V), the largest first.
+
+    The k largest lie in the k blocks of largest maximum, so only these are sorted: for V = 150,000 that is seven times
+    as fast as sorting all. Between equal logits the choice is arbitrary.
+    """
+    size = logits.shape[-1]
+    whole = size // _BLOCK * _BLOCK
+    if whole < 4 * k * _BLOCK:
+        return logits.topk(k).indices.cpu().numpy()
+    maxima = logits[..., :whole].unflatten(-1, (whole // _BLOCK, _BLOCK)).amax(-1)
+    blocks = maxima.topk(k, sorted=False).indices
+    ids = (blocks.unsqueeze(-1) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(-2)
+    if whole < size:
+        rest = torch.arange(whole, size, device=logits.device)
+        ids = torch.cat([ids, rest.expand(*ids.shape[:-1], -1)], -1)
+    best = logits.gather(-1, ids).topk(k).indices
+    return ids.gather(-1, best).cpu().numpy()

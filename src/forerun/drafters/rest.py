@@ -1,0 +1,171 @@
+"""Retrieval: what a corpus went on with after the same words is drafted.
+
+The method of REST (arXiv 2311.08252): the longest end of the text that occurs in a datastore, all that followed it
+there, merged into a trie, of which the most frequent nodes are the draft. Deterministic: all nodes are given, so at a
+temperature the target's own sample walks the tree, which is exact and optimal there. Knows no model and no law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.datastore import Datastore
+from forerun.drafters.datastore.format import SORTED_TOKENS
+from forerun.drafters.datastore.trie import Trie, merge
+from forerun.errors import ArgumentError
+from forerun.training.data.identity import TokenizerIdentity
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft, Drawn
+
+_PRIOR_WEIGHT = 8.0
+"""How many observations the first guess is worth."""
+_SHARES = 10
+"""Bins of a node's share of its parent's continuations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestConfig:
+    """Options of `rest`."""
+
+    datastore: str
+    """Directory that `forerun datastore build` wrote for this target."""
+    num_speculative_tokens: int = 10
+    """Most tokens copied from one place."""
+    max_match: int = 16
+    """Longest end of the text that is looked for, tokens."""
+    min_match: int = 2
+    """Shortest end of the text that counts as a match, tokens."""
+    max_hits: int = 5000
+    """Most places of one match that are read; of more, this many are taken evenly."""
+    nodes: int = 64
+    """Most nodes of the draft."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "min_match", "max_hits", "nodes"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"rest: {name} must be at least 1, got {getattr(self, name)}")
+        if not self.min_match <= self.max_match <= SORTED_TOKENS:
+            raise ArgumentError(
+                f"rest: max_match must be from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores "
+                f"are sorted; got {self.max_match}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drafted:
+    """A row's last draft, to be compared with what the text goes on with."""
+
+    end: int
+    """Committed tokens when it was made."""
+    match: int
+    """Tokens that matched."""
+    hits: int
+    """Continuations that were read."""
+    trie: Trie
+
+
+class RestDrafter(Drafter):
+    """Looks the text's last words up in a datastore and drafts what most often followed them."""
+
+    name = "rest"
+    Config = RestConfig
+
+    def __init__(self, config: RestConfig, setup: DrafterSetup) -> None:
+        """Open the datastore.
+
+        Raises:
+            DataError: no datastore there, or a damaged one.
+            VocabularyMismatchError: built with another tokenizer than the target's.
+        """
+        self.config = config
+        self.store = Datastore.open(config.datastore)
+        given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
+        self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
+        self._rows: dict[int, _Drafted] = {}
+        self._worth = _Worth()
+
+    def extend(self, context: DraftContext) -> None:
+        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+            drafted = self._rows.pop(row_id, None)
+            if drafted is not None:
+                self._worth.learn(drafted, tokens)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        builders = []
+        for row_id, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
+            drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth)
+            if drafted is None:
+                self._rows.pop(row_id, None)
+                builders.append(TreeBuilder())
+            else:
+                self._rows[row_id] = drafted
+                builders.append(self._tree(drafted))
+        return stack(builders)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id in rows:
+            self._rows.pop(row_id, None)
+
+    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted | None:
+        length = min(self.config.num_speculative_tokens, depth)
+        if nodes < 1 or length < 1:
+            return None
+        match = self.store.longest(tokens, shortest=self.config.min_match, longest=self.config.max_match)
+        if match is None:
+            return None
+        found = self.store.continuations(match, length, self.config.max_hits)
+        return _Drafted(end=len(tokens), match=match.length, hits=len(found), trie=merge(found, nodes))
+
+    def _tree(self, drafted: _Drafted) -> TreeBuilder:
+        builder, trie = TreeBuilder(), drafted.trie
+        size = len(trie.tokens)
+        builder.tokens, builder.parents = trie.tokens, trie.parents
+        builder.drawn, builder.scouts = [Drawn.GIVEN] * size, [False] * size
+        builder.confidence = [self._worth.estimate(drafted, node) for node in range(size)]
+        builder.index_given()
+        return builder
+
+
+class _Worth:
+    """How often a node's token was right, by the length of the match, the parent's continuations and the node's share.
+
+    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says.
+    """
+
+    def __init__(self) -> None:
+        self._tried: dict[tuple[int, int, int], float] = {}
+        self._right: dict[tuple[int, int, int], float] = {}
+
+    def estimate(self, drafted: _Drafted, node: int) -> float:
+        """In 0..1: the probability that entry `node` of the trie survives if its parent does."""
+        count, total = _counts(drafted, node)
+        key = _key(drafted.match, count, total)
+        prior = count / (total + 1)
+        return (self._right.get(key, 0.0) + _PRIOR_WEIGHT * prior) / (self._tried.get(key, 0.0) + _PRIOR_WEIGHT)
+
+    def learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+        """Compare a draft with the text: every node whose parent is on the text's path was right or wrong."""
+        trie = drafted.trie
+        on_path = {0: drafted.end}
+        for node, (token, parent) in enumerate(zip(trie.tokens, trie.parents, strict=True)):
+            place = on_path.get(parent)
+            if place is None or place >= len(tokens):
+                continue
+            key = _key(drafted.match, *_counts(drafted, node))
+            self._tried[key] = self._tried.get(key, 0.0) + 1.0
+            if tokens[place] == token:
+                self._right[key] = self._right.get(key, 0.0) + 1.0
+                on_path[node + 1] = place + 1
+
+
+def _counts(drafted: _Drafted, node: int) -> tuple[int, int]:
+    """Continuations through entry `node` of the trie, and through its parent."""
+    trie = drafted.trie
+    parent = trie.parents[node]
+    return trie.counts[node], trie.counts[parent - 1] if parent else drafted.hits
+
+
+def _key(length: int, count: int, total: int) -> tuple[int, int, int]:
+    return length.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)

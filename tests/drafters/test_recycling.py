@@ -1,0 +1,300 @@
+"""Token Recycling: the matrix against a naive loop, the tree against brute force, the file against everything."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.test_rest import context, nodes
+from engine.conftest import checkpoint, tiny_tokenizer
+from forerun import LLM, SamplingParams
+from forerun.drafters.ranks import RankRates, Template
+from forerun.drafters.recycling import RecyclingConfig, RecyclingDrafter, top_ids
+from forerun.drafters.successors import SuccessorMatrix
+from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.types import Budget
+
+__all__ = ["checkpoint"]
+
+SIZE = 12
+ROOMY = Budget(nodes=[64], depth=[64])
+
+
+def drafter(**options: Any) -> RecyclingDrafter:
+    tokenizer = options.pop("tokenizer", None)
+    setup = SimpleNamespace(tokenizer=tokenizer, target=SimpleNamespace(vocab_size=options.pop("size", SIZE)))
+    return RecyclingDrafter(RecyclingConfig(**{"top_k": 3, **options}), setup)  # type: ignore[arg-type]
+
+
+def shown(made: RecyclingDrafter, trees: Sequence[Sequence[int]], logits: torch.Tensor) -> None:
+    """The target scored some trees, of which it kept nothing."""
+    scores = SimpleNamespace(logits=logits, trees=[SimpleNamespace(tokens=tuple(tree)) for tree in trees])
+    made.observe(context([0] * 3, 1), [], scores)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [SIZE, 128 * 12, 128 * 12 + 5])
+def test_the_largest_logits_are_those_of_a_full_sort(size: int) -> None:
+    logits = torch.randn(2, 4, size, generator=torch.Generator().manual_seed(0))
+    logits[..., -1] += 3 * torch.arange(8).view(2, 4) % 5
+    expected = logits.argsort(-1, descending=True)[..., :3]
+    assert top_ids(logits, 3).tolist() == expected.tolist()
+
+
+def test_every_scored_node_updates_its_row_and_the_last_of_equal_tokens_wins() -> None:
+    made = drafter()
+    naive = made.matrix.successors.copy()
+    generator = torch.Generator().manual_seed(0)
+    rng = random.Random(0)
+    for _ in range(20):
+        trees = [[rng.randrange(SIZE) for _ in range(rng.randrange(1, 6))] for _ in range(3)]
+        logits = torch.randn(3, 7, SIZE, generator=generator)
+        shown(made, trees, logits)
+        for row, tree in enumerate(trees):
+            for node, token in enumerate(tree):
+                naive[token] = logits[row, node].topk(3).indices.numpy()
+        assert made.matrix.successors.tolist() == naive.tolist()
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=40), st.lists(st.integers(0, 4), min_size=2, max_size=9))
+def test_text_alone_puts_the_latest_successors_first(first: list[int], second: list[int]) -> None:
+    matrix = SuccessorMatrix(np.full((5, 3), -1, np.int32), None, None)
+    naive: list[list[int]] = [[] for _ in range(5)]
+    for text in (first, second):
+        matrix.read(np.array(text))
+        for token, successor in itertools.pairwise(text):
+            naive[token] = [successor, *(other for other in naive[token] if other != successor)]
+        # What a long text pushes out of a row never comes back, but what stays is in order.
+        naive = [row[:3] for row in naive]
+        assert matrix.successors.tolist() == [row + [-1] * (3 - len(row)) for row in naive]
+
+
+def test_a_prompt_is_read_once_and_what_the_target_scored_is_not_overwritten_by_text() -> None:
+    made, text = drafter(), [1, 2, 3, 1]
+    made.extend(context(text, 4))
+    assert made.matrix.successors[:4].tolist() == [[-1] * 3, [2, -1, -1], [3, -1, -1], [1, -1, -1]]
+    logits = torch.zeros(1, 1, SIZE)
+    logits[..., [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0])
+    text += [4]
+    scores = SimpleNamespace(logits=logits, trees=[SimpleNamespace(tokens=(1,))])
+    made.observe(context(text, 1), [], scores)  # type: ignore[arg-type]
+    made.extend(context(text, 1))
+    assert made.matrix.successors[1].tolist() == [7, 8, 9]
+    text += [5, 6]  # tokens that were committed without this drafter
+    made.extend(context(text, 2))
+    assert made.matrix.successors[[4, 5, 6], 0].tolist() == [5, 6, -1]
+
+
+def taught(**options: Any) -> RecyclingDrafter:
+    """After 1 come 2, 3, 4; after 2 comes 5; after 5 comes 1."""
+    made = drafter(**options)
+    for token, successors in {1: [2, 3, 4], 2: [5], 5: [1]}.items():
+        made.matrix.successors[token, : len(successors)] = successors
+    return made
+
+
+def test_the_draft_walks_the_matrix_and_stops_where_nothing_is_known() -> None:
+    draft = taught(num_speculative_tokens=3).propose(context([0, 1]), ROOMY)
+    drawn = nodes(draft)
+    paths = [()]
+    for token, parent in drawn:
+        paths.append((*paths[parent], token))
+    assert sorted(paths[1:]) == [(2,), (2, 5), (2, 5, 1), (3,), (4,)]
+    assert all(parent <= place for place, (_, parent) in enumerate(drawn))
+    assert nodes(taught().propose(context([0, 9]), ROOMY)) == []
+
+
+@pytest.mark.parametrize(("limit", "depth"), [(0, 9), (1, 9), (3, 9), (9, 1), (9, 0)])
+def test_budget_and_options_are_kept(limit: int, depth: int) -> None:
+    whole = nodes(taught().propose(context([0, 1]), ROOMY))
+    drawn = nodes(taught().propose(context([0, 1]), Budget(nodes=[limit], depth=[depth])))
+    levels = [0]
+    for _, parent in drawn:
+        levels.append(levels[parent] + 1)
+    assert len(drawn) <= limit and max(levels) <= depth
+    assert depth < 9 or drawn == whole[:limit]
+    assert len(nodes(taught(nodes=2).propose(context([0, 1]), ROOMY))) == 2
+
+
+def test_rows_of_a_batch_do_not_mix() -> None:
+    made, alone = taught(), taught()
+    both = context([0, 1])
+    many = type(both)(
+        rows=[0, 1, 2],
+        tokens=[[0, 1], [9], [2]],
+        prompt_lengths=[1, 1, 1],
+        fresh=[0, 0, 0],
+        samplers=[],
+        coins=[],
+        signals={},
+    )
+    draft = made.propose(many, Budget(nodes=[64, 64, 2], depth=[9, 9, 9]))
+    assert draft.counts.tolist()[1:] == [0, 2] and draft.tokens[2, :2].tolist() == [5, 1]
+    count = int(draft.counts[0])
+    assert list(zip(draft.tokens[0, :count].tolist(), draft.parents[0, :count].tolist(), strict=True)) == nodes(
+        alone.propose(both, ROOMY)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_template_holds_the_likeliest_paths_in_order(seed: int) -> None:
+    rates = np.random.default_rng(seed).uniform(0.01, 0.9, (3, 4))
+    every = {
+        path: float(np.prod([rates[depth, rank] for depth, rank in enumerate(path)]))
+        for length in (1, 2, 3)
+        for path in itertools.product(range(4), repeat=length)
+    }
+    template = Template.best(rates, 20)
+    paths: list[tuple[int, ...]] = []
+    for rank, parent in zip(template.ranks.tolist(), template.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+    assert paths == sorted(every, key=lambda path: -every[path])[:20]
+    assert template.depths.tolist() == [len(path) for path in paths]
+    assert len(Template.best(rates, 10**6)) == len(every)
+
+
+def test_rates_beyond_those_measured_fall() -> None:
+    rates = RankRates(9, 12).prior
+    assert rates.shape == (9, 12) and np.all(np.diff(rates, axis=1) <= 0)
+    assert np.allclose(rates[:, :8].sum(1), RankRates(9, 8).prior.sum(1)) and rates.sum(1).max() < 1
+
+
+def fed(made: RecyclingDrafter, steps: int) -> None:
+    """The third successor of token 1 is always the right one."""
+    for _ in range(steps):
+        made.propose(context([0, 1]), ROOMY)
+        made.extend(context([0, 1, 4], 1))
+        made._steps += 1
+        made.truncate([0], [0])
+        made.matrix.successors[1] = [2, 3, 4]
+
+
+def test_confidence_follows_what_the_text_really_did() -> None:
+    made = taught()
+    before = made.propose(context([0, 1]), ROOMY)
+    fed(made, 200)
+    after = made.propose(context([0, 1]), ROOMY)
+    assert before.confidence is not None and after.confidence is not None
+    tokens = before.tokens[0].tolist()
+    assert float(after.confidence[0, tokens.index(4)]) > 0.8 > float(before.confidence[0, tokens.index(4)])
+    assert float(after.confidence[0, tokens.index(2)]) < 0.1
+    assert float(after.confidence[0, tokens.index(5)]) == float(before.confidence[0, tokens.index(5)])
+
+
+def test_an_adaptive_tree_learns_which_rank_is_right() -> None:
+    fixed, adaptive = taught(nodes=1), taught(nodes=1, adaptive=True)
+    for made in (fixed, adaptive):
+        made._rates.learn(0, np.array([0, 1, 2]), np.array([2]))
+        for _ in range(300):
+            made._rates.learn(0, np.array([0, 1, 2]), np.array([2]))
+        made._steps = 64
+    assert nodes(fixed.propose(context([0, 1]), ROOMY)) == [(2, 0)]
+    assert nodes(adaptive.propose(context([0, 1]), ROOMY)) == [(4, 0)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_speculative_tokens": 0}, {"nodes": 0}, {"top_k": 0}, {"top_k": 13}, {"path": "/none/here"}]
+)
+def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="recycling: "):
+        drafter(**options)
+
+
+def test_what_was_learned_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "matrix"
+    made = drafter(path=str(path), tokenizer=tiny_tokenizer())
+    made.extend(context([1, 2, 3, 1, 4], 5))
+    made.save()
+    again = drafter(path=str(path), tokenizer=tiny_tokenizer())
+    assert again.matrix.successors.tolist() == made.matrix.successors.tolist()
+    again.extend(context([1, 9], 2))
+    assert again.matrix.successors[1].tolist() == [9, 4, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["matrix"]
+
+
+def test_the_file_is_written_at_the_end_of_a_row_and_at_the_end_of_the_drafter(tmp_path: Path) -> None:
+    path = tmp_path / "matrix"
+    made = drafter(path=str(path))
+    made.extend(context([1, 2], 2))
+    made.truncate([0], [0])
+    assert not path.exists()  # too soon: writing must not cost a busy server anything
+    made._steps = 256
+    made.truncate([0], [1])
+    assert not path.exists()
+    made.truncate([0], [0])
+    assert path.exists()
+    path.unlink()
+    made.extend(context([1, 3], 2))
+    del made
+    gc.collect()
+    assert drafter(path=str(path)).matrix.successors[1].tolist() == [3, 2, -1]
+
+
+def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    made = drafter(path=str(folder / "matrix"))
+    made.extend(context([1, 2], 2))
+    folder.rmdir()
+    made._steps = 256
+    with caplog.at_level(logging.WARNING):
+        made.truncate([0], [0])
+    assert "could not be kept" in caplog.text
+    with pytest.raises(OSError, match="gone"):
+        made.save()
+
+
+def test_a_file_of_another_target_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "matrix")
+    made = drafter(path=path, tokenizer=tiny_tokenizer())
+    made.extend(context([1, 2], 2))
+    made.save()
+    other = tiny_tokenizer()
+    other.add_tokens(["new"])
+    with pytest.raises(VocabularyMismatchError, match="name another file"):
+        drafter(path=path, tokenizer=other)
+    with pytest.raises(VocabularyMismatchError, match="13"):
+        drafter(path=path, size=13)
+    with pytest.raises(ArgumentError, match="holds 3 successors"):
+        drafter(path=path, top_k=4)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100, None])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: bytes | None) -> None:
+    path = tmp_path / "matrix"
+    made = drafter(path=str(path))
+    made.extend(context([1, 2], 2))
+    made.save()
+    path.write_bytes(path.read_bytes()[:-8] if damage is None else damage)
+    with pytest.raises(DataError, match="damaged"):
+        drafter(path=str(path))
+
+
+def test_a_matrix_with_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "matrix"
+    made = drafter(path=str(path))
+    made.extend(context([1, 2], 2))
+    made.matrix.successors[1, 0] = SIZE
+    made.save()
+    with pytest.raises(DataError, match="outside"):
+        drafter(path=str(path))
+
+
+def test_an_engine_teaches_it_and_keeps_its_drafts(checkpoint: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    plain = LLM(checkpoint, dtype="float32").generate(["the cat sat"], greedy)[0].outputs[0]
+    taught = LLM(checkpoint, speculative_config={"method": "recycling"}, dtype="float32")
+    answer = taught.generate(["the cat sat"], greedy)[0].outputs[0]
+    assert answer.token_ids == plain.token_ids
+    assert answer.speculation.num_accepted_draft_tokens > 5
