@@ -20,13 +20,15 @@ from forerun.target.inputs import Nodes
 from forerun.target.nouns import Plan, Resume
 from forerun.target.ranges import LayerRanges
 from forerun.tree import TreeBuilder, stack
-from forerun.types import LAST_HIDDEN, Signal
+from forerun.types import LAST_HIDDEN, Draft, Drawn, Signal
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
 
 Place = Callable[[Nodes], dict[str, Any]]
 """The tokens of a pass -> what the base model's forward takes."""
+Begin = Callable[["Target", Sequence[int], Draft], Resume]
+"""(target, roots, draft) -> what has begun of that draft in row 0."""
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest root-mean-square difference between a whole pass and its parts, in units of the logits' spread."""
 _ROUGH = 1e-1
@@ -102,14 +104,24 @@ def renumber(target: Target, rows: Sequence[int], kept: Sequence[Sequence[int]])
 
 
 def prove(target: Target, boundary: int) -> None:
-    """Run a small tree whole and in two parts, on a cache of its own, and compare.
+    """Check that the first layers up to `boundary` and then the others make the whole model; errors as `compare`."""
+
+    def root_only(trial: Target, roots: Sequence[int], _draft: Draft) -> Resume:
+        states = trial.run([0], roots, stack([TreeBuilder()]), Plan(stop=boundary))
+        return Resume(boundary=boundary, states=states, counts=[1], stamps=list(trial.writes))
+
+    compare(target, root_only, (0, 0, 1))
+
+
+def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
+    """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits.
 
     Raises:
         UnsupportedModelError: the model's layers cannot be run in part, or the parts do not make the whole.
     """
     name = type(target.model).__name__
     try:
-        worst = _difference(type(target)(target.model, rows=1, slots=8), boundary)
+        worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)
     except ForerunError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
@@ -121,22 +133,22 @@ def prove(target: Target, boundary: int) -> None:
     limit = _LIMITS.get(target.dtype, _ROUGH)
     if not worst <= limit:
         raise UnsupportedModelError(
-            f"{name}: its layers cannot be run in part: the first {boundary} and then the others give logits that "
-            f"differ from a whole pass by {worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
+            f"{name}: its layers cannot be run in part: the parts give logits that differ from a whole pass by "
+            f"{worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
         )
 
 
-def _difference(target: Target, boundary: int) -> float:
-    """Between the logits of a tree scored whole, and resumed at `boundary`, in units of their spread."""
-    ids = [(7919 * index + 13) % target.vocab_size for index in range(6)]
+@torch.inference_mode()
+def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
+    """Between the logits of a tree scored whole and resumed, in units of their spread."""
+    ids = [(7919 * index + 13) % target.vocab_size for index in range(3 + len(parents))]
     builder = TreeBuilder()
-    for token, parent in zip(ids[3:], (0, 0, 1), strict=True):
-        builder.add(token, parent)
-    draft = stack([builder])
+    for token, parent in zip(ids[3:], parents, strict=True):
+        builder.add(token, parent, drawn=Drawn.IID)
+    draft, roots = stack([builder]), ids[2:3]
     target.prefill([0], [ids[:2]])
-    whole = target.score([0], ids[2:3], draft).logits.float()
-    root = target.run([0], ids[2:3], stack([TreeBuilder()]), Plan(stop=boundary))
-    resume = Resume(boundary=boundary, states=root, counts=[1], stamps=list(target.writes))
-    parts = target.score([0], ids[2:3], draft, resume=resume).logits.float()
+    whole = target.score([0], roots, draft).logits.float()
+    resume = begin(target, roots, draft)
+    parts = target.score([0], roots, draft, resume=resume).logits.float()
     difference = (parts - whole).square().mean(-1).sqrt() / whole.std(-1).clamp(min=1e-9)
     return float(difference.nan_to_num(nan=torch.inf).max())

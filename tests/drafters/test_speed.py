@@ -1,0 +1,158 @@
+"""SPEED on a decoder that repeats its layers: the contract suite's own tests, the passes it takes, what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from contract import harness, test_cache, test_ends, test_greedy, test_law
+from contract.harness import SAMPLED, Variant, as_prompts, tokens_of
+from forerun import LLM, SamplingParams
+from forerun.drafters import build
+from forerun.drafters.base import DrafterSetup
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.target import Target
+from forerun.target.pipeline import shared_block
+from target.families import make, random_tokens
+
+SPEED = Variant("speed", options={"num_speculative_tokens": 4})
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+untied = harness.model
+
+
+def tie(model: Any, block: int) -> Any:
+    """Layer i + block gets the weights of layer i: the same parameters, in modules of its own."""
+    layers = model.model.layers
+    for index in range(block, len(layers)):
+        for name, weight in layers[index % block].named_parameters():
+            path, _, leaf = name.rpartition(".")
+            setattr(layers[index].get_submodule(path), leaf, weight)
+    return model
+
+
+@functools.cache
+def tied() -> LlamaForCausalLM:
+    """The harness's model, its one layer run twice."""
+    made: LlamaForCausalLM = LlamaForCausalLM(untied().config).eval()
+    made.load_state_dict(untied().state_dict())
+    return tie(made, 1)
+
+
+@pytest.fixture
+def contract(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The contract suite's parts run on the tied model."""
+    for module in (harness, test_ends):
+        monkeypatch.setattr(module, "model", lambda seed=0: tied())
+    monkeypatch.setattr(harness, "_greedy_answers", {})
+    law = functools.cache(lambda: harness.exact_outcomes(harness.PROMPT, SAMPLED))
+    monkeypatch.setattr(test_law, "expected", law)
+    yield
+
+
+@pytest.mark.usefixtures("contract")
+def test_the_contract() -> None:
+    for params in (test_greedy.NEUTRAL, test_greedy.PENALISED):
+        test_greedy.test_greedy_output_is_the_targets(SPEED, params)
+    test_greedy.test_rows_that_differ_in_everything_do_not_disturb_each_other(SPEED)
+    test_law.test_the_default_rule_keeps_the_law(SPEED)
+    test_law.test_a_walk_gives_the_very_text_of_plain_decoding(SPEED)
+    test_law.test_a_seed_gives_the_same_text_alone_and_in_company(SPEED)
+    test_ends.test_max_tokens(SPEED)
+    test_ends.test_stop_token_ids(SPEED)
+    for params in (replace(SAMPLED, temperature=0.0), SAMPLED):
+        test_cache.test_the_cache_is_that_of_a_fresh_prefill(SPEED, params)
+
+
+def engine(weights: Any, config: Mapping[str, Any] | None, **options: Any) -> LLM:
+    return LLM(
+        weights,
+        tokenizer=False,
+        speculative_config=config,
+        max_num_seqs=4,
+        max_model_len=64,
+        self_check=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("name", "block"), [("qwen3", 1), ("gemma3", 2), ("deepseek_v3", 2)])
+def test_families_with_repeated_layers(name: str, block: int) -> None:
+    changes = {"first_k_dense_replace": 4} if name == "deepseek_v3" else {}
+    weights = tie(make(name, **changes), block)
+    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 5})
+    prompts = as_prompts([random_tokens(count, count) for count in (1, 9, 17)])
+    drafted = llm.generate(prompts, GREEDY)
+    assert tokens_of(drafted) == tokens_of(llm.generate(prompts, GREEDY, speculative=False))
+    assert sum(output.outputs[0].speculation.num_draft_tokens for output in drafted) > 0
+
+
+def test_a_full_pipeline_finishes_a_token_a_pass() -> None:
+    """An exit that is always right: K + 1 tokens in K + P passes of the block, and no layer runs twice for one."""
+    weights = tie(make("llama"), 1)
+    with torch.no_grad():
+        weights.model.layers[0].self_attn.o_proj.weight.zero_()
+        weights.model.layers[0].mlp.down_proj.weight.zero_()
+    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 6})
+    widths: list[int] = []
+    for layer in weights.model.layers:
+        layer.register_forward_pre_hook(lambda _m, args: widths.append(args[0].shape[0] * args[0].shape[1]))
+    output = llm.generate(as_prompts([random_tokens(9, 1)]), replace(GREEDY, max_tokens=8))[0].outputs[0]
+    assert output.speculation.num_emitted_tokens == 7
+    steps = widths[4:]
+    assert steps == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1], "behind the prompt's four: fill, three full, drain"
+
+
+def test_a_flush_ends_a_step_early() -> None:
+    """An exit that is mostly wrong takes little more than the passes of plain decoding."""
+    weights = tie(make("llama"), 1)
+    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 8})
+    passes: list[int] = []
+    for layer in weights.model.layers:
+        layer.register_forward_pre_hook(lambda _m, args: passes.append(args[0].shape[0]))
+    speculation = llm.generate(as_prompts([random_tokens(9, 1)]), GREEDY)[0].outputs[0].speculation
+    steps = speculation.num_spec_steps + speculation.num_plain_steps
+    assert speculation.num_accepted_draft_tokens == speculation.num_draft_tokens, "what is wrong is not submitted"
+    assert len(passes) <= 4 * (1 + steps) + speculation.num_draft_tokens
+
+
+def test_reproducible_in_bfloat16() -> None:
+    weights = tie(make("llama", dtype=torch.bfloat16), 2)
+    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 4}, reproducible=True)
+    prompts = as_prompts([random_tokens(count, count) for count in (1, 9, 17)])
+    drafted = tokens_of(llm.generate(prompts, GREEDY))
+    assert drafted == tokens_of(llm.generate(prompts, GREEDY, speculative=False))
+
+
+def setup(weights: Any) -> DrafterSetup:
+    return DrafterSetup(target=Target(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+
+
+def test_the_block_is_found() -> None:
+    assert shared_block(Target(tie(make("llama"), 1))) == 1
+    assert shared_block(Target(tie(make("llama"), 2))) == 2
+    assert shared_block(Target(tie(make("gemma3"), 1))) == 2, "the layers' kinds of attention alternate"
+
+
+def test_layers_with_weights_of_their_own_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="weights of its own in each of its 4 layers"):
+        build("speed", {}, setup(make("llama")))
+    with pytest.raises(UnsupportedModelError, match="weights of its own"):
+        build("speed", {}, setup(tie(make("llama"), 3)))
+
+
+def test_layers_that_share_weights_but_not_what_they_do_are_refused() -> None:
+    weights = tie(make("llama"), 1)
+    weights.model.layers[2].register_forward_hook(lambda _m, _a, output: 3 * output)
+    with pytest.raises(UnsupportedModelError, match="differ from a whole pass"):
+        build("speed", {}, setup(weights))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="at least 1"):
+        build("speed", {"num_speculative_tokens": 0}, setup(tie(make("llama"), 1)))
