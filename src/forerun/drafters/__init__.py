@@ -84,6 +84,10 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.recycling:RecyclingDrafter",
         summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
     ),
+    "speed": Entry(
+        path="forerun.drafters.speed:SpeedDrafter",
+        summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
+    ),
     "eagle3": Entry(
         path="forerun.drafters.eagle3:Eagle3Drafter",
         summary="a small head on fused hidden states of the target (EAGLE-3, 3.1); chain, fixed or dynamic tree",

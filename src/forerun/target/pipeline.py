@@ -63,7 +63,7 @@ class _Cache:
         seen = []
         for place, block in enumerate(self.blocks):
             self._cache.begin(self._rows, self._slots[:, place : place + 1], self._width)
-            mine = [part.unflatten(0, (batch, -1))[:, place] for part in (keys, values)]
+            mine = [part.reshape(batch, -1, *part.shape[1:])[:, place] for part in (keys, values)]
             seen.append(self._cache.update(mine[0], mine[1], block * self.size + layer % self.size))
         return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
 
