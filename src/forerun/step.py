@@ -17,8 +17,7 @@ from torch import Tensor
 from forerun import tree as trees
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.sampling import Coins, Sampler, logprobs_of
-from forerun.scores import RowScores as RowScores
-from forerun.scores import Scores as Scores
+from forerun.scores import RowScores, Scores
 from forerun.target import Target
 from forerun.tree import TokenTree
 from forerun.types import (
@@ -34,6 +33,20 @@ from forerun.types import (
     empty_draft,
 )
 from forerun.verify import default_rule, rule_named
+
+__all__ = [
+    "Admit",
+    "Emitted",
+    "Group",
+    "Row",
+    "RowScores",
+    "Scores",
+    "context_for",
+    "drafter_failed",
+    "first_tokens",
+    "step",
+    "warn_drafter",
+]
 
 log = logging.getLogger(__name__)
 

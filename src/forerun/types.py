@@ -266,6 +266,8 @@ class SpeculationStats:
     """Target passes in which something was drafted."""
     num_plain_steps: int = 0
     """Target passes without a draft, the prompt's not counted."""
+    drafter_errors: int = 0
+    """Steps in which a drafter raised; the answer went on without it."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_emitted_tokens: int = 0
@@ -295,6 +297,7 @@ class SpeculationStats:
         for name in (
             "num_spec_steps",
             "num_plain_steps",
+            "drafter_errors",
             "num_draft_tokens",
             "num_accepted_draft_tokens",
             "num_emitted_tokens",

@@ -12,7 +12,7 @@ import pytest
 
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams
-from forerun.drafters import DRAFTERS
+from forerun.drafters import methods
 
 Forerun = Callable[..., Ran]
 PROMPT = "the cat sat on the mat and the cat sat on the"
@@ -127,10 +127,10 @@ def test_interrupting_a_stream_is_a_clean_end(
 
 def test_drafters_json_is_the_registry(forerun: Forerun) -> None:
     listed = json.loads(forerun("drafters", "--json").out)
-    assert [entry["name"] for entry in listed] == list(DRAFTERS)
+    assert [entry["name"] for entry in listed] == list(methods())
     assert all(set(entry) >= {"name", "needs_training", "summary"} for entry in listed)
     table = forerun("drafters").out
-    assert all(name in table for name in DRAFTERS)
+    assert all(name in table for name in methods())
 
 
 def test_doctor(forerun: Forerun) -> None:

@@ -156,11 +156,12 @@ class Conversation:
 
     def _drafter(self, argument: str) -> None:
         from forerun import SpeculativeConfig
-        from forerun.drafters import DRAFTERS
+        from forerun.drafters import methods
 
         if not argument:
-            raise ArgumentError(f"/drafter takes a name ({', '.join(DRAFTERS)}) or a draft model's directory or hub id")
-        named = {"method": argument} if argument in DRAFTERS else {"method": "draft_model", "model": argument}
+            known = ", ".join(methods())
+            raise ArgumentError(f"/drafter takes a name ({known}) or a draft model's directory or hub id")
+        named = {"method": argument} if argument in methods() else {"method": "draft_model", "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))
         self.config, self.speculating = named, True
         console.log().print(Text(f"drafting with {argument}", "dim"))

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.drafters import DRAFTERS
+from forerun.drafters import methods
 
 
 def drafters(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
@@ -30,14 +30,14 @@ def drafters(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
                     "lossless": entry.lossless,
                     "summary": entry.summary,
                 }
-                for name, entry in DRAFTERS.items()
+                for name, entry in methods().items()
             ]
         )
         return 0
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("name", "lossless", "needs training", "summary"):
         table.add_column(title, no_wrap=title == "name")
-    for name, entry in DRAFTERS.items():
+    for name, entry in methods().items():
         lossless = Text("yes") if entry.lossless else Text("no", "red")
         table.add_row(Text(name, "bold"), lossless, "yes" if entry.needs_training else "no", entry.summary)
     console.out().print(table)

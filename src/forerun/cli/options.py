@@ -36,6 +36,8 @@ class SpeculationOptions:
     """key=value, an option of the drafter; may be repeated."""
     rule: str | None = None
     """Verification rule instead of the one that suits the draft."""
+    adaptive: bool | None = None
+    """Let measured costs decide how much to draft, or nothing; the default for the drafter `auto` alone."""
 
     def config(self) -> dict[str, Any] | None:
         """The `speculative_config` of the Python API, None where nothing was asked for.
@@ -49,6 +51,7 @@ class SpeculationOptions:
             "model": self.drafter_model,
             "num_speculative_tokens": self.num_speculative_tokens,
             "rule": self.rule,
+            "adaptive": self.adaptive,
         }
         config.update({key: value for key, value in short.items() if value is not None})
         config.update(key_value(pair) for pair in self.drafter_option)

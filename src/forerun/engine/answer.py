@@ -152,5 +152,6 @@ class Answer:
             return
         accepted = sum(token.source is Source.DRAFT for token in new)
         self.stats.record(drafted=emitted.drafted, depth=emitted.depth, accepted=accepted)
+        self.stats.drafter_errors = self.row.drafter_errors
         if self.request.trace:
             self.traces.append(emitted.trace)

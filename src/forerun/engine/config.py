@@ -145,5 +145,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in sorted(value.items())}
     return value if isinstance(value, str | int | float | bool | type(None)) else f"{type(value).__name__}@{id(value)}"

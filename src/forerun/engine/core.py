@@ -126,11 +126,13 @@ class Engine:
 
     def _decode(self) -> list[StreamChunk]:
         self._introduce()
-        answers = self._running
+        answers, began = self._running, time.perf_counter()
+        rows = [answer.row for answer in answers]
         configs = [answer.request.speculative for answer in answers]
         depths = [config.num_speculative_tokens if config is not None else None for config in configs]
-        groups = self.drafting.groups([answer.drafter for answer in answers], depths)
-        emitted = step(self.target, [answer.row for answer in answers], groups, check=self._check)
+        groups = self.drafting.groups(rows, [answer.drafter for answer in answers], depths)
+        emitted = step(self.target, rows, groups, check=self._check, admit=self.drafting.admit, since=began)
+        self.drafting.learn(emitted)
         return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
     def _introduce(self) -> None:

@@ -1,6 +1,6 @@
 """The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at the level of chance.
 
-Knows configurations and groups; does not know requests' text or scheduling.
+Knows configurations, groups and controllers; does not know requests' text or scheduling.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from forerun.step import Group, Row, context_for, warn_drafter
-from forerun.types import Signal, SpeculationStats
+from forerun.engine.controller import Controller
+from forerun.engine.controller.build import Costs, controller_for
+from forerun.step import Emitted, Group, Row, context_for, drafter_failed
+from forerun.types import Draft, Signal, SpeculationStats
 from forerun.verify import rule_named
 
 log = logging.getLogger(__name__)
@@ -27,18 +29,26 @@ _CHANCE_RATE = 0.02
 @dataclass(kw_only=True, slots=True)
 class _Active:
     config: SpeculativeConfig
-    drafter: Drafter
+    drafters: list[tuple[str, Drafter]]
+    """Name and drafter; several where a controller chooses among them."""
+    controller: Controller | None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     warned: bool = False
+
+    @property
+    def drafter(self) -> Drafter:
+        """The one drafter, or the first."""
+        return self.drafters[0][1]
 
 
 class Drafting:
     """All drafters in use, by the key of their configuration."""
 
-    def __init__(self, setup: DrafterSetup, *, nodes: int = 64) -> None:
-        """`nodes`: most drafted nodes of a row in one step."""
-        self._setup, self._nodes = setup, nodes
+    def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: Costs | None = None) -> None:
+        """`nodes`: most drafted nodes of a row in one step. `costs`: for controllers; None measures the target."""
+        self._setup, self._nodes, self._costs = setup, nodes, costs
         self._active: dict[str, _Active] = {}
+        self._planned: list[Controller] = []
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
         """The key of a drafter with this configuration, built if there is none yet; None for None.
@@ -50,52 +60,82 @@ class Drafting:
             return None
         if config.rule is not None:
             rule_named(config.rule)
-        if config.key not in self._active:
-            drafter = build(config.method, config.drafter_options, self._setup)
-            self._active[config.key] = _Active(config=config, drafter=drafter)
-        return config.key
+        key = f"{config.key}:controlled" if config.controlled else config.key
+        if key not in self._active:
+            self._active[key] = self._built(config)
+        return key
+
+    def _built(self, config: SpeculativeConfig) -> _Active:
+        if config.controlled:
+            controller = controller_for(config, self._setup, nodes=self._nodes, costs=self._costs)
+            drafters: list[tuple[str, Drafter]] = [(arm.name, arm.drafter) for arm in controller.arms]
+            return _Active(config=config, drafters=drafters, controller=controller)
+        drafter = build(config.method, config.drafter_options, self._setup)
+        return _Active(config=config, drafters=[(config.method, drafter)], controller=None)
 
     def requires(self, key: str | None) -> frozenset[Signal]:
-        """The hidden states that the drafter reads."""
-        return self._active[key].drafter.requires if key is not None else frozenset()
+        """The hidden states that the drafters read."""
+        drafters = self._active[key].drafters if key is not None else []
+        return frozenset[Signal]().union(*(drafter.requires for _, drafter in drafters))
 
-    def groups(self, keys: Sequence[str | None], depths: Sequence[int | None]) -> list[Group]:
-        """Who drafts for whom: `keys` and per-request depth limits (None = the drafter's own) of the step's rows."""
-        groups = []
+    def groups(self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None]) -> list[Group]:
+        """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's)."""
+        groups = list[Group]()
+        self._planned = []
         for key in dict.fromkeys(key for key in keys if key is not None):
             active = self._active[key]
             members = [index for index, other in enumerate(keys) if other == key]
             limit = active.config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
-            chosen = [depths[index] for index in members]
+            limits = [limit if depths[index] is None else min(depths[index] or 0, limit) for index in members]
+            if active.controller is not None:
+                groups += active.controller.plan(rows, members, limits)
+                self._planned.append(active.controller)
+                continue
             groups.append(
                 Group(
                     name=active.config.method,
                     drafter=active.drafter,
                     members=members,
-                    depths=[limit if depth is None else min(depth, limit) for depth in chosen],
+                    depths=limits,
                     nodes=self._nodes,
                 )
             )
         return groups
 
+    def admit(self, draft: Draft) -> Draft:
+        """What of the drafts of the groups that were planned is scored."""
+        for controller in self._planned:
+            draft = controller.admit(draft)
+        return draft
+
+    def learn(self, emitted: Sequence[Emitted]) -> None:
+        """What the planned step committed, by row."""
+        for controller in self._planned:
+            controller.learn(emitted)
+
     def introduce(self, key: str, rows: Sequence[Row], signals: Mapping[Signal, Tensor]) -> None:
-        """Show a drafter the prompts (and first tokens) of rows that are new to it."""
-        context = context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], signals)
-        try:
-            self._active[key].drafter.extend(context)
-        except Exception as error:
-            warn_drafter(self._active[key].config.method, "to read the prompt", repr(error))
+        """Show drafters the prompts (and first tokens) of rows that are new to them."""
+        fresh = [len(row.tokens) for row in rows]
+        for name, drafter in self._active[key].drafters:
+            wanted = {signal: signals[signal] for signal in drafter.requires}
+            try:
+                drafter.extend(context_for(rows, range(len(rows)), fresh, wanted))
+            except Exception as error:
+                drafter_failed(rows, name, "to read the prompt", error)
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrank to these lengths, 0 for those that are free."""
         for active in self._active.values():
-            active.drafter.truncate(rows, lengths)
+            if active.controller is not None:
+                active.controller.forget(rows, lengths)
+            else:
+                active.drafter.truncate(rows, lengths)
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
         """Add a finished answer's counts; warn once where acceptance is at the level of chance."""
         active = self._active[key]
         active.stats.add(stats)
-        if not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
+        if active.controller is None and not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
             rate = active.stats.acceptance_per_depth[0]
             if rate < _CHANCE_RATE:
                 active.warned = True
@@ -109,8 +149,8 @@ class Drafting:
 
     def memory_bytes(self) -> int:
         """Bytes held by all drafters."""
-        return sum(active.drafter.memory_bytes() for active in self._active.values())
+        return sum(drafter.memory_bytes() for active in self._active.values() for _, drafter in active.drafters)
 
     def totals(self) -> Iterable[tuple[str, SpeculationStats]]:
-        """Method name and counts over all finished answers, per drafter."""
+        """Method name and counts over all finished answers, per configuration."""
         return [(active.config.method, active.stats) for active in self._active.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,14 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> int:
-    """Bytes of the weights of the model that drafts, where its directory says; 0 where there is none to ask."""
-    model = config.options.get("model") if config is not None else None
+    """Bytes of the weights of the models that draft, where their directories say; 0 where there is none to ask."""
+    if config is None:
+        return 0
+    others = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
+    return sum(_weights(options.get("model")) for options in (config.options, *others))
+
+
+def _weights(model: Any) -> int:
     folder = Path(resolve(model)) if isinstance(model, str) else None
     if folder is None or not folder.is_dir():
         return 0

@@ -1,0 +1,125 @@
+"""After drafting: which of the drafted nodes the target shall score. Only given nodes are ever taken away.
+
+A node is worth its place if its probability of surviving exceeds the running goodput times what it costs. Passes are
+as wide as their widest row and cost a staircase, so the rule is applied to widths: rank each row's nodes by the
+probability that their whole path survives, take for each width the best prefix of every row, and choose the width that
+gains most. Width 0 is plain decoding. Knows no drafter and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forerun import tree as trees
+from forerun.tree import TreeBuilder
+from forerun.types import Draft, Drawn
+
+Estimate = Callable[[float], float]
+"""A drafter's stated confidence -> probability that the node survives if its parent does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenTree:
+    """A row's draft of given nodes, ranked: the only thing that may be pruned. Sampled nodes cannot become one."""
+
+    nodes: tuple[tuple[int, int, float], ...]
+    """(token, parent id, stated confidence) of node 1, 2, ..."""
+    order: tuple[int, ...]
+    """Node ids by falling probability that the whole path survives; parents come before their children."""
+    worth: tuple[float, ...]
+    """Entry n: expected number of accepted tokens if the first n of `order` are submitted."""
+
+    @classmethod
+    def of(cls, draft: Draft, row: int, estimate: Estimate) -> GivenTree:
+        """Rank a row of a draft.
+
+        Raises:
+            AssertionError: the row holds a sampled node, whose fate may not depend on its value; a scout; or nodes
+                that have already run.
+        """
+        assert prunable(draft, row), "only given nodes may be pruned after they were drawn"
+        count = int(draft.counts[row])
+        parents: list[int] = draft.parents[row, :count].tolist()
+        stated = [1.0] * count if draft.confidence is None else draft.confidence[row, :count].tolist()
+        survival = [1.0]
+        for parent, confidence in zip(parents, stated, strict=True):
+            survival.append(survival[parent] * estimate(confidence))
+        order = sorted(range(1, count + 1), key=lambda node: (-survival[node], node))
+        return cls(
+            nodes=tuple(zip(draft.tokens[row, :count].tolist(), parents, stated, strict=True)),
+            order=tuple(order),
+            worth=_worth(parents, survival, order),
+        )
+
+
+def prunable(draft: Draft, row: int) -> bool:
+    """Whether a row may lose nodes: all are given, none is a scout, none has already run through any layer."""
+    count = int(draft.counts[row])
+    if getattr(draft, "resume", None) is not None or (draft.scouts is not None and bool(draft.scouts[row].any())):
+        return False
+    return all(kind == Drawn.GIVEN for kind in draft.drawn[row, :count].tolist())
+
+
+def _worth(parents: Sequence[int], survival: Sequence[float], order: Sequence[int]) -> tuple[float, ...]:
+    """Running sums; siblings exclude each other, so together they cannot survive more often than their parent."""
+    left, total, found = list(survival), 0.0, [0.0]
+    for node in order:
+        parent = parents[node - 1]
+        gain = min(survival[node], left[parent])
+        left[parent] -= gain
+        total += gain
+        found.append(total)
+    return tuple(found)
+
+
+def best_width(worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, least: int = 0) -> int:
+    """How many nodes every row may submit.
+
+    Args:
+        worths: of each row, the expected number of accepted tokens by nodes submitted.
+        times: entry n: a pass over n drafted nodes per row, ms.
+        goodput: tokens per ms that decoding currently yields.
+        least: width that the pass has in any case, because of rows that cannot be pruned.
+    """
+    most = min(len(times) - 1, max((len(worth) - 1 for worth in worths), default=0))
+    best, best_gain = 0, float("-inf")
+    for width in range(most + 1):
+        gain = sum(worth[min(width, len(worth) - 1)] for worth in worths) - goodput * times[max(width, least)]
+        if gain > best_gain + 1e-12:
+            best, best_gain = width, gain
+    return best
+
+
+def select(draft: Draft, rows: Sequence[int]) -> Draft:
+    """Some rows of a draft, in that order."""
+    if list(rows) == list(range(len(draft.counts))):
+        return draft
+    chosen = list(rows)
+    picked = {
+        name: value[chosen]
+        for name in ("tokens", "parents", "counts", "drawn", "laws", "confidence", "scouts")
+        if (value := getattr(draft, name)) is not None
+    }
+    return replace(draft, **picked)
+
+
+def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:
+    """The draft with only these nodes in these rows; other rows stay as they are.
+
+    Args:
+        keep: row -> node ids, with every kept node's parent among them.
+    """
+    builders = [trees.rebuild(draft, row, widen=False) for row in range(len(draft.counts))]
+    for row, nodes in keep.items():
+        assert prunable(draft, row), "only given nodes may be pruned after they were drawn"
+        builders[row] = _kept(builders[row], sorted(nodes))
+    return trees.stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)
+
+
+def _kept(builder: TreeBuilder, nodes: Sequence[int]) -> TreeBuilder:
+    ids, smaller = {0: 0}, TreeBuilder()
+    for node in nodes:
+        parent = ids[builder.parents[node - 1]]
+        ids[node] = smaller.add(builder.tokens[node - 1], parent, confidence=builder.confidence[node - 1])
+    return smaller

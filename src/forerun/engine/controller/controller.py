@@ -1,0 +1,230 @@
+"""The controller of one configuration: before a step who drafts and how deep, after drafting which nodes are scored.
+
+One rule decides all of it: expected tokens less the running goodput times what they cost, staircase by staircase
+(DESIGN section 6); plain decoding is the first stair. What is decided before drawing sees running figures alone; what
+is decided after drafting sees given nodes alone. Knows drafters only as arms, and no request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from forerun import tree as trees
+from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune, select
+from forerun.engine.controller.arm import Arm
+from forerun.engine.controller.chooser import Copy, choose
+from forerun.engine.controller.costs import StepCosts
+from forerun.engine.controller.goodput import Goodput
+from forerun.engine.controller.lessons import learn
+from forerun.engine.controller.moment import Asked, Moment
+from forerun.engine.controller.offers import offer_of
+from forerun.step import Emitted, Group, Row, context_for, drafter_failed
+from forerun.types import Budget, Draft, Signal
+
+Clock = Callable[[], float]
+"""Seconds."""
+
+
+class Controller:
+    """Plans the steps of the rows that share one configuration, and learns from them.
+
+    Args:
+        arms: the drafters to choose from; one where a drafter was named.
+        costs: what passes and proposals cost.
+        nodes: most drafted nodes of a row.
+        vocabulary: tokens that the target knows.
+        measure: let what steps were seen to take correct `costs`. Off, decisions follow from the text and `costs`.
+        clock: times what drafters that copy take.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        costs: StepCosts,
+        *,
+        nodes: int,
+        vocabulary: int,
+        measure: bool = True,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.arms, self.costs, self.measure = list(arms), costs, measure
+        self.goodput = Goodput()
+        self.steps = 0
+        self._nodes, self._vocabulary, self._clock = nodes, vocabulary, clock
+        self._moment: Moment | None = None
+
+    def requires(self) -> frozenset[Signal]:
+        """The hidden states that any of its drafters reads."""
+        return frozenset[Signal]().union(*(arm.drafter.requires for arm in self.arms))
+
+    def plan(self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> list[Group]:
+        """Who drafts for whom in the coming step.
+
+        Args:
+            rows: of the whole step.
+            members: which of them this controller works for.
+            depths: by member, the request's own limit of tokens on a path.
+
+        Returns:
+            One group per drafter; rows that it does not draft for are its listeners.
+        """
+        self.steps += 1
+        moment = self._moment = _begin(rows, members, depths)
+        for arm in self.arms:
+            if not arm.copies:
+                arm.switch.begin(moment.row_ids())
+        plain = self.costs.times(moment.batch, moment.context, 0)[0]
+        self._ask(moment, plain)
+        moment.times = self.costs.times(moment.batch, moment.context, self._widest(moment))
+        moment.goodput = self.goodput.factor * moment.batch / moment.times[0]
+        moment.copies = self._copies(moment)
+        for asked, ms in zip(moment.asked, self._asking_ms, strict=True):
+            useful = any(copy.arm == asked.arm and copy.width for copy in moment.copies.values())
+            self.arms[asked.arm].asking.asked(self.steps, ms=ms, useful=useful, plain_ms=plain)
+        found = (
+            offer_of(arm, index, moment, self.costs, self.steps)
+            for index, arm in enumerate(self.arms)
+            if not arm.copies
+        )
+        moment.offers = [offer for offer in found if offer is not None]
+        moment.choice = choose(len(members), moment.copies, moment.offers, times=moment.times, goodput=moment.goodput)
+        return [self._group(moment, arm, index) for index, arm in enumerate(self.arms)]
+
+    def admit(self, draft: Draft) -> Draft:
+        """Take away given nodes that do not pay, before the target scores them; sampled rows stay as they are."""
+        moment = self._moment
+        assert moment is not None, "admit() comes after plan()"
+        self._rank(moment, draft)
+        counts: list[int] = draft.counts.tolist()
+        places = {moment.members[member]: member for member in moment.trees}
+        fixed = max((count for index, count in enumerate(counts) if index not in places), default=0)
+        widest = max(counts, default=0)
+        moment.counts = [counts[index] for index in moment.members]
+        if widest >= len(moment.times):
+            moment.times = self.costs.times(moment.batch, moment.context, widest)
+        worths = [tree.worth for tree in moment.trees.values()]
+        width = best_width(worths, times=moment.times, goodput=moment.goodput, least=fixed)
+        keep = {index: moment.trees[member].order[:width] for index, member in places.items() if counts[index] > width}
+        moment.pruned = {places[index] for index in keep}
+        moment.width = max(fixed, min(width, widest))
+        return prune(draft, keep) if keep else draft
+
+    def learn(self, emitted: Sequence[Emitted]) -> None:
+        """Take in what the step committed: `emitted` of all its rows."""
+        moment = self._moment
+        if moment is not None:
+            self._moment = None
+            learn(self.arms, moment, emitted, self.costs, self.goodput, measure=self.measure)
+
+    def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows shrank to these lengths, 0 for those that are free."""
+        for arm in self.arms:
+            arm.drafter.truncate(rows, lengths)
+            for row, length in zip(rows, lengths, strict=True):
+                if length == 0:
+                    arm.forget(row)
+
+    def memory_bytes(self) -> int:
+        """Bytes held by its drafters."""
+        return sum(arm.drafter.memory_bytes() for arm in self.arms)
+
+    def _ask(self, moment: Moment, plain_ms: float) -> None:
+        """Collect the drafts of those that copy."""
+        self._asking_ms = list[float]()
+        for index, arm in enumerate(self.arms):
+            if not arm.copies or not arm.asking.due(self.steps):
+                continue
+            began = self._clock()
+            try:
+                asked = self._asked(moment, arm, index)
+            except Exception as error:
+                drafter_failed(moment.rows, arm.name, "to propose; its rows decode plainly", error)
+                arm.asking.failed(self.steps)
+                continue
+            if asked is not None:
+                moment.asked.append(asked)
+                self._asking_ms.append(1e3 * (self._clock() - began))
+
+    def _asked(self, moment: Moment, arm: Arm, index: int) -> Asked | None:
+        wanted = [member for member, limit in enumerate(moment.limits) if limit > 0]
+        if not wanted:
+            return None
+        context = context_for(moment.rows, wanted, [0] * len(wanted), {})
+        depths = [min(arm.limit, moment.limits[member]) for member in wanted]
+        draft = arm.drafter.propose(context, Budget(nodes=[self._nodes] * len(wanted), depth=depths))
+        trees.check(draft, self._vocabulary)
+        places = {member: place for place, member in enumerate(wanted)}
+        counts = draft.counts.tolist()
+        found = {
+            member: self._tree(draft, place, arm, context.rows[place])
+            for member, place in places.items()
+            if counts[place] and prunable(draft, place)
+        }
+        return Asked(arm=index, draft=draft, places=places, trees=found)
+
+    @staticmethod
+    def _tree(draft: Draft, place: int, arm: Arm, row: int) -> GivenTree:
+        return GivenTree.of(draft, place, lambda stated: arm.confidence.estimate(row, stated))
+
+    def _widest(self, moment: Moment) -> int:
+        """Nodes of the widest pass that this step may come to."""
+        copied = max((len(tree.order) for asked in moment.asked for tree in asked.trees.values()), default=0)
+        deepest = max(moment.limits, default=0)
+        others = [arm.sizes.expected(min(arm.limit, deepest)) for arm in self.arms if not arm.copies and deepest > 0]
+        return max(1, copied, *others)
+
+    def _copies(self, moment: Moment) -> dict[int, Copy]:
+        """For each member the draft that gains most, its time shared by the rows of the step."""
+        goodput, best = moment.goodput / moment.batch, dict[int, tuple[float, Copy]]()
+        for asked in moment.asked:
+            for member, tree in asked.trees.items():
+                width = best_width([tree.worth], times=moment.times, goodput=goodput)
+                gain = tree.worth[width] - goodput * moment.times[width]
+                if member not in best or gain > best[member][0]:
+                    best[member] = gain, Copy(arm=asked.arm, worth=tree.worth, width=width)
+        return {member: copy for member, (_, copy) in best.items()}
+
+    def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
+        chosen = moment.chosen(arm, index)
+        draft, depths = None, [min(arm.limit, moment.limits[member]) for member in chosen]
+        if arm.copies and chosen:
+            asked = next(asked for asked in moment.asked if asked.arm == index)
+            draft = select(asked.draft, [asked.places[member] for member in chosen])
+        elif chosen:
+            offer = next(offer for offer in moment.offers if offer.arm == index)
+            depths = [min(offer.depth, limit) for limit in depths]
+        return Group(
+            name=arm.name,
+            drafter=arm.drafter,
+            members=[moment.members[member] for member in chosen],
+            depths=depths,
+            nodes=self._nodes,
+            listeners=[index for member, index in enumerate(moment.members) if member not in chosen],
+            draft=draft,
+        )
+
+    def _rank(self, moment: Moment, draft: Draft) -> None:
+        """The trees of the members that were given a draft, ranked."""
+        counts = draft.counts.tolist()
+        for member, arm_index in moment.choice.copies.items():
+            asked = next(asked for asked in moment.asked if asked.arm == arm_index)
+            if counts[moment.members[member]] and member in asked.trees:
+                moment.trees[member] = asked.trees[member]
+        for member, arm_index in moment.choice.offers.items():
+            place, arm = moment.members[member], self.arms[arm_index]
+            if counts[place] and prunable(draft, place):
+                moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
+
+
+def _begin(rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> Moment:
+    own = [rows[index] for index in members]
+    rooms = [max(0, row.room - 1) for row in own]
+    return Moment(
+        rows=own,
+        members=members,
+        batch=len(rows),
+        context=max(len(row.tokens) for row in own),
+        limits=[room if depth is None else min(room, depth) for room, depth in zip(rooms, depths, strict=True)],
+        errors=[row.drafter_errors for row in own],
+    )

@@ -1,0 +1,145 @@
+"""Shows a drafter its rows' tokens when it needs them, not before: one that is not asked costs next to nothing.
+
+A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows gained is put
+aside, hidden states included, and shown in one go before the next proposal for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.step import Scores
+from forerun.types import Budget, Draft, Signal, Verdict
+
+_MOST_STATES = 512
+"""Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded."""
+
+
+@dataclass(slots=True)
+class _Row:
+    shown: int = 0
+    """Tokens that the drafter has been shown."""
+    asked: bool = False
+    """A proposal is outstanding."""
+    states: dict[Signal, list[Tensor]] = field(default_factory=dict)
+    """Put aside: (F, H) per signal and call."""
+
+    def held(self) -> int:
+        """States put aside, in tokens."""
+        return max((sum(len(part) for part in parts) for parts in self.states.values()), default=0)
+
+
+class Deferred(Drafter):
+    """A drafter whose `extend` waits until it is asked for a proposal."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return self.drafter.requires
+
+    def extend(self, context: DraftContext) -> None:
+        now = list[int]()
+        for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
+            row = self._rows.setdefault(row_id, _Row())
+            fresh = context.fresh[index]
+            at_once = row.asked or (bool(context.signals) and fresh + row.held() > _MOST_STATES)
+            if at_once and row.shown == len(tokens) - fresh and not row.states:
+                now.append(index)
+                continue
+            self._put_aside(row, index, context)
+            if at_once:
+                self._show([index], context)
+        if now:
+            self.drafter.extend(_part(context, now, [context.fresh[index] for index in now], _rows_of(context, now)))
+            self._mark_shown(context, now)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
+        wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
+        late = [
+            index
+            for index in wanted
+            if self._rows.setdefault(context.rows[index], _Row()).shown < len(context.tokens[index])
+        ]
+        if late:
+            self._show(late, context)
+        for index in wanted:
+            self._rows[context.rows[index]].asked = True
+        return self.drafter.propose(context, budget)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self.drafter.observe(context, verdicts, scores)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._rows.pop(row_id, None)
+            elif (row := self._rows.get(row_id)) is not None:
+                self._shorten(row, length)
+        self.drafter.truncate(rows, lengths)
+
+    def memory_bytes(self) -> int:
+        return self.drafter.memory_bytes()
+
+    def _put_aside(self, row: _Row, index: int, context: DraftContext) -> None:
+        count = min(context.fresh[index], len(context.tokens[index]) - 1)
+        for signal, states in context.signals.items():
+            row.states.setdefault(signal, []).append(states[index, :count])
+
+    def _show(self, late: Sequence[int], context: DraftContext) -> None:
+        """Everything that was put aside for these rows of the context."""
+        rows = [self._rows[context.rows[index]] for index in late]
+        fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
+        signals = {
+            signal: _padded([torch.cat(row.states[signal]) for row in rows])
+            for signal in self.requires
+            if all(signal in row.states for row in rows)
+        }
+        for row in rows:
+            row.states.clear()
+        self._mark_shown(context, late)
+        self.drafter.extend(_part(context, late, fresh, signals))
+
+    def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
+        for index in indices:
+            row = self._rows[context.rows[index]]
+            row.shown, row.asked = len(context.tokens[index]), False
+
+    def _shorten(self, row: _Row, length: int) -> None:
+        keep = max(0, length - row.shown - (row.shown == 0))
+        row.states = {signal: [torch.cat(parts)[:keep]] for signal, parts in row.states.items()} if keep else {}
+        row.shown, row.asked = min(row.shown, length), False
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """(B, F, H), left aligned, from one (F', H) per row."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+
+def _rows_of(context: DraftContext, indices: Sequence[int]) -> Mapping[Signal, Tensor]:
+    whole = len(indices) == len(context.rows)
+    return context.signals if whole else {signal: states[list(indices)] for signal, states in context.signals.items()}
+
+
+def _part(
+    context: DraftContext, indices: Sequence[int], fresh: Sequence[int], signals: Mapping[Signal, Tensor]
+) -> DraftContext:
+    return replace(
+        context,
+        rows=[context.rows[index] for index in indices],
+        tokens=[context.tokens[index] for index in indices],
+        prompt_lengths=[context.prompt_lengths[index] for index in indices],
+        fresh=fresh,
+        samplers=[context.samplers[index] for index in indices],
+        coins=[context.coins[index] for index in indices],
+        signals=signals,
+        predictions=[context.predictions[index] for index in indices] if context.predictions else (),
+    )

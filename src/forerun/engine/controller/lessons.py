@@ -1,0 +1,91 @@
+"""After a step: what it teaches about its drafters and its costs. Knows no drafter's inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.engine.controller.arm import Arm
+from forerun.engine.controller.costs import StepCosts
+from forerun.engine.controller.goodput import Goodput
+from forerun.engine.controller.moment import Moment
+from forerun.engine.controller.offers import depth_times
+from forerun.step import Emitted
+
+
+def learn(
+    arms: Sequence[Arm],
+    moment: Moment,
+    emitted: Sequence[Emitted],
+    costs: StepCosts,
+    goodput: Goodput,
+    *,
+    measure: bool,
+) -> None:
+    """Count what the step kept, judge who drafted, correct the costs."""
+    own = [emitted[index] for index in moment.members]
+    _confidences(arms, moment, own)
+    for index, arm in enumerate(arms):
+        if not arm.copies and moment.chosen(arm, index):
+            _acceptance(arm, index, moment, own, costs)
+    spent = moment.times[min(moment.width, len(moment.times) - 1)]
+    spent += sum(offer.ms for offer in moment.offers if offer.arm in moment.choice.offers.values())
+    if measure and own:
+        spent = _times(arms, moment, own[0], costs)
+    goodput.add(sum(len(one.tokens) for one in own) / len(own), spent / moment.times[0])
+
+
+def _confidences(arms: Sequence[Arm], moment: Moment, own: Sequence[Emitted]) -> None:
+    """What the text went on with tells for every given node whether it was right, submitted or not."""
+    for asked in moment.asked:
+        for member, tree in asked.trees.items():
+            arms[asked.arm].confidence.learn(moment.rows[member].row, tree.nodes, own[member].tokens)
+    for member, tree in moment.trees.items():
+        arm = moment.choice.offers.get(member)
+        if arm is not None:
+            arms[arm].confidence.learn(moment.rows[member].row, tree.nodes, own[member].tokens)
+
+
+def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], costs: StepCosts) -> None:
+    chosen = moment.chosen(arm, index)
+    failed = [member for member in chosen if moment.rows[member].drafter_errors > moment.errors[member]]
+    if failed:
+        arm.switch.fail([moment.rows[member].row for member in failed])
+    offer = next(offer for offer in moment.offers if offer.arm == index)
+    times = depth_times(arm, moment, costs, offer.depth)
+    cost = times[-1] / times[0]
+    nodes = max(moment.counts[member] for member in chosen)
+    arm.sizes.saw(offer.depth, min(nodes, moment.width) if moment.pruned else nodes)
+    for member in chosen:
+        row, step = moment.rows[member], own[member]
+        if member in failed or step.tokens[-1] in row.stop_ids:
+            continue
+        accepted, drafted = _outcome(moment, member, step, min(offer.depth, arm.limit, moment.limits[member]))
+        arm.survival.record(row.row, accepted=accepted, drafted=drafted)
+        if arm.switch.trying(row.row):
+            passed = arm.switch.tried(row.row, accepted=accepted, drafted=drafted, cost=cost)
+            if passed is not None:
+                arm.survival.renew(row.row, passed)
+        else:
+            expected, shared = (1 + sum(arm.survival.curve(whose, offer.depth)) for whose in (row.row, None))
+            arm.switch.judge(row.row, expected / cost, shared / cost)
+
+
+def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[int, int]:
+    """(accepted, drafted). A drafter that stopped short of what it was allowed has not survived there."""
+    accepted = len(step.trace.path)
+    if member in moment.pruned:
+        return accepted, step.depth
+    return accepted, min(allowed, step.depth + 1)
+
+
+def _times(arms: Sequence[Arm], moment: Moment, step: Emitted, costs: StepCosts) -> float:
+    """Correct the costs by what the step took; returns that, ms."""
+    trace = step.trace
+    host = trace.draft_ms + trace.commit_ms
+    costs.saw_pass(moment.width, moment.batch, moment.context, trace.verify_ms)
+    used = [offer for offer in moment.offers if offer.arm in moment.choice.offers.values()]
+    if not used:
+        costs.saw_overhead(host)
+    elif len(used) == 1:
+        costs.saw_draft(arms[used[0].arm].key, used[0].depth, host)
+    return host + trace.verify_ms

@@ -1,0 +1,72 @@
+"""What a controller holds between planning a step and learning from it. Knows nothing but shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.engine.controller.admission import GivenTree
+from forerun.engine.controller.arm import Arm
+from forerun.engine.controller.chooser import Choice, Copy, Offer
+from forerun.step import Row
+from forerun.types import Draft
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What one copying drafter proposed, before anybody was chosen."""
+
+    arm: int
+    draft: Draft
+    places: Mapping[int, int]
+    """Member -> row of `draft`."""
+    trees: Mapping[int, GivenTree]
+    """Member -> its tree, where it has nodes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Moment:
+    """One step of the rows that a controller works for."""
+
+    rows: Sequence[Row]
+    """Its members, in the order of the step."""
+    members: Sequence[int]
+    """Indices of these into the step's rows."""
+    batch: int
+    """Rows of the step."""
+    context: int
+    """Longest text among the members, tokens."""
+    limits: Sequence[int]
+    """By member: most tokens on a path; 0 where nothing may be drafted."""
+    errors: Sequence[int]
+    """By member: failures of drafters before the step."""
+    times: list[float] = field(default_factory=list)
+    """Entry n: a pass over n drafted nodes per row, and the host work, ms."""
+    goodput: float = 0.0
+    """Tokens per ms of the whole step that decoding yields of late."""
+    asked: list[Asked] = field(default_factory=list)
+    copies: dict[int, Copy] = field(default_factory=dict)
+    offers: list[Offer] = field(default_factory=list)
+    choice: Choice = field(default_factory=lambda: Choice(copies={}, offers={}))
+    trees: dict[int, GivenTree] = field(default_factory=dict)
+    """Member -> the given tree that a drafter which was not asked beforehand proposed."""
+    counts: list[int] = field(default_factory=list)
+    """By member: nodes drafted, scouts included, before any was taken away."""
+    pruned: set[int] = field(default_factory=set)
+    """Members that lost nodes after they were drafted."""
+    width: int = 0
+    """Drafted nodes of the widest row of the pass."""
+
+    def offer(self, member: int) -> Offer | None:
+        """The offer that was taken for a member."""
+        arm = self.choice.offers.get(member)
+        return next((offer for offer in self.offers if offer.arm == arm), None)
+
+    def row_ids(self) -> list[int]:
+        """Cache rows of the members."""
+        return [row.row for row in self.rows]
+
+    def chosen(self, arm: Arm, index: int) -> list[int]:
+        """Members that an arm drafts for."""
+        taken = self.choice.copies if arm.copies else self.choice.offers
+        return [member for member, found in sorted(taken.items()) if found == index]

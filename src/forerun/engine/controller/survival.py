@@ -1,0 +1,94 @@
+"""How deep a drafter's paths survive: acceptance by depth, of each row and of all, fading with age.
+
+Knows counts only: no tree, no token, no drafter. What is asked here before a draft is made can therefore depend on no
+value of that draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FIRST_GUESS = 0.7
+"""Conditional acceptance assumed of a drafter that nobody has seen: good enough to be tried at once."""
+_SHARED_WEIGHT = 8.0
+"""Observations that the depth above (or the first guess) is worth to the shared figures."""
+_ROW_WEIGHT = 8.0
+"""Observations that the shared figures are worth to a row."""
+_SHARED_MEMORY = 0.5 ** (1 / 512)
+_ROW_MEMORY = 0.5 ** (1 / 96)
+"""What an observation still counts after the next one: half after 512 of all rows, or 96 of its own."""
+_CARRIED = 0.8
+"""Share of a row's surprise at one depth that is expected at the next."""
+_LEAST, _MOST = 0.005, 0.995
+
+
+@dataclass(slots=True)
+class _Counts:
+    """By depth: paths that reached the depth before, and those of them that were accepted here."""
+
+    tried: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+
+    def add(self, depth: int, accepted: bool, memory: float) -> None:
+        missing = depth + 1 - len(self.tried)
+        if missing > 0:
+            self.tried.extend([0.0] * missing)
+            self.right.extend([0.0] * missing)
+        self.tried[depth] = memory * self.tried[depth] + 1.0
+        self.right[depth] = memory * self.right[depth] + accepted
+
+    def at(self, depth: int) -> tuple[float, float]:
+        return (self.right[depth], self.tried[depth]) if depth < len(self.tried) else (0.0, 0.0)
+
+
+class Survival:
+    """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from it as it learns."""
+
+    def __init__(self) -> None:
+        self._shared = _Counts()
+        self._rows: dict[int, _Counts] = {}
+
+    def record(self, row: int, *, accepted: int, drafted: int) -> None:
+        """Count a step whose path of `drafted` tokens was kept for `accepted`; depths behind a rejection are unseen."""
+        own = self._rows.setdefault(row, _Counts())
+        for depth in range(min(accepted + 1, drafted)):
+            self._shared.add(depth, depth < accepted, _SHARED_MEMORY)
+            own.add(depth, depth < accepted, _ROW_MEMORY)
+
+    def curve(self, row: int | None, depth: int) -> list[float]:
+        """Probability that depth 1, 2, ... `depth` survives; of all rows together where `row` is None or new."""
+        own = self._rows.get(row) if row is not None else None
+        shared, mine, alive = FIRST_GUESS, FIRST_GUESS, 1.0
+        found = []
+        for level in range(depth):
+            right, tried = self._shared.at(level)
+            before, shared = shared, (right + _SHARED_WEIGHT * shared) / (tried + _SHARED_WEIGHT)
+            expected = min(_MOST, max(_LEAST, shared + _CARRIED * (mine - before)))
+            right, tried = own.at(level) if own is not None else (0.0, 0.0)
+            mine = (right + _ROW_WEIGHT * expected) / (tried + _ROW_WEIGHT)
+            alive *= mine
+            found.append(alive)
+        return found
+
+    def evidence(self, row: int) -> float:
+        """Steps that stand behind a row's curve; those of other rows count little."""
+        own = self._rows.get(row, _Counts()).at(0)[1]
+        return 1.0 + own + min(_ROW_WEIGHT, self._shared.at(0)[1])
+
+    def renew(self, row: int, steps: Sequence[tuple[int, int]]) -> None:
+        """What was known of a row no longer holds: start again from these (accepted, drafted) steps."""
+        self._rows.pop(row, None)
+        self._shared.tried = [tried * 0.25 for tried in self._shared.tried]
+        self._shared.right = [right * 0.25 for right in self._shared.right]
+        for accepted, drafted in steps:
+            self.record(row, accepted=accepted, drafted=drafted)
+
+    def forget(self, row: int) -> None:
+        """The row is free."""
+        self._rows.pop(row, None)
+
+
+def guessed(depth: int) -> list[float]:
+    """The curve of a drafter that nobody has seen."""
+    return [FIRST_GUESS**level for level in range(1, depth + 1)]

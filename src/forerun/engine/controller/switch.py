@@ -1,0 +1,114 @@
+"""Off where a drafter does not pay, and back on when it does: hysteresis, and short trials of all rows at once.
+
+Trials are common to all rows because a pass is as wide as its widest row: rows that tried by turns would keep every
+pass wide. Knows ratios to plain decoding, no drafter and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+THRESHOLD = 1.02
+"""A drafter pays if it yields this many times the tokens per time of plain decoding."""
+PATIENCE = 32
+"""Steps in a row below the threshold that switch a row off; clearly useless steps (`HOPELESS`) count fourfold."""
+HOPELESS = 0.9
+INTERVAL = 64
+"""Steps from one trial to the next."""
+TRIAL_SHARE = 0.015
+"""Most share of the time that trials may take; where one costs more, the interval grows."""
+_SHORTEST, _LONGEST = 2, 6
+"""Steps of a trial: fewer where it fails."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    tokens: float = 0.0
+    cost: float = 0.0
+    """In plain steps."""
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """(accepted, drafted)"""
+
+
+class Switch:
+    """Which rows one drafter works for."""
+
+    def __init__(self) -> None:
+        self._points: dict[int, int] = {}
+        self._off: set[int] = set()
+        self._trials: dict[int, _Trial] = {}
+        self._shared_points = 0
+        self._shared_off = False
+        self._step, self._due = 0, INTERVAL
+        self._spent, self._began = 0.0, 0
+
+    def begin(self, rows: list[int]) -> None:
+        """A step of these rows begins: new ones start as the drafter stands, and trials start when they are due."""
+        self._step += 1
+        for row in rows:
+            if row not in self._points:
+                self._points[row] = self._shared_points
+                if self._shared_off:
+                    self._off.add(row)
+        if self._off and self._step >= self._due and not self._trials:
+            self._trials = {row: _Trial() for row in rows if row in self._off}
+            self._began, self._spent = self._step, 0.0
+
+    def on(self, row: int) -> bool:
+        """Whether the drafter works for the row, not counting trials."""
+        return row not in self._off
+
+    def trying(self, row: int) -> bool:
+        """Whether the row is on trial."""
+        return row in self._trials
+
+    def judge(self, row: int, ratio: float, shared_ratio: float) -> None:
+        """A row that is on has drafted; `ratio` is what its figures promise, `shared_ratio` those of all rows."""
+        self._points[row] = _points(self._points.get(row, 0), ratio)
+        self._shared_points = _points(self._shared_points, shared_ratio)
+        self._shared_off = self._shared_points >= PATIENCE
+        if self._points[row] >= PATIENCE:
+            self._off.add(row)
+            self._due = max(self._due, self._step + INTERVAL)
+
+    def tried(self, row: int, *, accepted: int, drafted: int, cost: float) -> list[tuple[int, int]] | None:
+        """A row on trial has drafted at `cost` plain steps. Where it passed: its steps, (accepted, drafted)."""
+        trial = self._trials[row]
+        trial.tokens += accepted + 1
+        trial.cost += cost
+        trial.steps.append((accepted, drafted))
+        self._spent = max(self._spent, trial.cost - len(trial.steps))
+        good = trial.tokens >= THRESHOLD * trial.cost
+        if len(trial.steps) < (_LONGEST if good else _SHORTEST):
+            return None
+        self._end(row)
+        if not good:
+            return None
+        self._off.discard(row)
+        self._points[row] = self._shared_points = 0
+        self._shared_off = False
+        return trial.steps
+
+    def fail(self, rows: list[int]) -> None:
+        """The drafter raised: these rows go on without it until the next trial."""
+        self._off.update(rows)
+        for row in rows:
+            self._points[row] = PATIENCE
+            self._end(row)
+        self._due = max(self._due, self._step + INTERVAL)
+
+    def forget(self, row: int) -> None:
+        """The row is free."""
+        self._points.pop(row, None)
+        self._off.discard(row)
+        self._end(row)
+
+    def _end(self, row: int) -> None:
+        if self._trials.pop(row, None) is not None and not self._trials:
+            self._due = self._step + max(INTERVAL, round(self._spent / TRIAL_SHARE))
+
+
+def _points(points: int, ratio: float) -> int:
+    if ratio >= THRESHOLD:
+        return 0
+    return min(PATIENCE, points + (4 if ratio < HOPELESS else 1))
