@@ -30,7 +30,7 @@ def whole_characters(data: bytes | bytearray) -> int:
         byte = data[-back]
         if byte & 0xC0 == 0x80:
             continue
-        needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        needed = 1 if byte < 0xC2 or byte > 0xF4 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
         return len(data) - back if needed > back else len(data)
     return len(data)
 

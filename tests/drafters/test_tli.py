@@ -1,0 +1,223 @@
+"""Token-level intersection: whose law is drafted from, what is read, what is refused. Losslessness: tests/contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from contract.harness import model, relative
+from contract.tongues import OTHERS, WORDS, retold, tongue
+from drafters.tongues import byte_level, unigram
+from engine.conftest import tiny_llama, tiny_tokenizer
+from forerun import LLM, SamplingParams
+from forerun.drafters import tli
+from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.tli import TliConfig, TliDrafter
+from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.sampling import Coins, Sampler
+from forerun.target import Target
+from forerun.types import Budget, Draft
+from forerun.types import SamplingParams as Params
+
+SHARED = [token for token, piece in enumerate(WORDS) if piece in OTHERS]
+THEIRS = [OTHERS.index(WORDS[token]) for token in SHARED]
+TEXT = [0, 3, 11, 10, 1]
+"""a, ab, i, cd, b: two of the tokens are unknown to the draft model."""
+
+
+def setup(words: Any = None, rows: int = 2) -> DrafterSetup:
+    target = Target.load(model(), rows=rows, slots=96, self_check=False)
+    return DrafterSetup(target=target, tokenizer=words, rows=rows, slots=96)
+
+
+def weights() -> LlamaForCausalLM:
+    return retold(relative(), WORDS, OTHERS)
+
+
+def drafter(draft: Any = None, **options: Any) -> TliDrafter:
+    tokenizers = {"tokenizer": tongue(OTHERS), "target_tokenizer": tongue(WORDS)}
+    return TliDrafter(TliConfig(model=draft or weights(), **{**tokenizers, **options}), setup())
+
+
+def context(texts: list[list[int]], fresh: list[int], params: Params) -> DraftContext:
+    return DraftContext(
+        rows=list(range(len(texts))),
+        tokens=texts,
+        prompt_lengths=[1] * len(texts),
+        fresh=fresh,
+        samplers=[Sampler(params, text[:1]) for text in texts],
+        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        signals={},
+    )
+
+
+GREEDY, SAMPLED = Params(temperature=0.0), Params(temperature=0.7, top_k=0)
+
+
+def propose(
+    made: TliDrafter, texts: list[list[int]], params: Params = GREEDY, nodes: int = 64, depth: int = 64
+) -> Draft:
+    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
+    return made.propose(context(texts, [0] * len(texts), params), budget)
+
+
+def logits_after(draft: LlamaForCausalLM, text: list[int]) -> torch.Tensor:
+    """(V',) of the shared tokens, from a plain forward over the text written in the draft model's tokens."""
+    read = [OTHERS.index(letter) for token in text for letter in WORDS[token]]
+    with torch.inference_mode():
+        return draft(torch.tensor([read])).logits[0, -1, THEIRS]
+
+
+def test_a_greedy_chain_is_the_likeliest_shared_tokens() -> None:
+    made, text = drafter(num_speculative_tokens=4), list(TEXT)
+    draft = propose(made, [TEXT])
+    for token in draft.tokens[0].tolist():
+        assert token == SHARED[int(logits_after(weights(), text).argmax())]
+        text.append(token)
+
+
+def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens() -> None:
+    draft = propose(drafter(num_speculative_tokens=2), [TEXT], SAMPLED)
+    assert draft.laws is not None
+    wanted = torch.zeros(12)
+    wanted[SHARED] = (logits_after(weights(), TEXT) / 0.7).softmax(-1)
+    torch.testing.assert_close(draft.laws[0, 0], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_what_the_target_kept_is_not_run_again() -> None:
+    made, text = drafter(num_speculative_tokens=4), list(TEXT)
+    made.extend(context([text], [len(text)], GREEDY))
+    tokens = propose(made, [text]).tokens[0].tolist()
+    text += [*tokens[:2], WORDS.index("bc")]
+    made.extend(context([text], [3], GREEDY))
+    passes = list[int]()
+    embedding = made.model.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
+    again = propose(made, [text])
+    assert passes == [2, 1, 1, 1], "the root is two tokens of the draft model"
+    assert made.reading(0) == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
+    assert again.tokens.tolist() == propose(drafter(num_speculative_tokens=4), [text]).tokens.tolist()
+
+
+def test_truncation_forgets() -> None:
+    made, text = drafter(), list(TEXT)
+    made.extend(context([text], [len(text)], GREEDY))
+    propose(made, [text])
+    made.truncate([0], [2])
+    assert made.model.lengths[0] == 3, "a and ab"
+    other = [*text[:2], 7, 4]
+    made.extend(context([other], [2], GREEDY))
+    assert propose(made, [other]).tokens.tolist() == propose(drafter(), [other]).tokens.tolist()
+    made.truncate([0], [0])
+    assert made.model.lengths[0] == 0 and made.reading(0) == []
+
+
+def test_a_pruned_head_drafts_what_the_whole_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = weights()
+    before = draft.lm_head.weight.clone()
+    pruned = drafter(draft)
+    drafts = [propose(pruned, [TEXT, [5]], params) for params in (GREEDY, SAMPLED)]
+    assert pruned.model.head(torch.zeros(1, 1, 32)).shape[-1] == len(SHARED)
+    assert draft.lm_head.weight.equal(before), "a model that was handed in is left alone"
+    monkeypatch.setattr(tli, "prune_head", lambda *_: None)
+    whole = drafter(draft)
+    for ours, params in zip(drafts, (GREEDY, SAMPLED), strict=True):
+        other = propose(whole, [TEXT, [5]], params)
+        assert ours.tokens.tolist() == other.tokens.tolist()
+    assert whole.model.head(torch.zeros(1, 1, 32)).shape[-1] == 12
+    assert pruned.memory_bytes() > whole.memory_bytes()
+
+
+def test_a_head_that_does_more_than_a_linear_layer_is_not_pruned() -> None:
+    draft = weights()
+    forward = type(draft).forward
+
+    class Ranked(type(draft)):  # type: ignore[misc]
+        def forward(self, *args: Any, **more: Any) -> Any:
+            output = forward(self, *args, **more)
+            output.logits = output.logits.log_softmax(-1)
+            return output
+
+    draft.__class__ = Ranked
+    made = drafter(draft, num_speculative_tokens=2)
+    assert made.model.head(torch.zeros(1, 1, 32)).shape[-1] == 12
+    assert propose(made, [TEXT]).tokens.tolist() == propose(drafter(num_speculative_tokens=2), [TEXT]).tokens.tolist()
+
+
+def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobody() -> None:
+    made = drafter(num_speculative_tokens=2)
+    banned = Params(temperature=0.7, top_k=0, allowed_token_ids=[WORDS.index("ab"), WORDS.index("cd")])
+    both = context([TEXT, TEXT], [0, 0], SAMPLED)
+    both.samplers[0] = Sampler(banned, TEXT[:1])  # type: ignore[index]
+    draft = made.propose(both, Budget(nodes=[4, 4], depth=[4, 4]))
+    assert draft.counts.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
+def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
+    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth).counts.tolist() == [count]
+
+
+def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
+    made = drafter()
+    long = [WORDS.index("ab")] * 63
+    assert propose(made, [long]).counts.tolist() == [2], "126 of 128 positions are read"
+    made.truncate([0], [0])
+    assert propose(made, [[*long, 3]]).counts.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokenizer": tongue(tuple("mnopqrstuvwx"))}, r"no common tokens.*--drafter slem"),
+        ({"min_shared": 10}, r"9 common tokens, fewer than 10.*min_shared"),
+        ({"shape": (10,)}, r"10 children"),
+    ],
+)
+def test_vocabularies_that_share_too_little_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(VocabularyMismatchError, match=says):
+        drafter(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokenizer": None}, "pass tokenizer="),
+        ({"target_tokenizer": None}, "pass target_tokenizer="),
+        ({"min_shared": -1}, "min_shared"),
+        ({"draw": "idd"}, "tli: draw"),
+    ],
+)
+def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        drafter(**options)
+
+
+def saved(folder: Path, tokenizer: Any, seed: int) -> Path:
+    tiny_llama(seed, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("words", [lambda: byte_level("code", eos_token="</s>"), unigram], ids=["bytes", "unigram"])
+def test_text_with_directories(tmp_path: Path, words: Any) -> None:
+    target, draft = saved(tmp_path / "target", tiny_tokenizer(), 0), saved(tmp_path / "draft", words(), 5)
+    engine = LLM(target, speculative_config={"method": "tli", "model": str(draft)}, max_model_len=96)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=24, seed=1, ignore_eos=True)
+        found = engine.generate("the dog — né", params)[0].outputs[0]
+        assert found.speculation.num_draft_tokens > 0
+        if temperature == 0:
+            plain = engine.generate("the dog — né", params, speculative=False)[0].outputs[0]
+            assert found.token_ids == plain.token_ids
+
+
+def test_draft_model_names_the_drafters_that_take_another_tokenizer(tmp_path: Path) -> None:
+    folder = saved(tmp_path, byte_level("code"), 5)
+    with pytest.raises(VocabularyMismatchError, match="--drafter tli or --drafter slem"):
+        DraftModelDrafter(DraftModelConfig(model=str(folder)), setup(tiny_tokenizer()))
