@@ -46,5 +46,9 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
 
 
 def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
-    """`count` of the allowed sub-layers at even distances: where a search may begin."""
-    return frozenset(allowed[(2 * place + 1) * len(allowed) // (2 * count)] for place in range(count))
+    """`count` of the allowed sub-layers, half of them attention, at even distances: where a search may begin."""
+    chosen = list[Sublayer]()
+    for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
+        own = [sublayer for sublayer in allowed if sublayer[1] == part]
+        chosen += (own[(2 * place + 1) * len(own) // (2 * share)] for place in range(share))
+    return frozenset(chosen)

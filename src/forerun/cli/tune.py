@@ -1,0 +1,250 @@
+"""``forerun tune skip-layers``: find the sub-layers that a model can do without while it drafts for itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from forerun.cli import console
+from forerun.cli.options import LOADING, LoadOptions
+from forerun.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from forerun import LLM
+    from forerun.drafters.skipping.file import SkipFile
+    from forerun.drafters.skipping.measure import Worth
+    from forerun.drafters.skipping.tuning import Tuned
+    from forerun.training.data.read import Record
+
+tune = App(name="tune", help="Find settings for a model by measuring it.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setting:
+    """What is measured."""
+
+    model: str
+    prompts: Path | None
+    limit: int
+    prompt_tokens: int
+    tokens: int
+    length: int
+    temperature: float
+
+
+@tune.command(name="skip-layers")
+def skip_layers(
+    model: str,
+    /,
+    *,
+    output: Path,
+    prompts: Path | None = None,
+    limit: int = 8,
+    prompt_tokens: int = 300,
+    tokens: int = 48,
+    num_speculative_tokens: Annotated[int, Parameter(alias="-k")] = 8,
+    temperature: Annotated[float, Parameter(alias="-t")] = 0.0,
+    iterations: int | None = None,
+    budget_s: float | None = None,
+    seed: int = 0,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of a Hugging Face causal LM.
+    output
+        JSON file for the set that was found: --drafter-option skip=FILE takes it.
+    prompts
+        Texts or conversations of the kind that will be answered (.jsonl, .json, .parquet, or plain text); shipped
+        held-out files for demo.
+    limit
+        Prompts to use, from the first.
+    prompt_tokens
+        Tokens of a plain text that are the prompt.
+    tokens
+        Tokens to decode for each prompt and each set.
+    num_speculative_tokens
+        Longest chain to consider; the best length is found too.
+    temperature
+        0 is greedy.
+    iterations
+        Sets to try: 60, or as many as fit --budget-s.
+    budget_s
+        Seconds to search.
+    seed
+        Of the search and of sampling.
+    json
+        One JSON object on stdout.
+    """
+    setting = _Setting(
+        model=model,
+        prompts=prompts,
+        limit=limit,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        length=num_speculative_tokens,
+        temperature=temperature,
+    )
+    _check(setting, output, iterations, budget_s)
+    from forerun.cli import session
+    from forerun.drafters.skipping import tuning
+    from forerun.drafters.skipping.measure import Probe
+    from forerun.types import SamplingParams
+
+    questions = _questions(setting)
+    llm = session.load(model, loading, None, max_num_seqs=len(questions) or limit)
+    params = SamplingParams(temperature=temperature, seed=seed, top_k=0)
+    found = _tokens(llm, setting, questions)
+    probe = Probe(llm.target, found, length=num_speculative_tokens, tokens=tokens, params=params)
+    with _bar(None if iterations is None and budget_s else iterations or tuning.ITERATIONS) as progress:
+        tuned = tuning.tune(
+            probe, llm.target.num_layers, iterations=iterations, budget_s=budget_s, seed=seed, progress=progress
+        )
+    file = _file(llm, setting, tuned, len(found), seed)
+    file.write(output)
+    _show(file, tuned, output, json=json)
+    return 130 if tuned.interrupted else 0
+
+
+def _check(setting: _Setting, output: Path, iterations: int | None, budget_s: float | None) -> None:
+    for name, value in (
+        ("--limit", setting.limit),
+        ("--prompt-tokens", setting.prompt_tokens),
+        ("--tokens", setting.tokens),
+        ("--num-speculative-tokens", setting.length),
+        ("--iterations", 1 if iterations is None else iterations),
+    ):
+        if value < 1:
+            raise ArgumentError(f"{name} must be at least 1, got {value}")
+    if setting.temperature < 0 or (budget_s is not None and budget_s <= 0):
+        raise ArgumentError(
+            f"--temperature must be 0 or more and --budget-s above 0, got {setting.temperature} and {budget_s}"
+        )
+    if output.is_dir():
+        raise ArgumentError(f"--output names the directory {output}; name a file in it, such as {output / 'skip.json'}")
+    if setting.prompts is None and setting.model != "demo":
+        raise ArgumentError(
+            "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
+        )
+
+
+def _questions(setting: _Setting) -> list[Record]:
+    """The records of the prompt file; none where the shipped prompts are meant."""
+    if setting.prompts is None:
+        return []
+    from forerun.training.data.read import BadRecords, read_records
+
+    found = list(itertools.islice(read_records(setting.prompts, BadRecords(skip=False)), setting.limit))
+    if not found:
+        raise DataError(f"{setting.prompts} holds no prompt")
+    return found
+
+
+def _tokens(llm: LLM, setting: _Setting, questions: list[Record]) -> list[list[int]]:
+    """The prompts as the model reads them."""
+    if llm.tokenizer is None:
+        raise ArgumentError(f"{setting.model} has no tokenizer beside it; prompts are read with one")
+    if setting.prompts is None:
+        from forerun.bench.workloads import contexts
+
+        return contexts(llm.tokenizer, count=setting.limit, length=setting.prompt_tokens)
+    found = [_prompt_tokens(llm, record, setting.prompt_tokens) for record in questions]
+    for record, ids in zip(questions, found, strict=True):
+        if not ids:
+            raise DataError(f"{record.where}: there is nothing to answer")
+    return found
+
+
+def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
+    """A conversation up to its last answer, or the beginning of a text."""
+    assert llm.tokenizer is not None
+    if not record.messages:
+        ids: list[int] = llm.tokenizer.encode(record.text, add_special_tokens=False)[:most]
+        return ids
+    asked = [place for place, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
+    return llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"] if asked else []
+
+
+@contextmanager
+def _bar(total: int | None) -> Iterator[Callable[[Worth, Worth], None]]:
+    """A progress bar of the sets tried on stderr; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    log = console.log()
+    with Progress(*columns, console=log, disable=not log.is_terminal) as progress:
+        task = progress.add_task("sets", total=total)
+
+        def tell(_tried: Worth, best: Worth) -> None:
+            progress.update(task, advance=1, description=f"sets; best {best.ms_per_token:.3g} ms per token")
+
+        yield tell
+
+
+def _file(llm: LLM, setting: _Setting, tuned: Tuned, prompts: int, seed: int) -> SkipFile:
+    import torch
+
+    from forerun.drafters.skipping.file import SkipFile, structure_hash
+
+    target, best = llm.target, tuned.best
+    measured = {
+        "ms_per_token": best.ms_per_token,
+        "plain_ms_per_token": tuned.plain_ms,
+        "speedup": tuned.speedup,
+        "mean_acceptance_length": best.mean_acceptance_length,
+        "draft_ms": best.draft_ms,
+        "verify_ms": tuned.costs.verify_ms[best.num_speculative_tokens],
+        "temperature": setting.temperature,
+        "prompts": prompts,
+        "tokens": setting.tokens,
+        "sets": len(tuned.trials),
+        "seed": seed,
+        "seconds": tuned.seconds,
+        "interrupted": tuned.interrupted,
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+    return SkipFile(
+        model=setting.model,
+        num_layers=target.num_layers,
+        structure=structure_hash(target),
+        skip=best.skip,
+        num_speculative_tokens=best.num_speculative_tokens,
+        measured=measured,
+        trace=[trial.record() for trial in tuned.trials],
+    )
+
+
+def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
+    from forerun.drafters.skipping.sublayers import names
+
+    skip = names(found.skip)
+    if tuned.interrupted:
+        console.warn(f"stopped after {len(tuned.trials)} sets; the best of them is kept")
+    if tuned.speedup <= 1:
+        console.warn(
+            "no set that was tried is faster than plain decoding: this model needs its layers, or is too small"
+        )
+    if json:
+        facts = {"output": str(output), "model": found.model, "num_layers": found.num_layers, "skip": skip}
+        console.write_json(
+            {**facts, "num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
+        )
+        return
+    best = tuned.best
+    console.out().print(
+        f"{output}: {len(skip)} of {2 * found.num_layers} sub-layers skipped ({', '.join(skip)}), "
+        f"chains of {best.num_speculative_tokens}: {best.mean_acceptance_length:.2f} tokens per pass, "
+        f"{best.ms_per_token:.3g} ms per token, plainly {tuned.plain_ms:.3g}"
+    )
