@@ -8,17 +8,21 @@ import pytest
 
 from forerun import LLM
 from forerun.bench.arms import load_transformers
+from forerun.bench.burden import Burden
 from forerun.bench.contest import (
     FAMILY,
     PLAIN,
     SHIFT,
     Contest,
     Contestant,
+    ContestLine,
     TransformersContestant,
     Workload,
     compete,
     workloads,
 )
+from forerun.bench.contest_goals import burden_goals, contest_goals
+from forerun.bench.speed import ArmSummary
 from forerun.bench.workloads import Setting
 
 
@@ -78,3 +82,45 @@ class TestContest:
         assert all(share is not None and 0 < share < 1 for share in host)
         assert lines["transformers prompt lookup"].host_share is None
         assert "score" not in vars(llm.target)
+
+
+def line(workload: str, arm: str, speedup: float, **more: Any) -> ContestLine:
+    summary = ArmSummary(
+        arm=arm, tokens_per_second=10 * speedup, median_tokens_per_second=10, first_token_ms=1, looping=0
+    )
+    return ContestLine(workload=workload, summary=summary, speedup=speedup, seconds=10 / speedup, **more)
+
+
+class TestGoals:
+    def test_auto_is_held_against_the_best_of_each_workload(self) -> None:
+        contest = Contest(
+            lines=[
+                line("edit, replayed", "transformers prompt lookup", 2.0),
+                line("edit, replayed", "forerun plain", 1.0),
+                line("edit, replayed", "forerun suffix", 4.0, host_share=0.02, predicted=4.2),
+                line("edit, replayed", "forerun auto", 3.0),
+                line("complete, T = 0", "forerun ngram", 1.2, host_share=0.05, predicted=1.2),
+                line("complete, T = 0", "forerun eagle3", 2.0),
+                line("complete, T = 0", "forerun auto", 2.0),
+            ]
+        )
+        goals = {goal.what: goal for goal in contest_goals(contest)}
+        assert goals["copying / plain, edit, replayed"].met
+        assert goals["copying / transformers prompt lookup, edit, replayed"].measured == pytest.approx(2.0)
+        assert goals["auto / best single drafter, edit, replayed"].measured == pytest.approx(0.75)
+        assert goals["auto / best single drafter, complete, T = 0"].met
+        assert not goals["training-free / plain, complete, T = 0"].met
+        mix = goals["auto / best drafter of each workload, over the mix"]
+        assert mix.measured == pytest.approx((10 / 4 + 10 / 2) / (10 / 3 + 10 / 2))
+        hosts = [goal for what, goal in goals.items() if what.startswith("time outside")]
+        assert sorted(goal.met for goal in hosts) == [False, True]
+        assert goals["plan's speed-up beside the measured one, median error"].measured == pytest.approx(0.025)
+
+    def test_a_burden_is_judged_by_its_lower_bound(self) -> None:
+        [good, bad] = burden_goals(
+            [
+                Burden(drafter="auto", batch=1, ratios=[0.99, 1.0, 0.98] * 7),
+                Burden(drafter="auto", batch=64, ratios=[0.9] * 20),
+            ]
+        )
+        assert good.met and not bad.met

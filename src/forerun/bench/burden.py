@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -38,6 +39,23 @@ class Burden:
         values = torch.tensor(self.ratios, dtype=torch.float64)
         chosen = torch.randint(len(values), (_RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0))
         return float(values[chosen].mean(1).quantile(0.05))
+
+
+def burdens(useless: Any | None) -> dict[str, Mapping[str, Any]]:
+    """Name -> configuration: the controller with a draft model that is no use, and its own choice of free drafters."""
+    found: dict[str, Mapping[str, Any]] = {"auto": {"method": "auto"}}
+    if useless is not None:
+        model = {"method": "draft_model", "model": useless, "num_speculative_tokens": 5}
+        found["useless draft_model"] = {**model, "adaptive": True}
+    return found
+
+
+def scrambled(model: Path, dtype: torch.dtype) -> Any:
+    """A model of the same shape whose weights are chance: it costs as much and predicts nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(dtype).eval()
 
 
 def measure_burden(

@@ -14,10 +14,12 @@ from typing import Any
 from forerun import LLM
 from forerun.bench.arms import Arm, ForerunArm, Run, TransformersArm
 from forerun.bench.edits import edited
+from forerun.bench.planned import planned_speedup
 from forerun.bench.replay import ReplayProcessor, replaying
 from forerun.bench.speed import ArmSummary, Progress, summarise, take_turns, warm_up
 from forerun.bench.workloads import CONTEXT, Setting, contexts, settings
 from forerun.demo import prompts as shipped_files
+from forerun.engine.cost import CostModel, DraftCost
 
 FAMILY = 4
 """Similar requests in a row."""
@@ -58,6 +60,8 @@ class ContestLine:
     """Decoding time of all its answers."""
     host_share: float | None = None
     """Share of that time in which no pass of the target ran; None where the arm does not tell."""
+    predicted: float | None = None
+    """What `forerun plan` says beforehand, from acceptance per depth and measured costs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,8 +110,17 @@ def _edits(tokenizer: Any, count: int) -> Workload:
 class Contestant:
     """A drafter in the engine, with a clock around the target's passes."""
 
-    def __init__(self, name: str, llm: LLM, speculative: Mapping[str, Any] | bool, work: Workload) -> None:
-        self.name, self._work = name, work
+    def __init__(
+        self,
+        name: str,
+        llm: LLM,
+        speculative: Mapping[str, Any] | bool,
+        work: Workload,
+        *,
+        cost: DraftCost | None = None,
+    ) -> None:
+        """`cost`: of the drafter, measured apart; None where nothing is to be predicted."""
+        self.name, self.cost, self._work = name, cost, work
         self._arm = ForerunArm(name, llm, speculative, predictions=work.predictions)
         self._target = llm.target
         self.pass_s = 0.0
@@ -154,8 +167,14 @@ class TransformersContestant:
         return TransformersArm(self.name, self._model, options).run(index, prompt, setting, seed)
 
 
-def compete(arms: Sequence[Arm], work: Workload, contest: Contest, progress: Progress) -> None:
-    """Run one workload, the arms taking turns request by request, and add its lines to `contest`."""
+def compete(
+    arms: Sequence[Arm], work: Workload, contest: Contest, progress: Progress, cost: CostModel | None = None
+) -> None:
+    """Run one workload, the arms taking turns request by request, and add its lines to `contest`.
+
+    Args:
+        cost: of the target's passes, to predict speed-ups from.
+    """
     clocks = [arm for arm in arms if isinstance(arm, Contestant)]
 
     def report(text: str) -> None:
@@ -166,18 +185,23 @@ def compete(arms: Sequence[Arm], work: Workload, contest: Contest, progress: Pro
         arm.pass_s = 0.0
     runs = take_turns(arms, work.prompts, work.setting, report)
     seconds = {arm.name: sum(run.decode_s for run in runs if run.arm == arm.name) for arm in arms}
-    passes = {arm.name: arm.pass_s for arm in clocks}
+    known = {arm.name: arm for arm in clocks}
     lines = {line.arm: line for line in summarise(runs, [arm.name for arm in arms], PLAIN)}
     base = lines[PLAIN].tokens_per_second
     for name, line in lines.items():
-        host = 1 - passes[name] / seconds[name] if name in passes else None
+        clock = known.get(name)
+        steps = [step for run in runs if run.arm == name for step in run.trace]
+        predicted = None
+        if cost is not None and clock is not None and clock.cost is not None:
+            predicted = planned_speedup(cost, clock.cost, steps)
         contest.lines.append(
             ContestLine(
                 workload=work.label,
                 summary=line,
                 speedup=line.tokens_per_second / base,
                 seconds=seconds[name],
-                host_share=host,
+                host_share=None if clock is None else 1 - clock.pass_s / seconds[name],
+                predicted=predicted,
             )
         )
     if work.setting.temperature == 0:

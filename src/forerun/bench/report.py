@@ -7,6 +7,8 @@ from rich.table import Table
 
 from forerun.bench.acceptance import Acceptance, ratio
 from forerun.bench.bits import BitCount
+from forerun.bench.burden import Burden
+from forerun.bench.contest import Contest
 from forerun.bench.goals import Goal
 from forerun.bench.speed import ArmSummary
 from forerun.bench.steps import NODES, StepCosts
@@ -30,6 +32,11 @@ def show(results: Results, console: Console) -> None:
         for temperature in (0.0, 1.0):
             console.print(_acceptance(results.acceptance, temperature))
         console.print(_roots(results.acceptance))
+    if results.contest is not None:
+        for workload in results.contest.workloads:
+            console.print(_contest(workload, results.contest))
+    if results.burdens:
+        console.print(_burdens(results.burdens))
     console.print(_goals(results.goals))
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in results.seconds.items())
     console.print(f"took {took}", highlight=False)
@@ -124,6 +131,49 @@ def _roots(found: Acceptance) -> Table:
         chances = (line.given, line.greedy_k, line.distinct, line.distinct_bound, line.iid, line.iid_bound)
         table.add_row(str(line.children), *(f"{chance:.3f}" for chance in chances))
     table.caption = "bound: optimal transport (arXiv 2502.18779); given and greedy-k reach theirs; distinct: all leaves"
+    return table
+
+
+def _contest(workload: str, contest: Contest) -> Table:
+    table = Table(title=f"Drafters: {workload}", title_justify="left")
+    table.add_column("arm")
+    for name in (
+        "tokens/s",
+        "over plain",
+        "planned",
+        "tokens/pass",
+        "draft ms",
+        "verify ms",
+        "outside passes",
+        "loops",
+    ):
+        table.add_column(name, justify="right")
+    for line in contest.of(workload):
+        arm = line.summary
+        table.add_row(
+            arm.arm,
+            f"{arm.tokens_per_second:.1f}",
+            f"{line.speedup:.2f}",
+            _number(line.predicted, 2),
+            _number(arm.tokens_per_pass, 2),
+            _number(arm.draft_ms, 2),
+            _number(arm.verify_ms, 1),
+            "" if line.host_share is None else f"{line.host_share:.1%}",
+            f"{arm.looping:.0%}",
+        )
+    unlike = sum(count for key, count in contest.unlike.items() if key.startswith(f"{workload}: forerun"))
+    table.caption = f"answers of forerun's arms unlike plain decoding's: {unlike}" if "0.8" not in workload else None
+    return table
+
+
+def _burdens(burdens: list[Burden]) -> Table:
+    table = Table(
+        title="What speculation costs where it brings nothing, speed over plain decoding", title_justify="left"
+    )
+    for name in ("drafter", "batch", "pairs", "mean", "lower bound"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for one in burdens:
+        table.add_row(one.drafter, str(one.batch), str(len(one.ratios)), f"{one.mean:.3f}", f"{one.low:.3f}")
     return table
 
 

@@ -1,8 +1,9 @@
 """The whole benchmark: makes the scale models, runs each part, gathers what was found. Knows no terminal.
 
 Parts: ``steps`` (cost of a pass), ``speed`` (the arms against each other), ``bits`` (logits of chains and trees beside
-plain ones), ``tokens`` (greedy tokens of the small model itself, speculative beside plain) and ``acceptance`` (an
-EAGLE-3 head beside the other drafters on the small model, by shape of the draft).
+plain ones), ``tokens`` (greedy tokens of the small model itself, speculative beside plain), ``acceptance`` (an
+EAGLE-3 head beside the other drafters on the small model, by shape of the draft), ``drafters`` (every drafter on four
+workloads) and ``burden`` (what speculation costs where it brings nothing).
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from typing import Any
 from forerun import LLM
 from forerun.bench import goals
 from forerun.bench.acceptance import Acceptance, AcceptancePlan, Contestants, measure_acceptance
-from forerun.bench.arms import Run, forerun_arms, transformers_arms
+from forerun.bench.arms import Arm, Run, forerun_arms, load_transformers, transformers_arms
 from forerun.bench.bits import MOST, BitCount, BitPlan, compare
+from forerun.bench.burden import Burden, burdens, measure_burden, scrambled
+from forerun.bench.contest import Contest, compete, workloads
+from forerun.bench.contest_goals import burden_goals, contest_goals
+from forerun.bench.contestants import Field, contestants, library_store, peers, trained, training_free
 from forerun.bench.goals import Goal
 from forerun.bench.machine import Machine, this_machine
-from forerun.bench.scale import ScaledModel, scale_model
+from forerun.bench.planned import draft_cost
+from forerun.bench.scale import ScaledModel, cache_folder, scale_model
 from forerun.bench.scale_head import scale_head
 from forerun.bench.speed import ArmSummary, Progress, measure, summarise
 from forerun.bench.steps import StepCosts, measure_steps
@@ -31,11 +37,12 @@ from forerun.bench.workloads import CONTEXT, contexts, settings
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
 from forerun.demo import FOLDER, MODELS, resolve
 from forerun.drafters.heads.eagle import EagleHead
+from forerun.engine.cost import load_or_measure
 from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.target.fast import packing
 
 log = logging.getLogger(__name__)
-PARTS = ("steps", "speed", "bits", "tokens", "acceptance")
+PARTS = ("steps", "speed", "bits", "tokens", "acceptance", "drafters", "burden")
 HEAD = "demo-eagle3"
 """The shipped head; may be missing, one that was named may not."""
 
@@ -65,7 +72,7 @@ class Options:
     compile: bool = False
     """Compile the target's forward pass; the arms of transformers stay as they are."""
     parts: tuple[str, ...] = PARTS
-    """Of ``steps``, ``speed``, ``bits``, ``tokens``, ``acceptance``."""
+    """Of `PARTS`."""
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -90,6 +97,8 @@ class Results:
     tokens: list[TokenCount] = field(default_factory=list)
     acceptance: Acceptance | None = None
     """None without a head."""
+    contest: Contest | None = None
+    burdens: list[Burden] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     """What each part took."""
 
@@ -103,7 +112,11 @@ class Results:
             found += goals.speed_goals(lines, label, compiled=self.options.compile)
         found += goals.bit_goals(self.bits)
         found += goals.text_goals(self.texts, self.tokens)
-        return found + (goals.acceptance_goals(self.acceptance) if self.acceptance is not None else [])
+        if self.acceptance is not None:
+            found += goals.acceptance_goals(self.acceptance)
+        if self.contest is not None:
+            found += contest_goals(self.contest)
+        return found + burden_goals(self.burdens)
 
 
 def run(options: Options, progress: Progress, save: Callable[[Results], None]) -> Results:
@@ -289,7 +302,56 @@ def _acceptance(models: _Models) -> None:
     models.results.acceptance = measure_acceptance(small, who, prompts, plan, models.progress)
 
 
-_PART = {"steps": _steps, "speed": _speed, "bits": _bits, "tokens": _tokens, "acceptance": _acceptance}
+def _drafters(models: _Models) -> None:
+    options, llm = models.options, models.llm
+    there = Field(
+        draft=models.draft,
+        head=models.drafting_head(llm, models.scaled),
+        store=library_store(llm.tokenizer, cache_folder() / "library-datastore", models.progress),
+        chain=options.chain,
+        lookup=options.lookup,
+    )
+    models.progress("what passes and drafters cost")
+    cost = load_or_measure(llm.target)
+    text = models.prompts(1)[0]
+    costs = {name: draft_cost(llm, config, text) for name, config in {**training_free(there), **trained(there)}.items()}
+    stock = load_transformers(models.target)
+    contest = models.results.contest = Contest()
+    for work in workloads(llm.tokenizer, quick=options.quick):
+        arms: list[Arm] = [*peers(stock, work, options.lookup), *contestants(llm, work, there, costs)]
+        compete(arms, work, contest, models.progress, cost)
+
+
+def _burden(models: _Models) -> None:
+    """A draft model whose weights are chance: costly and useless; and a copying drafter on text without repeats."""
+    quick = models.options.quick
+    batches = (1, 4) if quick else (1, 4, 16, 64)
+    llm = LLM(str(models.target), max_num_seqs=max(batches), max_model_len=CONTEXT + 100)
+    prompts = contexts(llm.tokenizer, count=max(batches), length=100)
+    useless = scrambled(models.draft, llm.target.dtype) if models.draft is not None else None
+    for batch in batches:
+        for name, config in burdens(useless).items():
+            found = measure_burden(
+                llm,
+                name,
+                config,
+                prompts[:batch],
+                pairs=4 if quick else 20,
+                new_tokens=32,
+                progress=models.progress,
+            )
+            models.results.burdens.append(found)
+
+
+_PART = {
+    "steps": _steps,
+    "speed": _speed,
+    "bits": _bits,
+    "tokens": _tokens,
+    "acceptance": _acceptance,
+    "drafters": _drafters,
+    "burden": _burden,
+}
 
 
 def as_json(results: Results) -> dict[str, Any]:
