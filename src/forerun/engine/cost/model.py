@@ -54,7 +54,7 @@ class CostModel:
     contexts: tuple[int, ...]
     """Committed tokens of every row, rising."""
     pass_times: tuple[tuple[tuple[float, ...], ...], ...]
-    """Medians in ms, ``pass_times[context][rows][nodes]`` by index into the three grids."""
+    """ms, ``pass_times[context][rows][nodes]`` by index into the three grids; in nodes they never fall."""
     drafts: Mapping[str, DraftCost] = field(default_factory=dict)
     """What drafters cost, by `SpeculativeConfig.key`."""
     stairs: bool = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -17,7 +16,7 @@ from forerun.types import Draft
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Sizes that are measured by default, root included."""
-CONTEXTS = (64, 2048)
+CONTEXTS = (64, 512, 2048)
 """Committed tokens that are measured by default, as far as they fit; the cost of attention is a line between them."""
 REPEATS = 7
 SECONDS = 10.0
@@ -65,9 +64,15 @@ class Grid:
             contexts=tuple(sorted({*self.contexts, *other.contexts})),
         )
 
+    @property
+    def sparse(self) -> tuple[int, ...]:
+        """Sizes that are measured behind further contexts: what a longer context adds is smooth in the nodes."""
+        return tuple(sorted({self.nodes[0], *(n for n in self.nodes if n in (4, 16, 64)), self.nodes[-1]}))
+
     def points(self) -> list[Point]:
-        """All of them, the cheapest first."""
-        every = [(c, r, n) for c in self.contexts for r in self.rows for n in self.nodes]
+        """What is measured, the cheapest first."""
+        every = [(self.contexts[0], r, n) for r in self.rows for n in self.nodes]
+        every += [(c, r, n) for c in self.contexts[1:] for r in self.rows for n in self.sparse]
         return sorted(every, key=lambda point: (point[1] * point[2], point))
 
 
@@ -92,7 +97,7 @@ def measure(
         rows: how many rows a pass has; see `CostModel.pass_ms` for what follows from one entry.
         nodes: scored nodes of a row, root included; 1 is added.
         contexts: committed tokens of each row; default `CONTEXTS`, as far as they fit.
-        repeats: passes of each size; the median counts.
+        repeats: passes of each size; the lower quartile counts.
         seconds: stop adding passes after this long; the smallest sizes are measured in any case.
         tell: told how far it is.
 
@@ -180,22 +185,44 @@ def _repeat(draft: Draft, rows: int) -> Draft:
 
 
 def _model(grid: Grid, samples: dict[Point, list[float]], *, stairs: bool) -> CostModel:
-    """Medians in ms; what was left out is extrapolated in nodes, whole lines and planes with one size are dropped."""
-    ms = {point: 1e3 * median(times) for point, times in samples.items()}
+    """Times in ms; sizes that were left out are filled in, row counts and contexts with too few sizes are dropped."""
+    ms = {point: 1e3 * _quiet(times) for point, times in samples.items()}
     known = {(c, r): [n for n in grid.nodes if (c, r, n) in ms] for c in grid.contexts for r in grid.rows}
     least = min(2, len(grid.nodes))
     rows = [r for r in grid.rows if len(known[grid.contexts[0], r]) >= least]
     contexts = [c for c in grid.contexts if all(len(known[c, r]) >= least for r in rows)]
+    first = {r: _line(known[contexts[0], r], ms, (contexts[0], r), grid.nodes) for r in rows}
+    planes = []
+    for c in contexts:
+        plane = []
+        for r in rows:
+            sizes = known[c, r]
+            extra = [ms[c, r, n] - first[r][grid.nodes.index(n)] for n in sizes]
+            line = [base + along(sizes, extra, n) for base, n in zip(first[r], grid.nodes, strict=True)]
+            plane.append(tuple(first[r] if c == contexts[0] else rising(line)))
+        planes.append(tuple(plane))
     return CostModel(
-        nodes=grid.nodes,
-        rows=tuple(rows),
-        contexts=tuple(contexts),
-        pass_times=tuple(
-            tuple(
-                tuple(along(known[c, r], [ms[c, r, n] for n in known[c, r]], nodes) for nodes in grid.nodes)
-                for r in rows
-            )
-            for c in contexts
-        ),
-        stairs=stairs,
+        nodes=grid.nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times=tuple(planes), stairs=stairs
     )
+
+
+def _line(sizes: list[int], ms: dict[Point, float], where: tuple[int, int], nodes: Sequence[int]) -> list[float]:
+    """The times of all sizes, extrapolated where none were measured."""
+    times = [ms[(*where, n)] for n in sizes]
+    return rising([along(sizes, times, n) for n in nodes])
+
+
+def _quiet(times: Sequence[float]) -> float:
+    """The lower quartile: what else runs on the machine can only add to a time."""
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls (pool adjacent violators): a pass over more nodes is not cheaper."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, many), (high, more) = pools.pop(-2), pools.pop()
+            pools.append(((low * many + high * more) / (many + more), many + more))
+    return [value for value, count in pools for _ in range(count)]

@@ -1,0 +1,161 @@
+"""``forerun calibrate MODEL``: what a pass over n nodes costs here, and a level of each drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cli import console
+from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.errors import ArgumentError
+from forerun.plan.plot import check_plot, draw_cost
+
+if TYPE_CHECKING:
+    from forerun import LLM
+    from forerun.engine.config import SpeculativeConfig
+    from forerun.engine.cost import CostModel, DraftCost
+
+TEXT_TOKENS = 300
+"""Length of the text that a drafter is timed on."""
+
+
+def calibrate(
+    model: str,
+    /,
+    *,
+    rows: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (1,),
+    nodes: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
+    contexts: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
+    seconds: float = 10.0,
+    force: Annotated[bool, Parameter(negative="")] = False,
+    plot: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    speculation: SpeculationOptions = SPECULATION,
+    loading: LoadOptions = LOADING,
+) -> int:
+    """Measure what passes of the model cost on this machine, and a drafter's proposals; keep it for later.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of a Hugging Face causal LM.
+    rows
+        Rows of a pass, one or more numbers: --rows 1 4 16.
+    nodes
+        Scored nodes of a row; by default twelve sizes from 1 to 64.
+    contexts
+        Committed tokens of each row; by default 64, 512 and 2048, as far as they fit.
+    seconds
+        Time budget for the passes; large ones that would break it are extrapolated.
+    force
+        Measure although a cost model is kept.
+    plot
+        Write v(n) as a picture (png, svg or pdf).
+    json
+        One JSON object on stdout instead of the tables.
+    """
+    if not rows or min(rows) < 1 or not seconds > 0:
+        raise ArgumentError("--rows must be at least 1 and --seconds above 0")
+    check_plot(plot)
+    wish = speculation.config()
+    from forerun.cli import session
+    from forerun.engine.config import SpeculativeConfig
+    from forerun.engine.cost.store import device_name, file_of
+
+    config = SpeculativeConfig.parse(wish)
+    llm = session.load(model, loading, None, max_num_seqs=max(rows))
+    with console.telling("calibrating") as tell:
+        cost = _passes(llm, {"rows": rows, "nodes": nodes, "contexts": contexts}, seconds, force=force, tell=tell)
+        if config is not None and (force or config.key not in cost.drafts):
+            cost = _drafter(llm, cost, config, tell)
+    where = f"{model}, {str(llm.target.dtype).removeprefix('torch.')} on {device_name(llm.target.device)}"
+    path = file_of(llm.target)
+    if plot is not None:
+        draw_cost(cost, plot, where)
+    if json:
+        record = {"model": model, "device": device_name(llm.target.device), "dtype": str(llm.target.dtype)}
+        console.write_json({**record, "file": str(path), **cost.record(), "v": _table_of_v(cost)})
+        return 0
+    show_cost(cost, where, config)
+    console.log().print(Text(f"kept in {path}", style="dim"), soft_wrap=True)
+    return 0
+
+
+def _passes(
+    llm: LLM, sizes: dict[str, tuple[int, ...]], seconds: float, *, force: bool, tell: Callable[[str], None]
+) -> CostModel:
+    from forerun.engine.cost import load_or_measure
+
+    given: dict[str, Any] = {name: numbers for name, numbers in sizes.items() if numbers}
+    return load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **given)
+
+
+def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callable[[str], None]) -> CostModel:
+    from forerun import demo
+    from forerun.drafters import build
+    from forerun.drafters.base import DrafterSetup
+    from forerun.engine.cost import measure_draft
+    from forerun.plan.measured import depth_of, keep
+
+    tell(f"drafts of {config.method}")
+    target = llm.target
+    setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
+    drafter = build(config.method, config.drafter_options, setup)
+    if llm.tokenizer is None:
+        raise ArgumentError("a drafter is timed on a text, for which the model's tokenizer is missing")
+    source = "\n".join(prompt.text[:4000] for prompt in demo.prompts()[:1])
+    longest = min(TEXT_TOKENS, llm.max_model_len // 2)
+    ids = llm.tokenizer.encode(source, add_special_tokens=False)[:longest]
+    return keep(llm, cost, config, measure_draft(target, drafter, ids, depth=depth_of(config)))
+
+
+def _table_of_v(cost: CostModel) -> list[dict[str, Any]]:
+    return [
+        {"context": context, "rows": rows, "v": [cost.v(nodes, rows, context) for nodes in cost.nodes]}
+        for context in cost.contexts
+        for rows in cost.rows
+    ]
+
+
+def show_cost(cost: CostModel, where: str, config: SpeculativeConfig | None) -> None:
+    """All tables on stdout."""
+    out = console.out()
+    out.print(Text(where, "bold"))
+    for context in cost.contexts:
+        out.print(_pass_table(cost, context))
+    chosen = {key: draft for key, draft in cost.drafts.items() if config is None or key == config.key}
+    if chosen:
+        out.print(_draft_table(chosen, cost))
+
+
+def _pass_table(cost: CostModel, context: int) -> Table:
+    """T(n) and v(n) behind one context, by nodes and rows."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"passes behind {context} tokens")
+    table.title_justify = "left"
+    table.add_column("nodes", justify="right")
+    for rows in cost.rows:
+        table.add_column("1 row, ms" if rows == 1 else f"{rows} rows, ms", justify="right")
+        table.add_column("v(n)", justify="right")
+    for nodes in cost.nodes:
+        cells = [str(nodes)]
+        for rows in cost.rows:
+            cells += [f"{cost.pass_ms(nodes, rows, context):.2f}", f"{cost.v(nodes, rows, context):.2f}"]
+        table.add_row(*cells)
+    return table
+
+
+def _draft_table(drafts: dict[str, DraftCost], cost: CostModel) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="drafters, per proposal for one row")
+    table.title_justify = "left"
+    for title in ("drafter", "fixed, ms", "per level, ms", "c = level / T(1)"):
+        table.add_column(title, justify="left" if title == "drafter" else "right", no_wrap=title != "drafter")
+    for key, draft in drafts.items():
+        share = draft.level_ms / cost.pass_ms(1)
+        table.add_row(key, f"{draft.fixed_ms:.2f}", f"{draft.level_ms:.3f}", f"{share:.3f}")
+    return table

@@ -1,0 +1,184 @@
+"""Acceptance and costs of drafters on the user's own prompts and machine: real steps of the target, counted.
+
+Imports torch. Knows `LLM`, drafters and the cost model; draws no conclusion.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.drafters import build, drafter_class
+from forerun.drafters.base import DrafterSetup
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.cost import CostModel, DraftCost, Trial, measure_draft, save, try_drafter
+from forerun.engine.llm import LLM
+from forerun.engine.prompts import PromptReader
+from forerun.errors import ArgumentError, ForerunError
+from forerun.plan.planner import DraftAt, Load
+from forerun.plan.prompts import UserPrompt
+from forerun.types import SamplingParams
+
+log = logging.getLogger(__name__)
+Tell = Callable[[str], None]
+LONGEST = 32
+"""Depth of a trial where neither user nor drafter says one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One drafter on the user's prompts."""
+
+    method: str
+    model: str | None
+    """Directory or hub id of the drafter's model, where it has one."""
+    trial: Trial
+    draft: DraftCost
+
+    @property
+    def name(self) -> str:
+        """Method and model."""
+        return self.method if self.model is None else f"{self.method} {self.model}"
+
+    @property
+    def deepest(self) -> int:
+        """Levels of the deepest draft, at least 1: the K that was measured."""
+        return max((done.depth for done in self.trial.steps), default=1) or 1
+
+    def load(self, cost: CostModel, *, rows: int) -> Load:
+        """What the planner needs. At a batch the drafter's cost is assumed to grow as the target's plain pass does."""
+        trial = self.trial
+        return Load(
+            survival=trial.survival or [0.0],
+            cost=cost,
+            draft=grown_with(cost, self.draft, trial.context),
+            rows=rows,
+            context=trial.context,
+            coverage=trial.coverage,
+            nodes_per_level=trial.nodes / self.deepest,
+            filled=trial.depth / self.deepest,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        stats = self.trial.stats
+        return {
+            "drafter": self.method,
+            "model": self.model,
+            "steps": len(self.trial.steps),
+            "tokens_per_pass": self.trial.tokens_per_pass,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "acceptance_per_depth": self.trial.survival,
+            "drafting_steps": self.trial.coverage,
+            "drafted_nodes": self.trial.nodes,
+            "context": self.trial.context,
+            "fixed_ms": self.draft.fixed_ms,
+            "level_ms": self.draft.level_ms,
+        }
+
+
+def grown_with(cost: CostModel, draft: DraftCost, context: int) -> DraftAt:
+    """The drafter's cost at a batch, in proportion to the target's plain pass."""
+
+    def at(rows: int) -> DraftCost:
+        share = cost.pass_ms(1, rows, context) / cost.pass_ms(1, 1, context)
+        return DraftCost(fixed_ms=draft.fixed_ms * share, level_ms=draft.level_ms * share)
+
+    return at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """The prompts as the target reads them, and how it answers."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
+    ) -> Answers:
+        """Token ids and resolved parameters; conversations go through the chat template.
+
+        Raises:
+            ArgumentError: no prompt, or one that leaves no room for an answer.
+        """
+        if not prompts or max_tokens < 2 or limit < 1:
+            raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
+        reader = PromptReader(
+            tokenizer=llm.tokenizer,
+            generation_config=llm.target.generation_config,
+            vocab_size=llm.target.vocab_size,
+            context=llm.max_model_len - max_tokens,
+            default_seed=0,
+        )
+        texts = [text if isinstance(text, str) else llm.chat_prompt(text) for text in prompts[:limit]]
+        params = reader.resolve(SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0))
+        return cls(prompts=[reader.tokens(text)[1] for text in texts], params=params, stop_ids=reader.end_ids())
+
+
+def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell: Tell) -> Measured:
+    """Let one drafter help with the answers; its text is the target's own, whatever is drafted.
+
+    Raises:
+        ForerunError: the drafter cannot be built, or no row of the target is free.
+    """
+    target = llm.target
+    drafter = build(
+        config.method,
+        config.drafter_options,
+        DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots),
+    )
+    depth = depth_of(config)
+    model = config.options.get("model")
+    tell(f"{config.method} drafts")
+    trial = try_drafter(
+        target,
+        drafter,
+        answers.prompts,
+        answers.params,
+        depths=(depth,),
+        name=config.method,
+        stop_ids=answers.stop_ids,
+        rule=config.rule,
+    )
+    if not trial.steps:
+        raise ArgumentError("every answer ended with its first token; nothing could be measured")
+    tell(f"what {config.method} costs")
+    reached = max(1, round(trial.depth) or depth)
+    draft = measure_draft(target, drafter, answers.prompts[0], depth=reached)
+    return Measured(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)
+
+
+def depth_of(config: SpeculativeConfig) -> int:
+    """Levels that a configuration drafts at most; the drafter's own options limit it further."""
+    if config.num_speculative_tokens is not None:
+        return config.num_speculative_tokens
+    own = getattr(drafter_class(config.method).Config, "__dataclass_fields__", {}).get("num_speculative_tokens")
+    return own.default if own is not None and isinstance(own.default, int) else LONGEST
+
+
+def rank_models(
+    llm: LLM, models: Sequence[str], answers: Answers, tell: Tell, *, options: Mapping[str, Any]
+) -> tuple[list[Measured], dict[str, str]]:
+    """Every candidate draft model on the same prompts; those that cannot draft here, with the reason."""
+    found, refused = list[Measured](), dict[str, str]()
+    for model in models:
+        config = SpeculativeConfig.parse({"method": "draft_model", "model": model, **options})
+        assert config is not None
+        try:
+            found.append(measure_drafter(llm, config, answers, tell))
+        except (ForerunError, OSError) as error:
+            log.info("candidate %s cannot draft", model, exc_info=True)
+            refused[model] = str(error).splitlines()[0]
+    return found, refused
+
+
+def keep(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft: DraftCost) -> CostModel:
+    """Add a drafter's cost to what is kept for the target."""
+    known = cost.with_draft(config.key, draft)
+    save(llm.target, known)
+    return known

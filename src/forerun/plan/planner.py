@@ -1,0 +1,209 @@
+"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict.
+
+Knows formulas and costs; does not know where they came from, and prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from forerun.drafters import DRAFTERS
+from forerun.engine import theory
+from forerun.engine.cost.model import DraftCost, PassCost
+from forerun.errors import ArgumentError
+from forerun.plan.assumptions import TEXTS
+
+MOST_K = 16
+"""Draft lengths that are looked at; more where the user asks for more."""
+MOST_BATCH = 1024
+WORTH_IT, A_LITTLE = 1.3, 1.05
+"""Predicted speed-ups that the verdict calls worth it, and a small gain: half of the latter is within the error of a
+prediction (goal: 10 %)."""
+
+DraftAt = Callable[[int], DraftCost]
+"""The drafter's cost for a batch of that many rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What is decoded: acceptance, costs, batch."""
+
+    survival: Sequence[float]
+    """By depth; beyond the last, its conditional acceptance goes on."""
+    cost: PassCost
+    draft: DraftAt
+    rows: int = 1
+    """Batch: sequences that are decoded together."""
+    context: int = 0
+    """Committed tokens of each row."""
+    coverage: float = 1.0
+    """Share of the steps in which something is drafted."""
+    nodes_per_level: float = 1.0
+    """Drafted nodes over the K that was allowed; 1 for a chain, less where a drafter often finds less to say."""
+    filled: float = 1.0
+    """Mean depth of a draft over the K that was allowed."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.context < 0:
+            raise ArgumentError(f"--batch must be at least 1 and --context at least 0, got {self.rows}, {self.context}")
+
+    def predict(self, k: int, rows: int | None = None) -> theory.Prediction:
+        """What a draft of `k` levels brings; plain decoding for 0."""
+        count = self.rows if rows is None else rows
+        draft = self.draft(count) if k else DraftCost(fixed_ms=0.0, level_ms=0.0)
+        return theory.predict(
+            self.cost,
+            acceptance_per_depth=theory.stretched(self.survival, k),
+            draft=draft,
+            depth=k * self.filled,
+            nodes=k * self.nodes_per_level,
+            rows=count,
+            context=self.context,
+            coverage=self.coverage,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One draft length."""
+
+    k: int
+    tokens_per_pass: float
+    speedup: float
+    v: float
+    """Cost of the pass over all nodes, in plain passes."""
+    step_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The answer."""
+
+    lines: tuple[Line, ...]
+    """By draft length, from 0."""
+    asked: Line
+    """The length that was asked for, else the best."""
+    best: Line
+    break_even_batch: int | None
+    """Largest batch at which `asked` (the best, where that is plain) still gains 2 %; None: beyond `MOST_BATCH`."""
+    batches: tuple[tuple[int, float], ...]
+    """(batch, speed-up of the best length there)."""
+    unbounded: bool
+    """Neither drafting nor verifying costs anything on paper, so more is always better."""
+
+
+def plan(load: Load, *, k: int | None = None) -> Plan:
+    """Look at every draft length and at every batch.
+
+    Raises:
+        ArgumentError: `k` is below 1.
+    """
+    if k is not None and k < 1:
+        raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {k}")
+    lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
+    best = max(lines, key=lambda line: line.speedup)
+    asked = best if k is None else lines[k]
+    judged = asked.k or 1
+
+    def best_at(rows: int) -> float:
+        return max(load.predict(length, rows).speedup for length in range(MOST_K + 1))
+
+    powers = [2**power for power in range(MOST_BATCH.bit_length())]
+    return Plan(
+        lines=tuple(lines),
+        asked=asked,
+        best=best,
+        break_even_batch=theory.break_even_batch(
+            lambda rows: load.predict(judged, rows).speedup, most=MOST_BATCH, worth=theory.WORTH
+        ),
+        batches=tuple((rows, best_at(rows)) for rows in powers),
+        unbounded=best.k == lines[-1].k and lines[-1].v == 1.0 and load.draft(load.rows).level_ms == 0,
+    )
+
+
+def _line(load: Load, k: int) -> Line:
+    found = load.predict(k)
+    nodes = 1 + round(k * load.nodes_per_level)
+    verify = load.cost.pass_ms(nodes, load.rows, load.context) / load.cost.pass_ms(1, load.rows, load.context)
+    return Line(k=k, tokens_per_pass=found.tokens_per_pass, speedup=found.speedup, v=verify, step_ms=found.step_ms)
+
+
+def plan_tree(load: Load, acceptance: theory.RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
+    """The fastest tree of at most `nodes` nodes and `depth` levels for acceptance by depth and rank."""
+    plain = load.cost.pass_ms(1, load.rows, load.context)
+    return theory.best_tree_size(
+        acceptance,
+        level_cost=load.draft(load.rows).level_ms / plain,
+        verify=lambda count: load.cost.pass_ms(count, load.rows, load.context),
+        sizes=range(1, nodes + 1),
+        depth=depth,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Worth it or not, and with what."""
+
+    worth_it: bool
+    method: str | None
+    """A drafter of `forerun drafters`; None where plain decoding is best."""
+    words: str
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> Verdict:
+    """The verdict at the best draft length.
+
+    Args:
+        drafter: that was measured, where one was.
+        text: the kind of text, for the methods that published figures favour.
+    """
+    best = found.best
+    gain = f"{best.speedup:.2f} x plain decoding with K = {best.k} at batch {load.rows}"
+    if found.unbounded:
+        gain = (
+            f"{best.speedup:.2f} x plain decoding with K = {best.k}, the longest looked at: drafting and verifying "
+            "count as free, so longer is always better"
+        )
+    if found.asked.k != best.k:
+        gain += f" (K = {found.asked.k}: {found.asked.speedup:.2f} x)"
+    if best.k == 0:
+        gain = f"no draft of up to {found.lines[-1].k} tokens is faster than plain decoding at batch {load.rows}"
+    if best.speedup < A_LITTLE:
+        return Verdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(found, load))
+    method, notes = (drafter, list[str]()) if drafter is not None else _method(text, load.rows)
+    how = "worth it" if best.speedup >= WORTH_IT else "a small gain, measure before you rely on it"
+    return Verdict(worth_it=True, method=method, words=f"{how}: {gain}", notes=notes)
+
+
+def _why_not(found: Plan, load: Load) -> list[str]:
+    one = found.lines[1]
+    plain = load.cost.pass_ms(1, load.rows, load.context)
+    level = load.draft(load.rows).ms(1) / plain
+    accepted = one.tokens_per_pass - 1
+    if accepted <= level:
+        return [f"drafting a token costs {level:.2f} plain passes and wins {accepted:.2f} tokens"]
+    if one.v - 1 > accepted - level:
+        return [f"verifying one more token costs {one.v - 1:.2f} plain passes: the batch fills the device already"]
+    return ["what drafting wins is about what drafting and verifying cost"]
+
+
+def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
+    """What published figures favour, as far as forerun has it."""
+    kind = TEXTS.get(text.lower()) if text is not None else None
+    if kind is None or kind.trained is None or kind.untrained is None:
+        notes = [
+            "a head trained for the target (eagle3) where there is one; ngram or suffix where answers repeat "
+            "their prompt (edits, summaries)"
+        ]
+        return "eagle3", notes
+    options = [option for option in (kind.trained, kind.untrained) if option[0] in DRAFTERS]
+    name = max(options or [kind.trained], key=lambda option: option[1])[0]
+    notes = [
+        f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0: without training {kind.untrained[0]} "
+        f"{kind.untrained[1]:.2f} x, trained {kind.trained[0]} {kind.trained[1]:.2f} x"
+    ]
+    if rows > 1:
+        notes.append(f"published at batch 1; here the batch is {rows}")
+    return name, notes

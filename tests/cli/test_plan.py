@@ -1,0 +1,187 @@
+"""``forerun plan`` and ``forerun calibrate`` on the command line: figures, JSON, refusals, and no torch on paper."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Ran
+from forerun.engine.cost import passes
+
+Forerun = Callable[..., Ran]
+PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Passes take made-up times; the list is who was timed."""
+    timed: list[tuple[int, int, int]] = []
+
+    def run(_target: object, _rows: object, point: tuple[int, int, int], _drafts: object) -> float:
+        timed.append(point)
+        return 0.010 + 0.0005 * point[1] * point[2]
+
+    monkeypatch.setattr(passes, "_time", run)
+    return timed
+
+
+def record(ran: Ran) -> dict[str, Any]:
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    return found
+
+
+def test_tokens_per_pass_without_a_model(forerun: Forerun) -> None:
+    found = record(forerun("plan", "--alpha", 0.7, "-k", 5, "--json"))
+    assert found["expected_tokens_per_pass"] == pytest.approx(2.941, abs=1e-3) and found["k"] == 5
+    assert found["alpha"] == pytest.approx(0.7) and found["worth_it"] and found["assumptions"]
+
+
+def test_paper_needs_no_torch() -> None:
+    code = (
+        "import sys; from forerun.cli import main; "
+        "code = main(['plan', '--text', 'code', '--params', '8e9', '--device', 'h100', '--json']); "
+        "assert code == 0 and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_roofline(forerun: Forerun) -> None:
+    arguments = ("plan", "--alpha", 0.8, "--params", "70e9", "--device", "h100", "--tp", 8, "--draft-cost", 0.05)
+    one, many = (record(forerun(*arguments, "--batch", batch, "--json")) for batch in (1, 256))
+    assert (one["best_k"], one["best_speedup"]) == (8, pytest.approx(3.09, abs=0.01)), "far below the balance v is 1"
+    assert many["best_speedup"] < 1.1 and 1 < one["break_even_batch"] < 256
+    assert one["roofline"]["balance_tokens_at_peak"] == pytest.approx(295, abs=1)
+    assert one["roofline"]["bound_by"] == "memory" and many["roofline"]["bound_by"] == "arithmetic"
+    assert one["roofline"]["weights_gb"] == 140 and one["roofline"]["fits"]
+    assert forerun(*arguments).out.count("\n") > 15
+
+
+def test_positions_and_ranks(forerun: Forerun) -> None:
+    rates = record(forerun("plan", "--acceptance", "0.9,0.5,0.8", "-k", 3, "--json"))
+    assert rates["expected_tokens_per_pass"] == pytest.approx(1 + 0.9 + 0.45 + 0.36)
+    tree = record(
+        forerun("plan", "--rank-acceptance", "0.6,0.2;0.5,0.3", "--tree-nodes", 4, "--draft-cost", 0.01, "--json")
+    )["tree"]
+    assert len(tree["parents"]) == 4 and tree["tokens"] == pytest.approx(1 + 0.6 + 0.2 + 0.3 + 0.18)
+
+
+def test_text_and_temperature_are_assumptions_with_sources(forerun: Forerun) -> None:
+    cold = record(forerun("plan", "--text", "chat", "--json"))
+    hot = record(forerun("plan", "--text", "chat", "-t", 1, "--json"))
+    assert cold["alpha"] > hot["alpha"] and any("MT-Bench" in note for note in cold["assumptions"])
+    assert "MT-Bench" in forerun("plan", "--text", "chat").out
+
+
+def test_a_drafter_measured_on_prompts(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, instant: list[Any]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    common = (checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 16, "--json")
+    drafter = ("--drafter", "draft_model", "--drafter-model", draft_checkpoint, "-k", 3)
+    found = record(forerun("plan", *common, *drafter))
+    measured = found["measured"]
+    assert found["k"] == 3 and len(found["acceptance_per_position"]) == 3 and measured["drafter"] == "draft_model"
+    assert found["expected_tokens_per_pass"] == pytest.approx(measured["tokens_per_pass"])
+    assert 1 < measured["tokens_per_pass"] <= 4 and measured["level_ms"] > 0
+    count = len(instant)
+    again = record(forerun("plan", *common, "--drafter", "ngram"))
+    assert len(instant) == count > 0, "passes are measured once"
+    assert again["measured"]["drafter"] == "ngram"
+
+
+def test_candidates_are_ranked_and_those_that_cannot_draft_are_named(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, instant: list[Any]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    missing = tmp_path / "missing"
+    common = (checkpoint, "--prompts", tmp_path / "prompts.txt", "-t", 0, "--max-tokens", 12, "-k", 2)
+    found = record(forerun("plan", *common, "--choose-draft", draft_checkpoint, checkpoint, missing, "--json"))
+    ranking = {entry["model"]: entry for entry in found["ranking"]}
+    assert set(ranking) == {str(draft_checkpoint), str(checkpoint)}
+    assert (
+        ranking[str(checkpoint)]["acceptance_per_depth"][0] > ranking[str(draft_checkpoint)]["acceptance_per_depth"][0]
+    )
+    gains = [entry["best_speedup"] for entry in found["ranking"]]
+    assert gains == sorted(gains, reverse=True) and any(str(missing) in note for note in found["assumptions"])
+    ran = forerun("plan", *common, "--choose-draft", missing)
+    assert ran.code == 2 and "none of the candidates" in ran.err
+
+
+def test_given_acceptance_on_measured_passes(forerun: Forerun, checkpoint: Path, instant: list[Any]) -> None:
+    found = record(forerun("plan", checkpoint, "--alpha", 0.8, "--draft-cost", 0.1, "--json"))
+    line = found["by_k"][3]
+    assert line["v"] == pytest.approx((10 + 0.5 * 4) / 10.5)
+    assert line["speedup"] == pytest.approx(2.952 / (0.3 + line["v"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--alpha", "1.2"], "probability in 0..1"),
+        (["--alpha", "0.7", "-k", "0"], "-k must be 1 or more"),
+        (["--alpha", "0.7", "--params", "8e9", "--device", "h10"], "Did you mean 'h100'"),
+        (["--alpha", "0.7", "--params", "8e9"], "on which device?"),
+        (["--alpha", "0.7", "--device", "h100"], "--params 70e9"),
+        (["--alpha", "0.7", "--params", "8e9", "--device", "h100", "--layers", "32"], "--kv-heads"),
+        (["--alpha", "0.7", "--params", "8e9", "--tflops", "10"], "--bandwidth"),
+        (["--alpha", "0.7", "--acceptance", "0.8"], "not both"),
+        (["--alpha", "0.7", "--draft-cost", "-1"], "0 or more"),
+        (["--alpha", "0.7", "--batch", "0"], "--batch must be at least 1"),
+        (["--alpha", "0.7", "--plot", "plan.xyz"], "ends in .png"),
+        (["--acceptance", "0.8;0.7"], "numbers with commas"),
+        (["--text", "chats"], "Did you mean 'chat'"),
+        (["--text", "chat", "-t", "-1"], "temperature must be 0"),
+        (["demo"], "give --prompts FILE"),
+        (["demo", "--drafter", "ngram"], "give --prompts FILE"),
+        (["demo", "--prompts", "x"], "whose acceptance?"),
+        (["demo", "--alpha", "0.7", "--params", "8e9"], "give one of them"),
+        (["--alpha", "0.7", "--prompts", "x"], "a MODEL is needed"),
+        ([], "what is accepted?"),
+    ],
+)
+def test_bad_input(forerun: Forerun, arguments: list[str], message: str) -> None:
+    ran = forerun("plan", *arguments)
+    assert ran.code == 2 and message in ran.err and ran.out == ""
+
+
+def test_calibrate(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, instant: list[Any]
+) -> None:
+    arguments = ("calibrate", checkpoint, "--rows", 1, 2, "--nodes", 1, 2, 8, "--contexts", 16)
+    drafter = ("--drafter", "draft_model", "--drafter-model", draft_checkpoint, "-k", 2)
+    found = record(forerun(*arguments, *drafter, "--json"))
+    assert (found["rows"], found["nodes"], found["contexts"]) == ([1, 2], [1, 2, 8], [16])
+    assert found["v"][1]["v"][2] == pytest.approx((10 + 8) / 11) and Path(found["file"]).is_file()
+    assert [key.split(":")[0] for key in found["drafts"]] == ["draft_model"]
+    count = len(instant)
+    ran = forerun(*arguments, *drafter)
+    assert len(instant) == count and "v(n)" in ran.out and "draft_model" in ran.out and found["file"] in ran.err
+    forerun(*arguments, "--force", "--json")
+    assert len(instant) > count
+
+
+def test_plots(forerun: Forerun, checkpoint: Path, tmp_path: Path, instant: list[Any]) -> None:
+    pytest.importorskip("matplotlib")
+    forerun("plan", "--alpha", 0.7, "--plot", tmp_path / "plan.png")
+    forerun("calibrate", checkpoint, "--nodes", 1, 2, 4, "--contexts", 16, "--plot", tmp_path / "deep" / "v.svg")
+    assert (tmp_path / "plan.png").stat().st_size > 1000 and "<svg" in (tmp_path / "deep" / "v.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--rows", "0"], "--rows must be"), (["--seconds", "0"], "--seconds above 0")]
+)
+def test_calibrate_bad_input(forerun: Forerun, arguments: list[str], message: str) -> None:
+    ran = forerun("calibrate", "demo", *arguments)
+    assert ran.code == 2 and message in ran.err

@@ -1,0 +1,357 @@
+"""The cost model: arithmetic on its grid, what measuring leaves behind, what is kept on disk, drafters on trial.
+
+No test here depends on how long anything takes: clocks are replaced where a time matters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract import harness
+from forerun import SamplingParams
+from forerun.drafters import build
+from forerun.drafters.base import Drafter, DrafterSetup
+from forerun.engine import cost as costs
+from forerun.engine.cost import CostModel, DraftCost, Trial, measure, measure_draft, store, try_drafter
+from forerun.engine.cost import passes as passes_module
+from forerun.engine.cost.drafts import fit
+from forerun.engine.cost.passes import Point, rising
+from forerun.engine.cost.trial import TrialStep
+from forerun.errors import ArgumentError
+from forerun.target import Buckets, Target
+from forerun.types import empty_draft
+
+PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
+
+
+def model_of(**changes: Any) -> CostModel:
+    values: dict[str, Any] = {
+        "nodes": (1, 2, 4),
+        "rows": (1, 4),
+        "contexts": (0, 100),
+        "pass_times": (PLANE, tuple(tuple(2 * time for time in line) for line in PLANE)),
+    }
+    return CostModel(**{**values, **changes})
+
+
+def target_of(rows: int = 1, **more: Any) -> Target:
+    return Target(harness.model(), rows=rows, slots=harness.SLOTS, **more)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    return tmp_path / "cost"
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
+    """Passes take the time that `worth` says, on a clock that only they advance; the list is who was timed."""
+    timed: list[Point] = []
+    clock = [0.0]
+
+    def run(_target: Target, _rows: object, point: Point, _drafts: object) -> float:
+        timed.append(point)
+        clock[0] += worth(point)
+        return worth(point)
+
+    monkeypatch.setattr(passes_module, "_time", run)
+    monkeypatch.setattr(passes_module.time, "perf_counter", lambda: clock[0])
+    yield timed
+
+
+def worth(point: Point) -> float:
+    """Seconds: weights, arithmetic, attention."""
+    context, rows, nodes = point
+    return 0.010 + 0.001 * rows * nodes + 1e-6 * rows * context * (nodes + 5)
+
+
+class TestCostModel:
+    def test_on_the_grid(self) -> None:
+        cost = model_of()
+        assert cost.pass_ms(2) == 11.0 and cost.pass_ms(4, 4) == 30.0 and cost.pass_ms(1, 1, 100) == 20.0
+        assert cost.v(4) == 1.4 and cost.v(4, 4, 100) == 2.5
+
+    def test_padded_sizes_are_a_staircase_and_others_a_line(self) -> None:
+        assert model_of().pass_ms(3) == 14.0
+        assert model_of(stairs=False).pass_ms(3) == pytest.approx(12.5)
+
+    def test_between_and_beyond(self) -> None:
+        cost = model_of()
+        assert cost.pass_ms(1, 2) == pytest.approx(10 + 2 / 3), "rows are interpolated"
+        assert cost.pass_ms(1, 1, 50) == pytest.approx(15.0), "contexts, too"
+        assert cost.pass_ms(6) == pytest.approx(17.0), "beyond the last size the line goes on"
+        assert cost.pass_ms(1, 7) == pytest.approx(14.0)
+        assert cost.pass_ms(1, 1, 300) == pytest.approx(40.0)
+
+    def test_one_row_count_speaks_for_all(self) -> None:
+        alone = CostModel(nodes=(1, 4, 8), rows=(1,), contexts=(0,), pass_times=(((10.0, 13.0, 17.0),),))
+        assert alone.pass_ms(2, rows=4) == 17.0
+        assert alone.v(1, rows=64) == 1.0
+
+    def test_survives_json(self) -> None:
+        cost = model_of(stairs=False).with_draft("ngram:{}", DraftCost(fixed_ms=0.5, level_ms=0.25))
+        assert CostModel.from_record(json.loads(json.dumps(cost.record()))) == cost
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"nodes": (2, 4, 8)},
+            {"nodes": (1, 4, 2)},
+            {"rows": (1,)},
+            {"contexts": ()},
+            {"pass_times": (PLANE, ((1.0, 2.0), (1.0, 2.0)))},
+            {"pass_times": (PLANE, ((0.0, 1.0, 1.0), (1.0, 1.0, 1.0)))},
+        ],
+    )
+    def test_nonsense_is_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ArgumentError):
+            model_of(**wrong)
+
+    def test_impossible_passes_are_refused(self) -> None:
+        for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+            with pytest.raises(ArgumentError):
+                model_of().pass_ms(*arguments)
+
+    def test_a_draft_is_a_line(self) -> None:
+        assert DraftCost(fixed_ms=2.0, level_ms=0.5).ms(4) == 4.0
+        with pytest.raises(ArgumentError):
+            DraftCost(fixed_ms=-0.1, level_ms=0.0)
+
+
+class TestMeasure:
+    def test_other_rows_stay_as_they_were(self) -> None:
+        target = target_of(rows=3)
+        target.prefill([1], [harness.PROMPT[:-1]])
+        before = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
+        cost = measure(target, rows=(1, 2), nodes=(1, 2, 4), contexts=(8, 60), repeats=2, seconds=60)
+        assert target.lengths == [0, len(harness.PROMPT) - 1, 0]
+        after = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
+        assert torch.equal(before, after)
+        assert (cost.nodes, cost.rows, cost.contexts) == ((1, 2, 4), (1, 2), (8, 60)) and not cost.stairs
+
+    def test_rows_that_are_needed_must_be_free(self) -> None:
+        target = target_of(rows=2)
+        target.prefill([0], [[1, 2]])
+        with pytest.raises(ArgumentError, match="2 free rows are needed"):
+            measure(target, rows=(2,), nodes=(1, 2))
+        with pytest.raises(ArgumentError, match=r"rows must be in 1\.\.2"):
+            measure(target, rows=(3,))
+
+    def test_rows_are_free_again_when_a_pass_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = target_of()
+        monkeypatch.setattr(target, "score", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            measure(target, nodes=(1, 2))
+        assert target.lengths == [0]
+
+    def test_sizes_are_cut_to_what_fits(self, instant: list[Point]) -> None:
+        cost = measure(target_of(), nodes=(1, 2, 64, 1000), contexts=(0, 5000))
+        assert cost.nodes == (1, 2, 64) and cost.contexts == (0, harness.SLOTS - 64)
+
+    def test_finds_the_costs_there_are(self, instant: list[Point]) -> None:
+        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=1e9)
+        for context in cost.contexts:
+            for rows in cost.rows:
+                for nodes in cost.nodes:
+                    assert cost.pass_ms(nodes, rows, context) == pytest.approx(1e3 * worth((context, rows, nodes)))
+        dense = {point for point in instant if point[0] == 0}
+        assert len(dense) == 2 * len(cost.nodes) and len(set(instant)) < 2 * len(dense), "further contexts are sparse"
+
+    def test_the_budget_leaves_out_the_large_passes(self, instant: list[Point]) -> None:
+        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0.1)
+        assert sum(worth(point) for point in instant) < 0.2
+        assert max(point[1] * point[2] for point in instant) < 64
+        assert cost.nodes[-1] == 64 and cost.pass_ms(64) == pytest.approx(1e3 * worth((0, 1, 64))), "extrapolated"
+
+    def test_no_budget_still_measures_a_line(self, instant: list[Point]) -> None:
+        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0)
+        assert set(instant) == {(0, 1, 1), (0, 1, 2)} and cost.rows == (1,) and cost.contexts == (0,)
+
+    def test_padded_targets_have_stairs(self, instant: list[Point]) -> None:
+        assert measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
+
+    def test_noise_is_smoothed(self) -> None:
+        assert rising([3.0, 1.0, 2.0, 5.0, 4.0]) == [2.0, 2.0, 2.0, 4.5, 4.5]
+        assert rising([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+        assert passes_module._quiet([9.0, 1.0, 2.0, 8.0, 7.0]) == 2.0
+
+
+class TestStore:
+    def test_is_measured_once(self, instant: list[Point], cache: Path) -> None:
+        first = costs.load_or_measure(target_of())
+        count = len(instant)
+        assert costs.load_or_measure(target_of()) == first and len(instant) == count > 0
+        assert [path.suffix for path in cache.iterdir()] == [".json"]
+
+    def test_force_measures_again(self, instant: list[Point]) -> None:
+        costs.load_or_measure(target_of())
+        count = len(instant)
+        costs.load_or_measure(target_of(), force=True)
+        assert len(instant) == 2 * count
+
+    def test_more_sizes_are_measured_together_with_those_that_are_kept(self, instant: list[Point], cache: Path) -> None:
+        one = costs.load_or_measure(target_of(), nodes=(1, 2))
+        costs.save(target_of(), one.with_draft("ngram:{}", DraftCost(fixed_ms=1.0, level_ms=0.0)))
+        more = costs.load_or_measure(target_of(rows=4), rows=(1, 4), nodes=(1, 8))
+        assert more.nodes == (1, 2, 8) and more.rows == (1, 4) and "ngram:{}" in more.drafts
+        count = len(instant)
+        assert costs.load_or_measure(target_of(), nodes=(1, 2)) == more and len(instant) == count
+        assert len(list(cache.iterdir())) == 1
+
+    @pytest.mark.parametrize("damage", ["cut", "changed", "no JSON", "another format", "another target", "a list"])
+    def test_a_file_that_cannot_be_trusted_is_measured_anew(
+        self, instant: list[Point], cache: Path, damage: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        good = costs.load_or_measure(target_of())
+        [path] = cache.iterdir()
+        text = path.read_text()
+        kept = json.loads(text)
+        kept["format" if damage == "another format" else "identity"] = 0
+        kept["sha256"] = store._hash({key: kept[key] for key in ("format", "identity", "grid", "cost")})
+        damaged = {
+            "cut": text[: len(text) // 2],
+            "changed": text.replace('"stairs": false', '"stairs": true'),
+            "no JSON": "\x00",
+            "a list": "[]",
+        }
+        assert damaged["changed"] != text
+        path.write_text(damaged.get(damage, json.dumps(kept)))
+        count = len(instant)
+        with caplog.at_level(logging.WARNING):
+            assert costs.load_or_measure(target_of()) == good
+        assert len(instant) > count and "measuring anew" in caplog.text
+        assert json.loads(path.read_text()) == json.loads(text)
+
+    def test_a_folder_that_cannot_be_written_is_no_failure(
+        self, instant: list[Point], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
+        with caplog.at_level(logging.WARNING):
+            assert costs.load_or_measure(target_of()).nodes[0] == 1
+        assert "could not be kept" in caplog.text
+
+    def test_what_a_pass_costs_depends_on(self) -> None:
+        names = {
+            "itself": store.file_of(target_of()),
+            "padding": store.file_of(target_of(buckets=Buckets(nodes=(16,)))),
+            "dtype": store.file_of(Target(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)),
+        }
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        try:
+            names["threads"] = store.file_of(target_of())
+        finally:
+            torch.set_num_threads(threads)
+        assert len(set(names.values())) == len(names)
+        assert store.file_of(target_of(rows=4)) == names["itself"], "rows and slots are in the grid"
+
+    def test_drafters_that_are_objects_are_not_kept(self, instant: list[Point]) -> None:
+        target, free = target_of(), DraftCost(fixed_ms=0.0, level_ms=0.0)
+        cost = costs.load_or_measure(target)
+        kept = costs.save(
+            target, cost.with_draft('a:{"model": "LlamaForCausalLM@1402"}', free).with_draft("b:{}", free)
+        )
+        assert list(json.loads(kept.read_text())["cost"]["drafts"]) == ["b:{}"]
+
+    def test_where_it_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert costs.cache_folder() == tmp_path / "cost"
+        monkeypatch.delenv("FORERUN_CACHE")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert costs.cache_folder() == tmp_path / "xdg" / "forerun" / "cost"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert costs.cache_folder() == Path.home() / ".cache" / "forerun" / "cost"
+
+
+def drafter_for(target: Target, method: str, **options: Any) -> Drafter:
+    setup = DrafterSetup(target=target, tokenizer=None, rows=target.rows, slots=target.slots)
+    return build(method, options, setup)
+
+
+GREEDY = SamplingParams(
+    temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=20, ignore_eos=True
+)
+
+
+class TestTrial:
+    def test_counts_what_the_engine_counts(self) -> None:
+        target = target_of(rows=2)
+        variant = harness.Variant("ngram", "chain", {"num_speculative_tokens": 3})
+        trial = try_drafter(target, drafter_for(target, "ngram"), harness.PROMPTS, GREEDY, depths=(3,))
+        outputs = harness.llm(variant).generate(harness.as_prompts(harness.PROMPTS), GREEDY)
+        stats = [output.outputs[0].speculation for output in outputs]
+        assert trial.stats.num_accepted_draft_tokens == sum(one.num_accepted_draft_tokens for one in stats) > 0
+        assert trial.stats.num_draft_tokens == sum(one.num_draft_tokens for one in stats)
+        assert len(trial.steps) == sum(one.num_spec_steps + one.num_plain_steps for one in stats)
+        assert 0 < trial.coverage < 1 and target.lengths == [0, 0]
+
+    def test_the_target_as_its_own_draft_model_is_always_right(self) -> None:
+        target = target_of()
+        drafter = drafter_for(target, "draft_model", model=harness.model(), num_speculative_tokens=3)
+        trial = try_drafter(target, drafter, [harness.PROMPT], GREEDY, depths=(3, 1))
+        assert all(done.accepted == done.depth for done in trial.steps)
+        assert all(done.drafted for done in trial.steps[:-1]), "only the last step has no room for a draft"
+        assert {done.depth for done in trial.steps[:4]} == {3, 1}
+        assert trial.tokens_per_pass == pytest.approx(19 / len(trial.steps))
+
+    def test_a_stop_token_ends_an_answer(self) -> None:
+        plain = try_drafter(target_of(), None, [harness.PROMPT], GREEDY, depths=(1,))
+        answer = harness.plain_greedy(harness.PROMPT, GREEDY)
+        cut = try_drafter(target_of(), None, [harness.PROMPT], GREEDY, depths=(1,), stop_ids=frozenset({answer[4]}))
+        assert len(plain.steps) == 19 and len(cut.steps) == answer.index(answer[4])
+
+    def test_the_row_is_free_again_when_a_prompt_does_not_fit(self) -> None:
+        target = target_of()
+        with pytest.raises(ArgumentError):
+            try_drafter(target, drafter_for(target, "ngram"), [[1] * harness.SLOTS], GREEDY, depths=(3,))
+        assert target.lengths == [0]
+
+
+def steps_of(costs_by_depth: dict[int, float], *, first: float = 99.0) -> Trial:
+    def one(depth: int, ms: float, *, begins: bool = False) -> TrialStep:
+        return TrialStep(
+            drafted=depth, depth=depth, accepted=0, context=5, draft_ms=ms, verify_ms=7.0, commit_ms=0.5, first=begins
+        )
+
+    steps = [one(3, first, begins=True)]
+    steps += [one(depth, ms) for _ in range(3) for depth, ms in costs_by_depth.items()]
+    return Trial(steps=tuple(steps))
+
+
+class TestDrafts:
+    def test_a_line_is_found_without_the_first_step_and_the_target(self) -> None:
+        found = fit(steps_of({1: 3.0, 3: 7.0, 5: 11.0}), besides_ms=0.5)
+        assert found.fixed_ms == pytest.approx(1.0) and found.level_ms == pytest.approx(2.0)
+
+    def test_one_depth_has_no_slope(self) -> None:
+        assert fit(steps_of({4: 3.0}), besides_ms=0.5) == DraftCost(fixed_ms=3.0, level_ms=0.0)
+
+    def test_nothing_found_costs_the_looking(self) -> None:
+        assert fit(steps_of({0: 0.25}), besides_ms=0.5).fixed_ms == 0.25
+
+    def test_a_falling_line_is_flat_and_a_steep_one_begins_at_zero(self) -> None:
+        assert fit(steps_of({1: 3.0, 5: 2.0}), besides_ms=0.5) == DraftCost(fixed_ms=2.5, level_ms=0.0)
+        steep = fit(steps_of({2: 1.0, 4: 9.0}), besides_ms=0.5)
+        assert steep.fixed_ms == 0.0 and steep.level_ms == pytest.approx(5 / 3)
+
+    def test_real_proposals_leave_the_row_free(self) -> None:
+        target = target_of()
+        drafter = drafter_for(target, "draft_model", model=harness.relative(), num_speculative_tokens=3)
+        found = measure_draft(target, drafter, harness.PROMPT, depth=3, steps=6)
+        assert found.fixed_ms + found.level_ms > 0 and target.lengths == [0]
+
+    @pytest.mark.parametrize(
+        ("text", "depth", "steps"), [([1], 0, 8), ([1], 3, 2), ([], 3, 8), ([1] * harness.SLOTS, 3, 8)]
+    )
+    def test_nonsense_is_refused(self, text: list[int], depth: int, steps: int) -> None:
+        target = target_of()
+        with pytest.raises(ArgumentError):
+            measure_draft(target, drafter_for(target, "ngram"), text, depth=depth, steps=steps)

@@ -1,0 +1,144 @@
+"""From acceptance and costs to a plan and a verdict; prompts files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.engine import theory
+from forerun.engine.cost import CostModel, DraftCost
+from forerun.errors import ArgumentError, DataError
+from forerun.plan import planner
+from forerun.plan.devices import DEVICES
+from forerun.plan.planner import Load, judge, plan, plan_tree
+from forerun.plan.prompts import read_prompts
+from forerun.plan.roofline import FreeVerification, Roofline, Size
+
+MEASURED = CostModel(
+    nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True
+)
+
+
+def load(alpha: float = 0.7, *, level: float = 1.0, **more: Any) -> Load:
+    values: dict[str, Any] = {"cost": MEASURED, "draft": lambda rows: DraftCost(fixed_ms=0.5, level_ms=level)}
+    return Load(survival=theory.geometric(alpha, 4), **{**values, **more})
+
+
+def test_every_line_is_the_formula() -> None:
+    found = plan(load(), k=3)
+    for line in found.lines[1:]:
+        verify = MEASURED.pass_ms(line.k + 1)
+        expected = theory.expected_tokens_per_pass(0.7, line.k) * 20 / (0.5 + line.k * 1.0 + verify)
+        assert line.speedup == pytest.approx(expected) and line.v == pytest.approx(verify / 20)
+    assert found.asked is found.lines[3] and found.lines[0].speedup == 1.0
+    assert found.best.speedup == max(line.speedup for line in found.lines)
+
+
+def test_the_best_draft_fills_a_step_of_the_staircase() -> None:
+    assert plan(load(0.8, level=0.1)).best.k + 1 in MEASURED.nodes
+
+
+def test_with_free_passes_it_is_leviathans_list() -> None:
+    free = load(0.8, cost=FreeVerification(), draft=lambda rows: DraftCost(fixed_ms=0.0, level_ms=0.1))
+    found = plan(free)
+    assert (found.best.k, found.best.speedup) == (6, pytest.approx(2.47, abs=5e-3))
+    assert found.break_even_batch is None and not found.unbounded
+
+
+def test_free_drafts_and_passes_have_no_best_length() -> None:
+    found = plan(load(cost=FreeVerification(), draft=lambda rows: DraftCost(fixed_ms=0.0, level_ms=0.0)))
+    assert found.unbounded and found.best.k == planner.MOST_K
+
+
+def test_a_batch_fills_the_device_and_ends_the_gain() -> None:
+    roofline = Roofline(device=DEVICES["3090"], size=Size(params=8e9))
+    at = load(cost=roofline, draft=lambda rows: DraftCost(fixed_ms=0.0, level_ms=0.02 * roofline.pass_ms(1, rows)))
+    found = plan(at, k=5)
+    limit = found.break_even_batch
+    assert limit is not None and 1 < limit < 100
+    assert at.predict(5, limit).speedup >= theory.WORTH > at.predict(5, limit + 1).speedup
+    gains = dict(found.batches)
+    assert gains[1] > 2.5 > gains[64] and gains[1024] == 1.0
+
+
+def test_a_longer_k_than_usual_is_looked_at() -> None:
+    assert plan(load(), k=40).asked.k == 40
+    with pytest.raises(ArgumentError, match="-k must be 1 or more"):
+        plan(load(), k=0)
+
+
+def test_drafts_that_are_rare_and_short_cost_less() -> None:
+    rare = load(coverage=0.5, nodes_per_level=0.5, filled=0.5)
+    found = rare.predict(2)
+    assert found.tokens_per_pass == pytest.approx(1 + 0.5 * (0.7 + 0.49))
+    assert found.step_ms == pytest.approx(0.5 * (21 + 1) + 0.5 * 20 + 0.5)
+
+
+def test_a_tree_is_sized_by_the_measured_staircase() -> None:
+    tree = plan_tree(load(level=0.2), [[0.6, 0.2, 0.1]], nodes=12, depth=4)
+    assert len(tree.parents) + 1 in MEASURED.nodes and tree.speedup > plan(load(0.6, level=0.2)).best.speedup
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"context": -1}])
+def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError):
+        load(**wrong)
+
+
+class TestVerdict:
+    def test_worth_it(self) -> None:
+        at = load(0.8)
+        found = judge(plan(at), at, drafter="ngram", text=None)
+        assert found.worth_it and found.method == "ngram" and found.words.startswith("worth it: ")
+
+    def test_a_small_gain_is_called_one(self) -> None:
+        at = load(0.3, level=1.0)
+        best = plan(at).best.speedup
+        assert planner.A_LITTLE <= best < planner.WORTH_IT
+        assert "measure before" in judge(plan(at), at, drafter=None, text=None).words
+
+    def test_dear_drafts_are_not_worth_it_and_the_reason_is_said(self) -> None:
+        at = load(0.3, level=15.0)
+        found = judge(plan(at), at, drafter="draft_model", text=None)
+        assert not found.worth_it and found.method is None and "drafting a token costs" in found.notes[0]
+
+    def test_a_full_device_is_named_as_the_reason(self) -> None:
+        full = CostModel(nodes=(1, 2, 4), rows=(1,), contexts=(0,), pass_times=(((10.0, 20.0, 40.0),),))
+        at = load(0.7, cost=full)
+        assert "fills the device" in judge(plan(at), at, drafter=None, text=None).notes[0]
+
+    def test_published_figures_choose_between_methods(self) -> None:
+        at = load(0.8)
+        found = judge(plan(at), at, drafter=None, text="summary")
+        assert found.method == "ngram" and "2.66" in found.notes[0]
+        assert judge(plan(at), at, drafter=None, text="qa").method in ("eagle", "recycling")
+
+
+class TestPrompts:
+    def test_lines_and_json(self, tmp_path: Path) -> None:
+        plain, records = tmp_path / "a.txt", tmp_path / "a.jsonl"
+        plain.write_text("one\n\ntwo {\n")
+        turn = {"role": "user", "content": "hello"}
+        records.write_text(
+            '{"prompt": "one"}\n{"messages": [{"role": "user", "content": "hello"}, '
+            '{"role": "assistant", "content": "x"}]}\n'
+        )
+        assert read_prompts(plain) == ["one", "two {"]
+        assert read_prompts(records) == ["one", [turn]]
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("a.txt", "\n \n", "holds no prompts"),
+            ("a.jsonl", "{", "a.jsonl:1 is not JSON"),
+            ("a.jsonl", '{"prompt": "x"}\n{"text": 3}', "a.jsonl:2 needs 'prompt'"),
+        ],
+    )
+    def test_bad_files(self, tmp_path: Path, name: str, text: str, message: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_prompts(tmp_path / name)
+        with pytest.raises(DataError, match="cannot read prompts"):
+            read_prompts(tmp_path / "missing.txt")
