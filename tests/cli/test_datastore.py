@@ -31,7 +31,7 @@ def test_build_writes_a_datastore_that_generate_takes_for_this_target_alone(
     store = Datastore.open(output)
     assert ran.code == 0 and "line 2" in ran.err
     assert (said["documents"], said["tokens"], said["skipped"]) == (1, store.manifest.tokens, 1)
-    assert said["tokenizer_sha256"] == store.manifest.tokenizer.vocabulary and said["sources"] == ["corpus.jsonl"]
+    assert said["tokenizer_sha256"] == store.manifest.tokenizer.vocabulary and said["sources"] == 1
     options = ["--drafter", "rest", "--drafter-option", f"datastore={output}", "-n", "4", "-t", "0", "--json"]
     assert forerun("generate", checkpoint, "--prompt", "the cat sat", *options).code == 0
     refused = forerun("generate", "demo", "--prompt", "import os", *options)

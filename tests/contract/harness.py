@@ -183,6 +183,16 @@ def _translated(method: str, label: str, pieces: Sequence[str], drafts: Sequence
     return Variant(method, label, {"model": retold(relative(), pieces, drafts), **tokenizers, **options})
 
 
+def _member(method: str = "ngram", **options: Any) -> dict[str, Any]:
+    """A drafter as a member of another; a draft model by default drafts with `relative()`."""
+    model = {"model": relative()} if method in ("draft_model", "cascade") else {}
+    return {"method": method, **model, **options}
+
+
+def _cascade(label: str, **options: Any) -> Variant:
+    return Variant("cascade", label, {"model": relative(), "num_speculative_tokens": 3, **options})
+
+
 VARIANTS: dict[str, list[Variant]] = {
     "ngram": [
         Variant("ngram", "chain", {"num_speculative_tokens": 3}),
@@ -200,6 +210,42 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "prediction": [
         Variant("prediction", "chain", {"num_speculative_tokens": 3, "text": [1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8]}),
+    ],
+    "first_of": [
+        Variant(
+            "first_of",
+            "copy-or-model",
+            {
+                "drafters": [_member(num_speculative_tokens=3), _member("draft_model", num_speculative_tokens=3)],
+                "min_tokens": 0.6,
+            },
+        ),
+        Variant(
+            "first_of",
+            "sampled",
+            {
+                "drafters": [_member(prompt_lookup_min=2), _member("draft_model", num_speculative_tokens=3)],
+                "min_tokens": 0,
+                "reproducible": False,
+            },
+        ),
+    ],
+    "merge": [
+        Variant("merge", "given", {"drafters": [_member(), _member("draft_model", shape=(3, 2, 1))], "nodes": 6}),
+        Variant(
+            "merge",
+            "beside-a-chain",
+            {"drafters": [_member(max_branches=3), _member("draft_model")], "reproducible": False},
+        ),
+        Variant(
+            "merge",
+            "beside-a-tree",
+            {"drafters": [_member("draft_model", shape=(3, 2, 1)), _member()], "reproducible": False},
+        ),
+    ],
+    "cascade": [
+        _cascade("tail", inner=_member(max_branches=2), tail=3),
+        _cascade("three-levels", inner=_member("cascade", num_speculative_tokens=2, inner=_member())),
     ],
     "draft_model": [
         _draft_model("chain", num_speculative_tokens=3),
@@ -222,7 +268,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "rest": [_rest("trie", max_match=3, nodes=8), _rest("chain", max_hits=1)],
     "recycling": [
         Variant("recycling", "fixed", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3}),
-        Variant("recycling", "adaptive", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3, "adaptive": True}),
+        Variant("recycling", "adaptive", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3, "adaptive_tree": True}),
     ],
     "tli": [
         _translated("tli", "chain", WORDS, OTHERS, num_speculative_tokens=3),

@@ -88,8 +88,15 @@ def counted(continuations: Sequence[Sequence[int]], nodes: int) -> list[tuple[tu
     return sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[:nodes]
 
 
-@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=30), st.integers(1, 12))
-def test_the_trie_holds_the_most_frequent_paths_with_their_counts(rows: list[list[int]], nodes: int) -> None:
+@given(
+    st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=30),
+    st.lists(st.integers(1, 3), min_size=30, max_size=30),
+    st.integers(1, 40),
+)
+def test_the_trie_holds_the_most_frequent_paths_with_their_counts(
+    distinct: list[list[int]], times: list[int], nodes: int
+) -> None:
+    rows = [row for row, count in zip(distinct, times, strict=False) for _ in range(count)]
     grid = np.array([[*row, *[SEPARATOR] * (5 - len(row))] for row in rows], dtype=ITEM)
     trie = merge(grid, nodes)
     paths: list[tuple[int, ...]] = [()]

@@ -193,7 +193,7 @@ def test_confidence_follows_what_the_text_really_did() -> None:
 
 
 def test_an_adaptive_tree_learns_which_rank_is_right() -> None:
-    fixed, adaptive = taught(nodes=1), taught(nodes=1, adaptive=True)
+    fixed, adaptive = taught(nodes=1), taught(nodes=1, adaptive_tree=True)
     for made in (fixed, adaptive):
         made._rates.learn(0, np.array([0, 1, 2]), np.array([2]))
         for _ in range(300):

@@ -29,7 +29,7 @@ from forerun.types import Budget, Draft, Drawn, Verdict, empty_draft
 if TYPE_CHECKING:
     from forerun.step import Scores
 
-_BLOCK = 128
+_BLOCK = 64
 """Logits of which the largest is taken before any are sorted."""
 _REGROWN = 64
 """Steps between two looks at what an adaptive tree should be."""
@@ -47,7 +47,7 @@ class RecyclingConfig:
     """Most nodes of the tree; the engine's own limit holds, too."""
     top_k: int = 8
     """Successors kept for each token of the vocabulary."""
-    adaptive: bool = False
+    adaptive_tree: bool = False
     """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
     path: str | None = None
     """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
@@ -120,7 +120,7 @@ class RecyclingDrafter(Drafter):
             self._covered[row_id] = len(tokens) - 1
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        if self.config.adaptive and self._steps % _REGROWN == 0 and self._steps:
+        if self.config.adaptive_tree and self._steps % _REGROWN == 0 and self._steps:
             self._template = Template.best(self._rates.estimate, self.config.nodes)
         roots = np.array([tokens[-1] for tokens in context.tokens], dtype=np.int64)
         found = self._template.fill(roots, self.matrix.successors)
