@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class QuantizedSelfDrafter(DraftModelDrafter):
     """Drafts with an int8 twin of the target."""
 
     name = "quantized_self"
-    Config = QuantizedSelfConfig
+    Config: ClassVar[type[Any]] = QuantizedSelfConfig
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
         model = DraftModelConfig(
@@ -153,7 +153,10 @@ def _weight(module: nn.Module) -> Tensor | None:
     if type(module) in (nn.Linear, PackedLinear, FusedLinear):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight if weight.is_floating_point() else None
-    return module.weight.T if type(module) is Conv1D else None
+    if type(module) is Conv1D:
+        transposed: Tensor = module.weight.T  # type: ignore[operator, union-attr, assignment]
+        return transposed
+    return None
 
 
 def _int8_layers(model: nn.Module) -> Iterator[Int8Linear]:

@@ -7,11 +7,12 @@ and an exponential of their Hamming distance (effects that do not); the mixture 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 
 NOISE = 1e-2
 """Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)."""
@@ -60,15 +61,18 @@ def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
     scaled = ahead / spread
     above = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in scaled])
     density = np.exp(-0.5 * scaled**2) / math.sqrt(2 * math.pi)
-    return ahead * above + spread * density
+    improvement: Floats = ahead * above + spread * density
+    return improvement
 
 
 def upper_bound(mean: Floats, spread: Floats, kappa: float) -> Floats:
     """(m,) the mean and `kappa` standard deviations: what a subset might be worth."""
-    return mean + kappa * spread
+    bound: Floats = mean + kappa * spread
+    return bound
 
 
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
     """(n, m) in 0..1, 1 for equal subsets."""
     share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
-    return additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
+    likeness: Floats = additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
+    return likeness
