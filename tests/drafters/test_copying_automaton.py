@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,15 +61,16 @@ def test_exactly_the_substrings_are_found_and_those_up_to_the_depth_are_counted(
 def test_the_likeliest_token_is_the_most_frequent_and_of_equals_the_most_recent(text: list[int], depth: int) -> None:
     automaton = made(text, depth)
     for string in {(), *strings(text)}:
-        if len(string) >= depth:
-            continue
         state, size = found(automaton, string), len(string)
-        assert automaton.counted(state)
+        likeliest = automaton.likeliest(state)
+        assert likeliest == NONE or automaton.step(state, automaton.token(likeliest)) == likeliest
+        assert automaton.counted(state) or size >= depth
+        if not automaton.counted(state):
+            continue
         places = [end for end in range(size, len(text)) if tuple(text[end - size : end]) == string]
         followers = Counter(text[end] for end in places if text[end] != SEPARATOR)
         latest = {text[end]: end for end in places}
         best = max(followers, key=lambda token: (followers[token], latest[token]), default=None)
-        likeliest = automaton.likeliest(state)
         assert (None if likeliest == NONE else automaton.token(likeliest)) == best
         following = automaton.following(state, 99)
         assert {automaton.token(target): automaton.count(target) for target in following} == followers
@@ -107,7 +110,7 @@ def test_another_text_is_followed_through_its_longest_match(text: list[int], oth
 
 @pytest.mark.parametrize("text", [[3] * 3000, [1, 2] * 1500, list(range(3000))], ids=["one", "two", "all"])
 def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps through transitions and states per token stay below fixed numbers, also for the nastiest texts."""
+    """Look-ups of transitions and links per token stay below fixed numbers, also for the nastiest texts."""
     calls = Counter[str]()
     step = SuffixAutomaton.step
 
@@ -115,7 +118,15 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
         calls["step"] += 1
         return step(self, state, token)
 
+    class Links(array):  # type: ignore[type-arg]
+        def __getitem__(self, place: Any) -> Any:
+            calls["link"] += 1
+            return super().__getitem__(place)
+
     monkeypatch.setattr(SuffixAutomaton, "step", counting)
-    automaton = made(text, 16)
+    automaton = SuffixAutomaton(16)
+    automaton._link = Links("i", automaton._link)
+    automaton.extend(text)
     assert calls["step"] <= 6 * len(text)
+    assert len(text) <= calls["link"] <= 7 * 16 * len(text)
     assert automaton.memory_bytes() <= 450 * len(text)

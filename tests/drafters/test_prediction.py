@@ -65,6 +65,7 @@ def test_an_answer_as_predicted_is_followed_to_the_end() -> None:
         ([99, 98, 10], 11),
         ([10, 11, 12, 11, 12], 13),
         ([*range(10, 40), 99, 10, 11, 12, 13], 14),
+        ([10, 11, 12, 20, 13], 14),
     ],
     ids=[
         "replaced",
@@ -76,6 +77,7 @@ def test_an_answer_as_predicted_is_followed_to_the_end() -> None:
         "before",
         "twice",
         "back",
+        "misled",
     ],
 )
 def test_after_an_edit_the_place_is_found_again(edited: list[int], expected: int) -> None:

@@ -162,7 +162,7 @@ class NgramDrafter(Drafter):
         if self.config.match == "first":
             yield from where[: min(earlier, _SCANNED)]
             return
-        recent = where[max(0, earlier - _SCANNED) : earlier][::-1]
+        recent = list(reversed(where[max(0, earlier - _SCANNED) : earlier]))
         if self.config.match == "last":
             yield from recent
             return

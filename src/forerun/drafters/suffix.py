@@ -231,7 +231,7 @@ def _share(automaton: SuffixAutomaton, state: int, token: int, ends: set[int]) -
     A long string that was met once says little by itself; the shorter ones tell whether it could have gone on
     otherwise.
     """
-    states = []
+    states = list[int]()
     while state != ROOT and len(states) < _BACKED_OFF:
         states.append(state)
         state, _ = automaton.shorter(state)

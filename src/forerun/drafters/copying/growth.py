@@ -43,18 +43,18 @@ def grow(
         depth: most tokens on one path.
     """
     drafted = Drafted(start)
-    heap: list[tuple[float, int, int, int, Branch]] = []
+    heap: list[tuple[float, int, int, int, float, Branch]] = []
     serial = 0
     parent, level, survival = 0, 0, 1.0
     while len(drafted.tree) < nodes:
         if level < depth:
             for branch in branches(place):
                 serial += 1
-                chance = survival * record.estimate(branch.sign)
-                heapq.heappush(heap, (-chance, serial, parent, level + 1, branch))
+                confidence = record.estimate(branch.sign)
+                heapq.heappush(heap, (-survival * confidence, serial, parent, level + 1, confidence, branch))
         if not heap:
             break
-        negative, _, above, level, branch = heapq.heappop(heap)
-        parent = drafted.add(branch.token, above, branch.sign, record.estimate(branch.sign))
+        negative, _, above, level, confidence, branch = heapq.heappop(heap)
+        parent = drafted.add(branch.token, above, branch.sign, confidence)
         survival, place = -negative, branch.place  # type: ignore[assignment]
     return drafted
