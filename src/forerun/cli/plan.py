@@ -264,6 +264,7 @@ def _with_costs(asked: Asked, cost: CostModel) -> Shown:
 
 
 def _measured(asked: Asked, llm: LLM, cost: CostModel, tell: Any) -> Shown:
+    from forerun.engine.config import SpeculativeConfig
     from forerun.plan import measured
     from forerun.plan.prompts import read_prompts
 
@@ -277,7 +278,7 @@ def _measured(asked: Asked, llm: LLM, cost: CostModel, tell: Any) -> Shown:
     )
     if asked.candidates:
         return _ranked(asked, llm, cost, answers, tell)
-    config = measured.SpeculativeConfig.parse(asked.speculation.config())
+    config = SpeculativeConfig.parse(asked.speculation.config())
     assert config is not None
     found = measured.measure_drafter(llm, config, answers, tell)
     measured.keep(llm, cost, config, found.draft)

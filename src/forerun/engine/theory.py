@@ -146,7 +146,7 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
     Returns:
         0 where no batch gains, None where `most` still does.
     """
-    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    powers = [1 << power for power in range(most.bit_length())]
     good = [batch for batch in powers if speedup(batch) >= worth]
     if not good:
         return 0

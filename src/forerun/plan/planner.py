@@ -109,7 +109,7 @@ def plan(load: Load, *, k: int | None = None) -> Plan:
     def best_at(rows: int) -> float:
         return max(load.predict(length, rows).speedup for length in range(MOST_K + 1))
 
-    powers = [2**power for power in range(MOST_BATCH.bit_length())]
+    powers = [1 << power for power in range(MOST_BATCH.bit_length())]
     return Plan(
         lines=tuple(lines),
         asked=asked,

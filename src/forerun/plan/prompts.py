@@ -37,11 +37,12 @@ def _from_json(line: str, where: str) -> UserPrompt:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
-    if isinstance(record, dict):
-        if isinstance(record.get("prompt"), str):
-            return record["prompt"]
-        if isinstance(record.get("messages"), list):
-            messages = record["messages"]
-            # What an assistant said last is what the target shall write itself.
-            return messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages
+    fields = record if isinstance(record, dict) else {}
+    text, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(text, str):
+        return text
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        # What an assistant said last is what the target shall write itself.
+        asked: list[dict[str, Any]] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+        return asked
     raise DataError(f"{where} needs 'prompt' (a string) or 'messages' (a list), got {line[:60]!r}")

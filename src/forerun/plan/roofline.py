@@ -76,7 +76,8 @@ class Size:
         """
         if self.experts is None or self.experts_per_token is None:
             return self.params
-        chosen = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
+        missed: float = (1 - self.experts_per_token / self.experts) ** tokens
+        chosen = self.experts * (1 - missed)
         return self.shared + chosen * self.expert
 
 
