@@ -51,6 +51,18 @@ DRAFTERS: dict[str, Entry] = {
         summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
         copies=True,
     ),
+    "first_of": Entry(
+        path="forerun.drafters.first_of:FirstOfDrafter",
+        summary="several drafters, the first whose draft promises enough: copy where the match is long, else a model",
+    ),
+    "merge": Entry(
+        path="forerun.drafters.merge:MergeDrafter",
+        summary="several drafters, their trees joined under one node budget",
+    ),
+    "cascade": Entry(
+        path="forerun.drafters.cascade:CascadeDrafter",
+        summary="a draft model that is itself sped up by a cheaper drafter (staged speculative decoding)",
+    ),
     "draft_model": Entry(
         path="forerun.drafters.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",

@@ -78,9 +78,10 @@ class PromptReader:
         params = self.resolve(params)
         request = Request(
             id=request_id, prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
+        if params.seed is None and self.default_seed is not None:
+            params = replace(params, seed=self.default_seed)
         )
-        seed = params.seed if params.seed is not None else self.default_seed
-        seed = secrets.randbits(63) if seed is None else seed
+        seed = secrets.randbits(63) if params.seed is None else params.seed
         request.answers = [self._answer(request, index, seed + index, drafter) for index in range(params.n)]
         for answer in request.answers:
             answer.row.prediction = prediction

@@ -1,0 +1,270 @@
+"""A draft model that is itself sped up by a cheaper drafter, to any depth.
+
+Staged speculative decoding (Spector & Re, arXiv 2308.04623) and the vertical cascade of cascade speculative drafting
+(Chen et al., 2312.11462): the draft model is the target of an inner drafter and writes its chain with the engine's own
+`step`. The inner level walks the draft model's own draws, so the chain is the one that the draft model would have
+drafted by itself, each token drawn from the recorded law; only its cost falls. `tail` is the horizontal cascade: the
+inner drafter goes on where the chain ends. Knows no rule of the outer level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.composing.inner import DraftTarget, InnerRow, inner_sampler
+from forerun.drafters.composing.joining import graft
+from forerun.drafters.composing.members import Member, Spec, check_spec
+from forerun.drafters.levels import Submitted
+from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
+from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
+from forerun.step import Group, context_for, step
+from forerun.tree import TreeBuilder, rebuild, stack
+from forerun.types import Budget, Draft, Drawn, Signal, empty_draft
+
+_CHUNK = 16
+"""Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CascadeConfig:
+    """Options of `cascade`."""
+
+    model: Any
+    """The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model."""
+    inner: Spec
+    """What drafts for the draft model: ``{"method": name, ...}`` with its own options, another `cascade` included."""
+    num_speculative_tokens: int = 8
+    """Tokens that the draft model writes; what `tail` appends is not counted."""
+    tail: int = 0
+    """Most nodes that the inner drafter adds behind the chain; the draft model does not see them."""
+    inner_nodes: int = 16
+    """Most nodes that the inner drafter may draft for one pass of the draft model."""
+    dtype: str = "auto"
+    """Of the draft model's weights: ``auto`` is what the checkpoint says."""
+
+    def __post_init__(self) -> None:
+        check_spec("cascade", self.inner)
+        for name, least in (("num_speculative_tokens", 1), ("tail", 0), ("inner_nodes", 1)):
+            if getattr(self, name) < least:
+                raise ArgumentError(f"cascade: {name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What draft model and inner drafter know of one row: `text` committed tokens, and the chain behind them."""
+
+    text: int = 0
+    chain: list[int] = field(default_factory=list)
+    submitted: Submitted | None = None
+    sampler: tuple[Sampler, Sampler] | None = None
+    """The request's, and what it is in here."""
+
+    def inner(self, sampler: Sampler) -> Sampler:
+        """The request's sampler for the inner level, made once."""
+        if self.sampler is None or self.sampler[0] is not sampler:
+            self.sampler = (sampler, inner_sampler(sampler))
+        return self.sampler[1]
+
+
+class CascadeDrafter(Drafter):
+    """Drafts a chain with a smaller model, several of its tokens in one of its passes."""
+
+    name = "cascade"
+    Config = CascadeConfig
+
+    def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self.model = _load(config, setup)
+        inner = DrafterSetup(
+            target=self.model, tokenizer=setup.tokenizer, rows=setup.rows, slots=setup.slots + _extra(config)
+        )
+        self._inner = Member.of(config.inner, inner)
+        self._calibration = Calibration()
+        self._rows: dict[int, _Row] = {}
+
+    def memory_bytes(self) -> int:
+        return self.model.memory_bytes() + self._inner.drafter.memory_bytes()
+
+    def extend(self, context: DraftContext) -> None:
+        """Keep of the last chain what the text went on with. New tokens are run when a draft is wanted, not before."""
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            state = self._rows.setdefault(row_id, _Row())
+            known = len(tokens) - fresh
+            submitted, state.submitted = state.submitted, None
+            if submitted is not None and state.text == known:
+                submitted.learn(self._calibration, tokens[known:])
+            self._agree(row_id, state, min(state.text, known), tokens)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            state = self._rows.setdefault(row_id, _Row())
+            self._shrink(row_id, state, min(state.text, length), length)
+            if length == 0:
+                del self._rows[row_id]
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        longest = self.config.num_speculative_tokens
+        within = [min(longest, n, depth, self.model.max_length - len(tokens)) for n, depth, tokens in limits]
+        active = [index for index, count in enumerate(within) if count > 0]
+        if not active:
+            return empty_draft(len(within))
+        rows = [self._enter(context, index, within[index]) for index in active]
+        self._catch_up(rows)
+        self._write(rows)
+        builders = [TreeBuilder() for _ in within]
+        for index, row in zip(active, rows, strict=True):
+            builders[index] = self._submit(row)
+        if self.config.tail:
+            self._append(rows, [(builders[index], budget.nodes[index], budget.depth[index]) for index in active])
+        return stack(builders, device=self.model.device)
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def _agree(self, row_id: int, state: _Row, base: int, tokens: Sequence[int]) -> None:
+        """Shrink to what agrees with `tokens`, of which the first `base` are known to."""
+        chain, agreed = state.chain if base == state.text else [], base
+        for guess, token in zip(chain, self.model.readable(tokens[base : base + len(chain)]), strict=False):
+            if guess != token:
+                break
+            agreed += 1
+        self._shrink(row_id, state, agreed, len(tokens))
+
+    def _shrink(self, row_id: int, state: _Row, agreed: int, length: int) -> None:
+        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step.
+
+        An inner drafter that reads hidden states wants that of the token before the first new one, so this runs again.
+        """
+        kept = agreed - 1 if self._inner.drafter.requires else agreed
+        kept = max(0, min(self.model.lengths[row_id], kept, length - 1))
+        self.model.truncate([row_id], [kept])
+        if agreed < state.text + len(state.chain) or length == 0:
+            self._inner.drafter.truncate([row_id], [agreed])
+        state.text, state.chain = agreed, []
+
+    def _enter(self, context: DraftContext, index: int, room: int) -> InnerRow:
+        """The context's row as the inner level's."""
+        tokens, sampler = context.tokens[index], context.samplers[index]
+        state = self._rows.setdefault(context.rows[index], _Row())
+        self._agree(context.rows[index], state, min(state.text, len(tokens)), tokens)
+        return InnerRow(
+            row=context.rows[index],
+            tokens=self.model.readable(tokens),
+            prompt_length=context.prompt_lengths[index],
+            sampler=state.inner(sampler),
+            seed=context.coins[index].seed,
+            stop_ids=frozenset(),
+            room=room,
+            rule=None if sampler.greedy else "sample_walk",
+            outer=context.coins[index],
+            begun=len(tokens),
+        )
+
+    def _catch_up(self, rows: Sequence[InnerRow]) -> None:
+        """Run what the draft model lacks but the root, and show the inner drafter what is new."""
+        lacking = [row for row in rows if self.model.lengths[row.row] < len(row.tokens) - 1]
+        for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.row] for row in lacking]):
+            pieces = [row.tokens[self.model.lengths[row.row] : -1] for row in together]
+            requires = self._inner.drafter.requires
+            scored = self.model.prefill([row.row for row in together], pieces, signals=requires)
+            self._show(together, scored.signals)
+        self._show([row for row in rows if self._rows[row.row].text < len(row.tokens)], {})
+
+    def _show(self, rows: Sequence[InnerRow], signals: Mapping[Signal, Tensor]) -> None:
+        fresh = [len(row.tokens) - self._rows[row.row].text for row in rows]
+        if any(fresh):
+            self._inner.extend(context_for(rows, range(len(rows)), fresh, signals))
+        for row in rows:
+            self._rows[row.row].text = len(row.tokens)
+
+    # --- the chain --------------------------------------------------------------------------------------------------
+
+    def _write(self, rows: Sequence[InnerRow]) -> None:
+        """Step until every row's chain is as long as it should be: a length that no drawn token decides."""
+        running = list(rows)
+        while running:
+            group = Group(
+                name=self._inner.name,
+                drafter=self._inner.drafter,
+                members=range(len(running)),
+                depths=[row.room for row in running],
+                nodes=self.config.inner_nodes,
+            )
+            for row, emitted in zip(running, step(self.model, running, [group]), strict=True):
+                row.room -= len(emitted.tokens)
+                if row.sampler.greedy:
+                    row.certainty += [math.exp(chosen.logprob) for chosen, _ in emitted.logprobs or ()]
+            running = [row for row in running if row.room > 0]
+
+    def _submit(self, row: InnerRow) -> TreeBuilder:
+        """The chain as a tree, each sampled token with the law that it was drawn from."""
+        state, builder = self._rows[row.row], TreeBuilder()
+        submitted = Submitted(tokens=builder.tokens, parents=builder.parents)
+        for place, token in enumerate(row.chain):
+            law = row.laws.get(place)
+            if law is None:
+                signs = Signs(Drawn.GIVEN, 0, row.certainty[place])
+            else:
+                signs = Signs(Drawn.IID, 0, float(law.max()))
+                builder.set_law(place, law)
+            submitted.signs[place + 1] = signs
+            builder.add(token, place, drawn=signs.drawn, confidence=self._calibration.estimate(signs))
+        state.chain, state.submitted = row.chain, submitted
+        return builder
+
+    def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TreeBuilder, int, int]]) -> None:
+        """Hang what the inner drafter expects behind each chain below its end, within (nodes, depth) of the row."""
+        rooms = [self.model.max_length - len(row.tokens) for row in rows]
+        nodes = [max(0, min(self.config.tail, most - len(builder))) for builder, most, _ in grown]
+        depth = [
+            max(0, min(self.config.tail, deepest - len(builder), room))
+            for (builder, _, deepest), room in zip(grown, rooms, strict=True)
+        ]
+        nodes = [count if below else 0 for count, below in zip(nodes, depth, strict=True)]
+        context = context_for(rows, range(len(rows)), [0] * len(rows), {})
+        draft = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
+        for index, (row, (builder, _, _)) in enumerate(zip(rows, grown, strict=True)):
+            end, signs = len(builder), dict[int, Signs]()
+            graft(builder, rebuild(draft, index), end, since=end)
+            for node in range(end + 1, len(builder) + 1):
+                # Kept apart from the chain's own signs, all of rank 0: this is the inner drafter's word alone.
+                signs[node] = Signs(Drawn.GIVEN, 1, builder.confidence[node - 1])
+                builder.confidence[node - 1] = self._calibration.estimate(signs[node])
+            submitted = self._rows[row.row].submitted
+            if submitted is not None:
+                submitted.signs.update(signs)
+
+
+def _batches(rows: Sequence[InnerRow], missing: Sequence[int]) -> list[list[InnerRow]]:
+    """The rows that lack little together, each other one by itself."""
+    short = [row for row, count in zip(rows, missing, strict=True) if count <= _CHUNK]
+    alone = [[row] for row, count in zip(rows, missing, strict=True) if count > _CHUNK]
+    return [*alone, short] if short else alone
+
+
+def _extra(config: CascadeConfig) -> int:
+    """Slots that a row needs beyond the outer level's."""
+    return config.num_speculative_tokens + config.inner_nodes + config.tail
+
+
+def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
+    named = isinstance(config.model, str | Path)
+    model = resolved(config.model) if named else config.model
+    loaded = DraftTarget.load(model, rows=setup.rows, slots=setup.slots + _extra(config), dtype=config.dtype)
+    assert isinstance(loaded, DraftTarget)
+    theirs = tokenizer_beside(model) if named else None
+    if setup.tokenizer is not None and theirs is not None:
+        check_tokenizers(setup.tokenizer, theirs)
+    else:
+        check_sizes(setup.target.vocab_size, loaded.vocab_size)
+    loaded.speak(setup.target.vocab_size)
+    return loaded
