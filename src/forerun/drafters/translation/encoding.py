@@ -47,15 +47,19 @@ class Encoder:
         self.spelling = spelling
         self._bytes = {piece[0]: token for piece, token in spelling.ordinary.items() if len(piece) == 1}
 
-    def encode(self, data: bytes) -> list[Span]:
+    def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
         """The tokens of a text, without those that a tokenizer adds around it.
 
         Bytes that are no UTF-8 become the tokens of single bytes; a tokenizer without such tokens leaves them out.
+
+        Args:
+            opening: the text begins here, so that a tokenizer may put a space before it; else it is a piece of one.
         """
         found, place = list[Span](), 0
         for part in _parts(data):
             if isinstance(part, str):
-                found += [Span(s.id, place + s.start, place + s.end) for s in self._text(part)]
+                spans = self._text(part) if opening and not place else self._inside(part)
+                found += [Span(s.id, place + s.start, place + s.end) for s in spans]
                 place += len(part.encode())
                 continue
             for byte in part:
@@ -66,21 +70,21 @@ class Encoder:
 
     def after(self, before: bytes, data: bytes) -> list[Span] | None:
         """The tokens of `data` where it follows `before`, placed from the border on; None if a token lies across it."""
-        border = len(before)
-        spans = self.encode(before + data)
-        rest = [Span(s.id, s.start - border, s.end - border) for s in spans if s.end > border]
-        return None if rest and rest[0].start < 0 else rest
+        return _behind(self.encode(before + data), len(before))
 
-    def inside(self, data: bytes) -> list[int]:
-        """The tokens of a piece of text that stands in the middle of one, so without a space that was not there."""
-        plain = [span.id for span in self.encode(data)]
-        if self.spelling.spell(plain) == data:
+    def _inside(self, text: str) -> list[Span]:
+        """The tokens of text in the middle of a text, so without a space that was not there, if that can be had."""
+        plain, data = self._text(text), text.encode()
+        if self._spells(plain, data):
             return plain
         for anchor in _ANCHORS:
-            spans = self.after(anchor.encode(), data)
-            if spans is not None and self.spelling.spell(span.id for span in spans) == data:
-                return [span.id for span in spans]
+            spans = _behind(self._text(anchor + text), len(anchor.encode()))
+            if spans is not None and self._spells(spans, data):
+                return spans
         return plain
+
+    def _spells(self, spans: list[Span], data: bytes) -> bool:
+        return self.spelling.spell(span.id for span in spans) == data
 
     def _text(self, text: str) -> list[Span]:
         """The tokens of valid text, placed in its bytes."""
@@ -98,6 +102,12 @@ class Encoder:
             # Nobody says where the tokens stand: one that covers all is in the way of every border.
             return [Span(token, 0, len(data)) for token in ids]
         return [Span(*span) for span in zip(ids, [0, *ends], ends, strict=False)]
+
+
+def _behind(spans: list[Span], border: int) -> list[Span] | None:
+    """What comes after `border`, placed from there; None if a token lies across it."""
+    rest = [Span(s.id, s.start - border, s.end - border) for s in spans if s.end > border]
+    return None if rest and rest[0].start < 0 else rest
 
 
 def _reported(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[Span]:

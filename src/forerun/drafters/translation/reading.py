@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from forerun.drafters.translation.encoding import Encoder, starts_character
 from forerun.drafters.translation.spelling import Spelling
 
+_WORDS = 4
+"""So many times the look-behind a word is searched for; a text without spaces is taken up at any token."""
+
 
 def opening_of(draft: Spelling) -> list[int]:
     """The token that the draft model's tokenizer puts before every text, if it does."""
@@ -37,8 +40,8 @@ class Dictionary:
         if token not in self._known:
             piece = self._target.piece(token)
             same = self._encoder.spelling.ordinary.get(piece)
-            self._known[token] = self._encoder.inside(piece) if same is None else [same]
-            self._known[token] = [found for found in self._known[token] if found < self._size]
+            found = [span.id for span in self._encoder.encode(piece, opening=False)] if same is None else [same]
+            self._known[token] = [known for known in found if known < self._size]
         return self._known[token]
 
 
@@ -120,6 +123,9 @@ class TextReading:
         """Bytes up to the end of the last draft token: the rest could not be written in draft tokens alone."""
         return self._ends[-1] if self._ends else 0
 
+    def _word_begins(self, place: int) -> bool:
+        return self.data[place : place + 1].isspace() and not self.data[place - 1 : place].isspace()
+
     def _keep(self, count: int) -> None:
         del self._ends[count:]
         del self.ids[count:]
@@ -132,20 +138,24 @@ class TextReading:
             start = max(0, len(self.ids) - back)
             while start and not starts_character(self.data, self._ends[start - 1]):
                 start -= 1
-            if self._splice(start):
+            if self._splice(start, words=back <= _WORDS * self.look_behind):
                 return
             back *= 2
 
-    def _splice(self, start: int) -> bool:
-        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place."""
+    def _splice(self, start: int, *, words: bool) -> bool:
+        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place.
+
+        Args:
+            words: old and new tokens must meet where a word begins: tokenizers hardly look farther back than that.
+        """
         base = self._ends[start - 1] if start else 0
-        spans = self.encoder.encode(bytes(self.data[base:]))
-        old = {(self.ids[place], self._ends[place]): place for place in range(start, len(self.ids))}
-        # Where the window begins inside a text its first tokens may be wrong: take over only behind a known one.
+        spans = self.encoder.encode(bytes(self.data[base:]), opening=not start)
         meeting = 0
-        if start:
+        if start:  # the window begins inside a text, and its first token perhaps inside a word
+            old = {(self.ids[place], self._ends[place]): place for place in range(start, len(self.ids))}
             keys = [(span.id, base + span.end) for span in spans]
-            meeting = next((place + 1 for place, key in enumerate(keys) if key in old), 0)
+            met = [place for place, key in enumerate(keys) if place and key in old]
+            meeting = next((place + 1 for place in met if not words or self._word_begins(keys[place][1])), 0)
             if not meeting:
                 return False
             start = old[keys[meeting - 1]] + 1

@@ -1,0 +1,317 @@
+"""String-level exact match: what is drafted, where it is aligned, what is run. Losslessness: tests/contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from contract.tongues import tongue
+from drafters.tongues import byte_level, sentencepiece, unigram
+from engine.conftest import tiny_llama, tiny_tokenizer
+from forerun import LLM, SamplingParams
+from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.slem import SlemConfig, SlemDrafter
+from forerun.drafters.translation import Spelling
+from forerun.errors import ArgumentError
+from forerun.sampling import Coins, Sampler
+from forerun.target import Target
+from forerun.types import Budget, Draft
+
+ROUND = "abcdefghijklmnopqrstuvwx"
+"""A text that goes round and round."""
+PAIRS = (*ROUND, *(ROUND[place : place + 2] for place in range(0, 24, 2)))
+TRIPLES = (*ROUND, *(ROUND[place : place + length] for length in (2, 3) for place in range(0, 24, 3)))
+HAN = "aé漢b"
+"""The same with characters of one, two, three bytes and one."""
+
+
+def successions(size: int, following: Callable[[int], int], sharpness: float = 8.0) -> LlamaForCausalLM:
+    """A model whose likeliest next token depends on the last one alone."""
+    hidden = -(-size // 8) * 8
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=hidden,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        made.model.layers[0].self_attn.o_proj.weight.zero_()
+        made.model.layers[0].mlp.down_proj.weight.zero_()
+        made.model.embed_tokens.weight.copy_(torch.eye(size, hidden))
+        made.lm_head.weight.zero_()
+        for token in range(size):
+            made.lm_head.weight[following(token), token] = sharpness / hidden**0.5
+    return made
+
+
+def round_of(pieces: Sequence[str], length: int) -> LlamaForCausalLM:
+    """Continues `ROUND`, in pieces of `length` letters where one begins, else letter by letter."""
+
+    def following(token: int) -> int:
+        place = (ROUND.index(pieces[token][-1]) + 1) % len(ROUND)
+        return list(pieces).index(ROUND[place : place + length] if place % length == 0 else ROUND[place])
+
+    return successions(len(pieces), following)
+
+
+def letters_of(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
+    """BPE that knows nothing of bytes: a character is a token."""
+    made = Tokenizer(models.BPE(vocab={piece: token for token, piece in enumerate(pieces)}, merges=[]))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def triples() -> PreTrainedTokenizerFast:
+    made = tongue(TRIPLES)
+    merges = [(piece[:-1], piece[-1]) for piece in TRIPLES if len(piece) > 1]
+    made.backend_tokenizer.model = models.BPE(vocab={piece: t for t, piece in enumerate(TRIPLES)}, merges=merges)
+    return made
+
+
+def drafter(
+    target: tuple[LlamaForCausalLM, Any],
+    draft: tuple[Any, Any],
+    rows: int = 2,
+    kind: type[SlemDrafter] = SlemDrafter,
+    **options: Any,
+) -> Any:
+    held = Target.load(target[0], rows=rows, slots=96, self_check=False)
+    setup = DrafterSetup(target=held, tokenizer=target[1], rows=rows, slots=96)
+    return kind(SlemConfig(model=draft[0], tokenizer=draft[1], **options), setup)
+
+
+def rounds(**options: Any) -> SlemDrafter:
+    return drafter((round_of(PAIRS, 2), tongue(PAIRS)), (round_of(TRIPLES, 3), triples()), **options)
+
+
+def context(texts: list[list[int]], fresh: list[int]) -> DraftContext:
+    params = SamplingParams(temperature=0.0)
+    return DraftContext(
+        rows=list(range(len(texts))),
+        tokens=texts,
+        prompt_lengths=[1] * len(texts),
+        fresh=fresh,
+        samplers=[Sampler(params, text[:1]) for text in texts],
+        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        signals={},
+    )
+
+
+def propose(made: SlemDrafter, texts: list[list[int]], nodes: int = 64, depth: int = 64) -> Draft:
+    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
+    return made.propose(context(texts, [0] * len(texts)), budget)
+
+
+def pairs(*pieces: str) -> list[int]:
+    return [PAIRS.index(piece) for piece in pieces]
+
+
+def drafted(draft: Draft, row: int = 0) -> list[int]:
+    count = int(draft.counts[row])
+    assert draft.parents[row, :count].tolist() == list(range(count)) and not draft.drawn.any()
+    return draft.tokens[row, :count].tolist()
+
+
+def test_the_drafted_text_comes_in_the_targets_tokens() -> None:
+    draft = propose(rounds(num_speculative_tokens=3), [pairs("ab", "cd"), pairs("x")])
+    assert drafted(draft) == pairs("ef", "gh", "i"), "the draft model wrote e, f, ghi"
+    assert drafted(draft, 1) == pairs("ab", "cd", "ef"), "three tokens, nine letters: ab, cd, ef, gh, i"
+
+
+def test_a_border_inside_a_token_drafts_nothing() -> None:
+    assert drafted(propose(rounds(), [pairs("ab", "c")])) == []
+    assert drafted(propose(rounds(num_speculative_tokens=1), [pairs("ab", "c"), pairs("ab")]), 1) == pairs("c")
+
+
+def test_confidence_is_the_probability_of_what_a_token_is_made_of() -> None:
+    model = round_of(TRIPLES, 3)
+    with torch.inference_mode():
+        sure = float(model(torch.tensor([[0]])).logits.softmax(-1).max())
+    assert 0.2 < sure < 0.99
+    draft = propose(rounds(num_speculative_tokens=3), [pairs("ab", "cd")])
+    assert draft.confidence is not None
+    assert draft.confidence[0].tolist() == pytest.approx([sure**2, sure, 1.0], abs=1e-3), "e and f; ghi; its rest"
+
+
+def test_confidence_follows_what_was_kept() -> None:
+    made, text, seen = rounds(num_speculative_tokens=4), pairs("ab"), list[float]()
+    for _ in range(20):
+        draft = propose(made, [text])
+        assert draft.confidence is not None
+        seen.append(float(draft.confidence[0, 0]))
+        text = text[:1]
+        made.extend(context([[*text, *pairs("x", "x")]], [2]))
+        made.truncate([0], [1])
+    assert seen[-1] < 0.5 * seen[0]
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_characters_of_several_bytes_at_the_border(length: int) -> None:
+    data = HAN.encode()
+    singles = tongue(tuple(byte_level().backend_tokenizer.pre_tokenizer.pre_tokenize_str(HAN)[0][0]))
+    whole = letters_of(HAN)
+    target = successions(len(data), lambda token: (token + 1) % len(data))
+    draft = successions(len(HAN), lambda token: (token + 1) % len(HAN))
+    made = drafter((target, singles), (draft, whole), num_speculative_tokens=2)
+    spelling = Spelling(singles)
+    tokens = [spelling.ordinary[data[place : place + 1]] for place in range(len(data))]
+    found = drafted(propose(made, [tokens[:length]]))
+    wanted = (data * 3)[length:]
+    assert found and wanted.startswith(spelling.spell(found))
+
+
+def test_an_incomplete_character_is_not_drafted() -> None:
+    singles = byte_level()
+    data = HAN.encode()
+    spelling = Spelling(singles)
+    ids = [spelling.ordinary[data[place : place + 1]] for place in range(len(data))]
+    order = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
+    draft = successions(len(singles), lambda token: order.get(token, 0))
+    made = drafter((draft, byte_level("code")), (draft, singles), num_speculative_tokens=4)
+    target = Spelling(byte_level("code"))
+    found = drafted(propose(made, [[target.ordinary[b"a"]]]))
+    assert target.spell(found).decode() == "é", "two of the three bytes of the next character were written"
+
+
+KINDS = {"bytes": lambda: byte_level("code"), "sentencepiece": sentencepiece, "unigram": unigram}
+
+
+class Watched(SlemDrafter):
+    """Remembers what the draft model read and wrote for the last row."""
+
+    wrote = b""
+
+    def _translate(self, text: Any) -> Any:
+        reading = text.row.reading
+        self.read, self.tail = reading.ids, bytes(reading.data[reading.covered :])
+        self.wrote = b"".join(text.pieces)
+        return super()._translate(text)
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_nothing_is_lost_or_reordered(make: Any) -> None:
+    words, theirs = byte_level(), make()
+    pair = (tiny_llama(0, words), words), (tiny_llama(5, theirs), theirs)
+    made = drafter(*pair, rows=1, kind=Watched, num_speculative_tokens=6)
+    target, draft = Spelling(words), Spelling(theirs)
+    text = words("the cat sat on the mat — naïve")["input_ids"]
+    drafts = 0
+    for step in range(30):
+        found = drafted(propose(made, [text]))
+        assert made.wrote.startswith(made.tail + target.spell(found)) or not found
+        if make is not unigram:  # which cannot write every byte
+            assert draft.spell(made.read).removeprefix(b" ") == target.spell(text).removeprefix(b" ")
+        drafts += len(found) > 0
+        fresh = [*found[: step % 3], (7 * step) % len(words)]
+        text = [*text, *fresh]
+        made.extend(context([text], [len(fresh)]))
+    assert drafts > 10
+
+
+def run_in(made: SlemDrafter, text: list[int]) -> list[int]:
+    """Tokens in each of the draft model's passes."""
+    passes = list[int]()
+    embedding = made.model.model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
+    propose(made, [text])
+    handle.remove()
+    return passes
+
+
+def test_only_what_is_new_is_run() -> None:
+    target = (round_of(PAIRS, 2), tongue(PAIRS))
+    made = drafter(target, (round_of(tuple(ROUND), 1), tongue(tuple(ROUND))), num_speculative_tokens=3)
+    text = pairs("ab", "cd")
+    assert run_in(made, text) == [4, 1, 1]
+    text += pairs("ef", "gh")
+    made.extend(context([text], [2]))
+    assert run_in(made, text) == [2, 1, 1], "g was drafted and never run, h is new"
+
+
+def test_what_reads_otherwise_with_the_text_behind_it_is_run_again() -> None:
+    made, text = rounds(num_speculative_tokens=3), pairs("ab", "cd")
+    assert run_in(made, text) == [2, 1, 1]
+    text += pairs("ef", "gh", "ij")
+    made.extend(context([text], [3]))
+    assert run_in(made, text) == [3, 1, 1], "d, e, f became def; ghi and j are new"
+    assert drafted(propose(made, [text])) == drafted(propose(rounds(num_speculative_tokens=3), [text]))
+
+
+def test_truncation_forgets() -> None:
+    made, text = rounds(), pairs("ab", "cd", "ef")
+    propose(made, [text])
+    made.truncate([0], [1])
+    other = [*text[:1], *pairs("st")]
+    made.extend(context([other], [1]))
+    assert drafted(propose(made, [other])) == drafted(propose(rounds(), [other])) != []
+    made.truncate([0], [0])
+    assert made.model.lengths[0] == 0
+    assert drafted(propose(made, [pairs("x")]))[0] == PAIRS.index("ab")
+
+
+@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
+def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
+    assert len(drafted(propose(rounds(), [pairs("ab")], nodes=nodes, depth=depth))) == count
+
+
+def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
+    made = rounds(num_speculative_tokens=2)
+    assert drafted(propose(made, [pairs(*["b"] * 90, "ab")]))
+    short = rounds(num_speculative_tokens=2, rows=1)
+    short.model.max_length = 64
+    assert drafted(propose(short, [pairs(*["b"] * 90, "ab")])) == []
+
+
+def test_special_tokens_end_a_draft_and_are_drafted_by_their_own_name() -> None:
+    words, theirs = byte_level(eos_token="<end>"), byte_level("code", eos_token="</s>", pad_token="<nothing>")
+    letter = theirs.convert_tokens_to_ids("a")
+    for last, wanted in (("</s>", [words.eos_token_id]), ("<nothing>", [])):
+        end = theirs.convert_tokens_to_ids(last)
+        draft = successions(len(theirs), lambda token, end=end: end)
+        made = drafter((tiny_llama(0, words), words), (draft, theirs))
+        assert drafted(propose(made, [[words.convert_tokens_to_ids("a")]])) == wanted
+    assert letter != end
+
+
+def test_text_with_directories(tmp_path: Path) -> None:
+    words, theirs = tiny_tokenizer(), unigram()
+    for name, tokenizer, seed in (("target", words, 0), ("draft", theirs, 5)):
+        tiny_llama(seed, tokenizer).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    config = {"method": "slem", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4}
+    engine = LLM(tmp_path / "target", speculative_config=config, max_model_len=96)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    found = engine.generate("the dog — né", params)[0].outputs[0]
+    assert found.token_ids == engine.generate("the dog — né", params, speculative=False)[0].outputs[0].token_ids
+    assert found.speculation.num_draft_tokens > 0
+
+
+def test_a_draft_that_knows_the_text_is_accepted() -> None:
+    config = {"method": "slem", "model": round_of(TRIPLES, 3), "tokenizer": triples(), "num_speculative_tokens": 4}
+    engine = LLM(round_of(PAIRS, 2), tokenizer=tongue(PAIRS), speculative_config=config, max_model_len=100)
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    found = engine.generate([{"prompt_token_ids": pairs("ab")}], params)[0].outputs[0]
+    assert found.text == (ROUND * 5)[2:98]
+    assert found.speculation.mean_acceptance_length > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"look_behind": 0}, "slem: look_behind"), ({"num_speculative_tokens": 0}, "slem: num_speculative_tokens")],
+)
+def test_senseless_options_are_refused(options: dict[str, int], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        SlemConfig(model="x", **options)
