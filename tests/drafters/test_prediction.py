@@ -157,7 +157,7 @@ def test_a_freed_row_takes_the_prediction_of_its_next_request() -> None:
     made = drafter()
     made.extend(replace(context([9, 10], 2), predictions=[PREDICTED]))
     made.truncate([0], [0])
-    here = replace(context([9, 3], 2), predictions=[[3, 4, 5]])
+    here = replace(context([9, 9, 9, 9, 3], 5, prompt=4), predictions=[[3, 4, 5]])
     made.extend(here)
     assert paths(made.propose(here, ROOMY)) == [[4, 5]]
 
