@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from forerun.errors import ForerunError
     from forerun.training.convert.api import convert, enable_huggingface_checkpointing
     from forerun.training.convert.defaults import EAGLE3_DEFAULT_CFG
-    from forerun.types import CompletionOutput, RequestOutput, SamplingParams, Source, StepTrace, StreamChunk
+    from forerun.types import (
+        CompletionOutput,
+        RequestOutput,
+        SamplingParams,
+        Source,
+        StepTrace,
+        StreamChunk,
+        StructuredOutputs,
+    )
 
 _HOMES = {
     "AsyncLLM": "forerun.engine.async_llm",
@@ -30,6 +38,7 @@ _HOMES = {
     "SpeculativeConfig": "forerun.engine.config",
     "StepTrace": "forerun.types",
     "StreamChunk": "forerun.types",
+    "StructuredOutputs": "forerun.types",
     "convert": "forerun.training.convert.api",
     "enable_huggingface_checkpointing": "forerun.training.convert.api",
     "hf": "forerun.engine.huggingface",
@@ -47,6 +56,7 @@ __all__ = [
     "SpeculativeConfig",
     "StepTrace",
     "StreamChunk",
+    "StructuredOutputs",
     "convert",
     "enable_huggingface_checkpointing",
     "hf",

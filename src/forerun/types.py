@@ -50,6 +50,26 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredOutputs:
+    """What the answer must look like; exactly one of these. Names are vLLM's."""
+
+    json: Mapping[str, Any] | str | None = None
+    """A JSON schema."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """One of these strings."""
+    grammar: str | None = None
+    """In Lark's notation, as llguidance reads it."""
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.json_object or None, self.regex, self.choice or None, self.grammar]
+        if sum(value is not None for value in given) != 1:
+            raise ArgumentError("structured outputs take exactly one of json, json_object, regex, choice, grammar")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to sample one request. Names and meaning are vLLM's.
 
@@ -81,6 +101,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     """Strings that may not be produced as a token sequence."""
     logits_processors: Sequence[LogitsProcessor] = ()
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must look like; needs llguidance (extra ``serve``)."""
     seed: int | None = None
     """Same seed, same text, whoever else is in the batch. None draws one."""
     stop: str | Sequence[str] | None = None

@@ -9,10 +9,12 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.answer import Answer, Request
 from forerun.engine.config import SpeculativeConfig
+from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.text import AnswerText, Detokenizer
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler, check_token_ids
@@ -32,7 +34,7 @@ the answer, text or token ids, for the drafter of that name."""
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptReader:
     """Turns prompts and parameters into requests for one model."""
 
@@ -76,10 +78,10 @@ class PromptReader:
         text, ids = self.tokens(prompt)
         prediction = self.prediction(prompt)
         params = self.resolve(params)
-        request = Request(
-            id=request_id, prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=self.default_seed)
+        request = Request(
+            id=request_id, prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         request.answers = [self._answer(request, index, seed + index, drafter) for index in range(params.n)]
@@ -115,6 +117,19 @@ class PromptReader:
             check_token_ids(name, getattr(params, name) or (), self.vocab_size)
         return replace(params, **values)
 
+    def _structured(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
+        """Structured outputs as one more processor, the last one; one for each answer, whose path it follows."""
+        if params.structured_outputs is None:
+            return params
+        processor = self._grammars.processor(params.structured_outputs, prompt_length)
+        return replace(params, logits_processors=(*params.logits_processors, processor))
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        if self.tokenizer is None:
+            raise ArgumentError("structured outputs need a tokenizer")
+        return GrammarCompiler(self.tokenizer, self.vocab_size, sorted(self.end_ids()))
+
     def end_ids(self) -> frozenset[int]:
         """The model's own end tokens: the generation configuration's and the tokenizer's."""
         given = getattr(self.generation_config, "eos_token_id", None)
@@ -138,7 +153,8 @@ class PromptReader:
         return prompt, list(self.tokenizer(prompt)["input_ids"])
 
     def _answer(self, request: Request, index: int, seed: int, drafter: str | None) -> Answer:
-        params, ids = request.params, request.prompt_tokens
+        ids = request.prompt_tokens
+        params = self._structured(request.params, len(ids))
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
         left = self.context - len(ids)
         row = Row(

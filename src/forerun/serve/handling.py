@@ -128,12 +128,16 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
         *("repetition_penalty", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids"),
         *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
     )
+    form = body.structured_outputs or body.response_format
+    if body.structured_outputs is not None and body.response_format is not None:
+        raise bad_request("give either response_format or structured_outputs", "structured_outputs")
     bias = None if body.logit_bias is None else {int(key): value for key, value in body.logit_bias.items()}
     try:
         return SamplingParams(
             max_tokens=most if max_tokens is None else max_tokens,
             logprobs=logprobs,
             logit_bias=bias,
+            structured_outputs=None if form is None else form.structured(),
             **{name: getattr(body, name) for name in same},
         )
     except ValueError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from forerun.types import StructuredOutputs
 
 MAX_STOPS = 16
 """Stop strings of one request; OpenAI allows 4."""
@@ -52,6 +54,55 @@ class Speculation(Strict):
     rule: str | None = None
 
 
+class JsonSchema(Strict):
+    """OpenAI's ``json_schema`` of a response format."""
+
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    description: str | None = None
+    strict: bool | None = None
+    """Always strict here."""
+
+
+class ResponseFormat(Strict):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type 'json_schema' needs json_schema, and only that type takes one")
+        return self
+
+    def structured(self) -> StructuredOutputs | None:
+        """The same in the engine's words; None for text."""
+        if self.json_schema is not None:
+            return StructuredOutputs(json=self.json_schema.schema_)
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class Structured(Strict):
+    """vLLM's ``structured_outputs``."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def structured(self) -> StructuredOutputs:
+        """The same in the engine's words."""
+        return StructuredOutputs(
+            json=self.json_,
+            json_object=self.json_object,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+        )
+
+
 class Sampling(Strict):
     """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
@@ -74,6 +125,8 @@ class Sampling(Strict):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None

@@ -1,0 +1,103 @@
+"""Structured outputs hold for every drafter, and the drafts change nothing about them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams, StructuredOutputs
+from forerun.errors import ArgumentError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+LINE = r"(cat|dog) [0-9]{2,4}( and (cat|dog) [0-9]{2,4})*!"
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path, draft_checkpoint: Path) -> LLM:
+    return LLM(
+        str(checkpoint),
+        dtype="float32",
+        max_num_seqs=4,
+        speculative_config={"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4},
+    )
+
+
+def ask(llm: LLM, wish: StructuredOutputs, speculative: Any = None, **params: Any) -> list[str]:
+    sampling = SamplingParams(**{"max_tokens": 80, "structured_outputs": wish, **params})
+    outputs = llm.generate(["the cat sat", "the dog"], sampling, speculative=speculative)
+    return [answer.text for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_obeys_its_schema_and_is_the_plain_one(llm: LLM, temperature: float) -> None:
+    drafters: list[Any] = [None, {"method": "ngram"}, {"method": "draft_model", **tree(llm)}]
+    wish = StructuredOutputs(json=SCHEMA)
+    plain = ask(llm, wish, speculative=False, temperature=temperature, seed=3)
+    for text in plain:
+        found = json.loads(text)
+        assert set(found) == {"name", "count"} and len(found["name"]) <= 6 and found["count"] <= 99
+    for drafter in drafters:
+        texts = ask(llm, wish, speculative=drafter, temperature=temperature, seed=3)
+        assert all(set(json.loads(text)) == {"name", "count"} for text in texts)
+        if temperature == 0.0:
+            assert texts == plain
+
+
+def tree(llm: LLM) -> dict[str, Any]:
+    assert llm.speculative is not None
+    return {"model": llm.speculative.options["model"], "shape": (2, 2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("wish", "pattern"),
+    [
+        (StructuredOutputs(regex=LINE), LINE),
+        (StructuredOutputs(choice=["yes", "no", 'a "quoted" word']), 'yes|no|a "quoted" word'),
+        (StructuredOutputs(grammar='start: "x" y+ "."\ny: "a" | "b"'), r"x[ab]+\."),
+    ],
+)
+def test_expressions_choices_and_grammars(llm: LLM, wish: StructuredOutputs, pattern: str) -> None:
+    for text in ask(llm, wish, temperature=1.0, seed=1, n=2, max_tokens=120):
+        assert re.fullmatch(pattern, text) or len(text) > 60, text
+
+
+def test_the_mask_follows_any_path(llm: LLM) -> None:
+    make = llm._reader._grammars.processor
+    wish = StructuredOutputs(choice=["ab", "ac", "b"])
+    processor, fresh = make(wish, 2), make(wish, 2)
+    assert llm.tokenizer is not None
+    a, b, c = (llm.tokenizer.encode(letter)[0] for letter in "abc")
+    logits = torch.zeros(llm.target.vocab_size)
+
+    def allowed(which: Any, *output: int) -> set[int]:
+        return set(torch.isfinite(which([0, 0, *output], logits)).nonzero().flatten().tolist())
+
+    for output in ((), (a,), (b,), (a, c), (a,), ()):
+        assert allowed(processor, *output) == allowed(make(wish, 2), *output)
+    assert {b, c} <= allowed(fresh, a) and a not in allowed(fresh, a)
+    assert processor.valid([], [a, b]) == 2 and processor.valid([], [a, a]) == 1 and processor.valid([b], [a]) == 0
+
+
+def test_bad_wishes(llm: LLM) -> None:
+    with pytest.raises(ArgumentError, match="exactly one"):
+        StructuredOutputs()
+    with pytest.raises(ArgumentError, match="exactly one"):
+        StructuredOutputs(regex="a", choice=["b"])
+    for wish in (
+        StructuredOutputs(json={"type": "nonsense"}),
+        StructuredOutputs(json="{"),
+        StructuredOutputs(regex="("),
+        StructuredOutputs(grammar="start: missing"),
+    ):
+        with pytest.raises(ArgumentError, match="structured outputs"):
+            ask(llm, wish)
