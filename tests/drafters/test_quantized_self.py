@@ -1,4 +1,4 @@
-"""The int8 twin: what it computes, what it shares, what it leaves alone. That it is lossless: tests/contract."""
+"""The rounded twin: what it computes, what it shares, what it leaves alone. That it is lossless: tests/contract."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.quantized_self import (
     KERNEL_ROWS,
+    Int4Linear,
     Int8Linear,
     QuantizedSelfConfig,
     QuantizedSelfDrafter,
-    int8_twin,
+    rounded_twin,
 )
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Target
@@ -37,7 +38,7 @@ def test_the_twin_computes_with_rounded_decoder_weights_and_nothing_else_rounded
     for layer in expected.model.layers:
         for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
             linear.weight.data = rounded(linear.weight.data)
-    found = int8_twin(model())(TOKENS).logits
+    found = rounded_twin(model())(TOKENS).logits
     torch.testing.assert_close(found, expected(TOKENS).logits, atol=1e-5, rtol=1e-4)
     assert not torch.equal(found, model()(TOKENS).logits)
 
@@ -56,7 +57,7 @@ def test_the_target_is_not_touched() -> None:
 
 
 def test_what_is_not_a_decoder_linear_is_shared() -> None:
-    twin = int8_twin(model())
+    twin = rounded_twin(model())
     assert twin.lm_head is model().lm_head
     assert twin.model.embed_tokens is model().model.embed_tokens
     assert twin.model.layers[1].input_layernorm is model().model.layers[1].input_layernorm
@@ -92,27 +93,57 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "inputs", "group"), [(torch.float32, 96, 32), (torch.bfloat16, 128, 64)])
+def test_four_bits_are_a_grid_of_sixteen_values_in_each_group(dtype: torch.dtype, inputs: int, group: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(inputs, 48).to(dtype)
+    made, states = Int4Linear(linear.weight, linear.bias), torch.randn(3, inputs).to(dtype)
+    groups = linear.weight.float().view(48, -1, group)
+    low, scale = groups.amin(2, keepdim=True), (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
+    weight = (((groups - low) / scale).round() * scale + low).view(48, inputs)
+    wanted = states.float() @ weight.T + linear.bias.float()
+    error = (made(states).float() - wanted).abs().max() / wanted.abs().max()
+    assert float(error) < (1e-4 if dtype == torch.float32 else 0.02)
+    assert made.nbytes() == 48 * inputs // 2 + 2 * linear.weight.itemsize * 48 * inputs // group
+
+
+def test_layers_that_do_not_fit_the_four_bit_kernel_get_eight() -> None:
+    kinds = [type(module) for module in rounded_twin(model(), 4).model.layers[0].mlp.children()]
+    assert kinds[:3] == [Int4Linear, Int4Linear, Int8Linear], "48 inputs are no whole groups"
+
+
+@torch.inference_mode()
+def test_four_bits_are_lossless_too() -> None:
+    config = {"method": "quantized_self", "bits": 4, "num_speculative_tokens": 3}
+    engine = LLM(copy.deepcopy(model()), tokenizer=False, speculative_config=config, max_model_len=64, check=True)
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    found = engine.generate(as_prompts([PROMPT]), params)
+    assert tokens_of(found) == tokens_of(engine.generate(as_prompts([PROMPT]), params, speculative=False))
+    assert found[0].outputs[0].speculation.num_accepted_draft_tokens > 0
+
+
+@torch.inference_mode()
 def test_transposed_linears_and_packed_ones_are_known() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
-    found, wanted = int8_twin(gpt2)(TOKENS).logits, gpt2(TOKENS).logits
+    found, wanted = rounded_twin(gpt2)(TOKENS).logits, gpt2(TOKENS).logits
     assert 0 < float((found - wanted).abs().max()) < 0.05
     plain = copy.deepcopy(model()).to(torch.bfloat16)
     packed = Target.load(copy.deepcopy(plain), slots=32, repack=True)
-    left, right = (int8_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
+    left, right = (rounded_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
     assert isinstance(right, Int8Linear) and torch.equal(left.int8_weight, right.int8_weight)
 
 
 def test_a_model_without_plain_linears_is_refused() -> None:
     bare = copy.deepcopy(model())
     with pytest.raises(UnsupportedModelError, match="no plain linear"):
-        int8_twin(int8_twin(bare))
+        rounded_twin(rounded_twin(bare))
     bare.lm_head._hf_hook = object()
     with pytest.raises(UnsupportedModelError, match="one device"):
-        int8_twin(bare)
+        rounded_twin(bare)
 
 
 def test_other_widths_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="bits is 8, got 4"):
-        QuantizedSelfConfig(bits=4)
+    with pytest.raises(ArgumentError, match="bits is 8 or 4, got 3"):
+        QuantizedSelfConfig(bits=3)
     with pytest.raises(ArgumentError, match="quantized_self: num_speculative_tokens"):
         QuantizedSelfConfig(num_speculative_tokens=0)
