@@ -23,8 +23,10 @@ class PrunedHead(OutputHead):
     def __init__(self, model: nn.Module, name: str, ids: Tensor) -> None:
         super().__init__(model)
         output = self._model._modules[name]
-        weight, bias = output.weight.detach(), output.bias  # type: ignore[union-attr]
+        assert output is not None
+        weight, bias = output.weight, output.bias
         assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+        weight = weight.detach()
         rows = ids.to(weight.device)
         kept = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
         kept.weight = nn.Parameter(weight[rows], requires_grad=False)
