@@ -81,8 +81,11 @@ class TestChat:
     def test_the_trace_of_an_answer(self, client: OpenAI) -> None:
         body = {"return_speculation_trace": True, "ignore_eos": True}
         answer = client.chat.completions.create(model=NAME, messages=ASK, temperature=0, max_tokens=9, extra_body=body)
-        [steps] = answer.model_extra["speculation_trace"]  # type: ignore[index]
+        [trace] = answer.model_extra["speculation_trace"]  # type: ignore[index]
+        steps = trace["steps"]
         assert steps and {"nodes", "path", "kind", "draft_ms", "verify_ms"} <= steps[0].keys()
+        assert "".join(token["text"] for token in trace["tokens"]) == answer.choices[0].message.content
+        assert sum(step["nodes"] != [] for step in steps) > 0 and all(node["text"] for node in steps[0]["nodes"])
 
 
 class TestCompletions:

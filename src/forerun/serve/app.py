@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -22,6 +22,7 @@ from forerun.serve import sse
 from forerun.serve.completing import ChatWriter, CompletionWriter, Writer
 from forerun.serve.guards import BodyLimit, KeyCheck, RequestIds
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
+from forerun.serve.playground import FILES, page
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.session import Job, Session, State, collected
@@ -46,6 +47,7 @@ def build_app(session: Session) -> FastAPI:
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
+    _add_playground(app)
     return app
 
 
@@ -170,6 +172,10 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     async def models() -> dict[str, Any]:
         card: dict[str, Any] = {"id": session.settings.model_name, "object": "model", "created": started}
         card |= {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
+        card["speculation"] = {
+            "drafters": session.drafters(),
+            "max_speculative_tokens": session.settings.max_speculative_tokens,
+        }
         return {"object": "list", "data": [card]}
 
     @app.get("/health")
@@ -184,6 +190,15 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(session.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_playground(app: FastAPI) -> None:
+    def show(name: str) -> Callable[[], Response]:
+        text, kind = page(name)
+        return lambda: Response(text, media_type=kind)
+
+    for path in ("/", *(f"/{name}" for name in FILES)):
+        app.add_api_route(path, show(path[1:] or "index.html"), include_in_schema=False)
 
 
 def _tokenizer(session: Session) -> Any:

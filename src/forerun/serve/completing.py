@@ -101,8 +101,9 @@ class Writer(ABC):
             "metrics": answers.metrics(outputs),
         }
         if self.body.return_speculation_trace:
-            steps = [answers.traced(answer.trace) for output in outputs for answer in output.outputs]
-            found["speculation_trace"] = steps
+            found["speculation_trace"] = [
+                answers.traced(output, answer, self.tokenizer) for output in outputs for answer in output.outputs
+            ]
         return found
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.serve.protocol.errors import ApiError
 
-OPEN_PATHS = ("/health", "/metrics", "/version", "/")
+OPEN_PATHS = ("/health", "/metrics", "/version", "/", "/playground.css", "/playground.js")
 """Need no key."""
 _ID = re.compile(r"[\w.:-]{1,128}")
 

@@ -161,10 +161,14 @@ class Session:
         asked = {"num_speculative_tokens": wish.num_speculative_tokens, "rule": wish.rule}
         return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
 
-    def _choices(self) -> str:
+    def drafters(self) -> list[str]:
+        """What a request may choose from, the server's own drafter first."""
         own = self._engine.llm.speculative if self._engine is not None else None
         mine = [own.method] if own is not None else []
-        return ", ".join(dict.fromkeys([*mine, *(n for n in self.settings.client_drafters if n in DRAFTERS)])) or "none"
+        return list(dict.fromkeys([*mine, *(name for name in self.settings.client_drafters if name in DRAFTERS)]))
+
+    def _choices(self) -> str:
+        return ", ".join(self.drafters()) or "none"
 
     def _watch(self) -> None:
         gauges: dict[str, tuple[str, Callable[[AsyncLLM], float]]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.types import OutputToken, RequestOutput, SpeculationStats, StepTrace, TokenLogprob
+from forerun.types import CompletionOutput, OutputToken, RequestOutput, SpeculationStats, StepTrace, TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not know."""
@@ -95,9 +95,21 @@ def completion_logprobs(
     return found
 
 
-def traced(steps: Sequence[StepTrace]) -> list[dict[str, Any]]:
-    """Steps as plain values."""
-    return [asdict(step) for step in steps]
+def traced(output: RequestOutput, answer: CompletionOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """One answer step by step: its tokens with their sources, and what was drafted, kept and spent in each step."""
+    return {
+        "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
+        "tokens": [
+            {"id": token.id, "text": token.text, "source": token.source.value, "step": token.step}
+            for token in answer.tokens
+        ],
+        "steps": [_step(step, tokenizer) for step in answer.trace],
+    }
+
+
+def _step(step: StepTrace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    nodes = [{**asdict(node), "text": tokenizer.decode([node.token])} for node in step.nodes]
+    return {**asdict(step), "nodes": nodes, "kind": step.kind.value}
 
 
 def _finite(value: TokenLogprob) -> float:

@@ -1,0 +1,32 @@
+"""The page is served whole, needs nothing from elsewhere, and gets from the server what it reads."""
+
+from __future__ import annotations
+
+import re
+
+from serve.conftest import Live
+
+
+def test_the_page_is_complete_and_self_contained(live: Live) -> None:
+    page = live.get("/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    for name in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+        file = live.get(f"/{name}")
+        assert file.status_code == 200 and not re.search(r"https?://(?!www\.w3\.org)", file.text)
+    ids = set(re.findall(r'id="([^"]+)"', page.text))
+    used = set(re.findall(r'at\("([^"]+)"\)', live.get("/playground.js").text))
+    assert used and used <= ids
+
+
+def test_what_the_page_reads_is_there(live: Live) -> None:
+    card = live.get("/v1/models").json()["data"][0]["speculation"]
+    assert card["drafters"][0] == "draft_model" and card["max_speculative_tokens"] > 0
+    body = {"prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = live.post("/v1/completions", {**body, "return_speculation_trace": True}).json()
+    [trace] = answer["speculation_trace"]
+    assert trace["first_token_ms"] > 0 and len(trace["tokens"]) == 8
+    numbers = {step["step"] for step in trace["steps"]}
+    assert [token["step"] in numbers for token in trace["tokens"]] == [False] + [True] * 7
+    for step in trace["steps"]:
+        assert len(step["path"]) == sum(node["accepted"] for node in step["nodes"])
+        assert {"text", "parent", "draft_prob", "target_prob"} <= set(step["nodes"][0]) if step["nodes"] else True
