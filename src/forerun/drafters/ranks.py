@@ -18,8 +18,8 @@ _MEASURED = (
     (0.57, 0.095, 0.044, 0.034, 0.019, 0.013, 0.012, 0.010),
 )
 """How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
-right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500 tokens
-continued by 128, seed 1, one matrix for all (4,600 places)."""
+right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
+tokens continued by 128, seed 1, one matrix for all (4,600 places)."""
 _PRIOR_WEIGHT = 32.0
 """How many observations the measured rate is worth."""
 

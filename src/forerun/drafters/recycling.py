@@ -1,9 +1,9 @@
 """Token Recycling: the successors that the target last thought likely after each token are drafted again.
 
 arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest tokens the last time the
-target scored it, rejected nodes included: what a pass computed and threw away. A draft is a walk through the matrix from the
-root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). Deterministic: all nodes are given. Knows
-no model, and of the laws only which raw logits were largest.
+target scored it, rejected nodes included: what a pass computed and threw away. A draft is a walk through the matrix
+from the root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). Deterministic: all nodes are
+given. Knows no model, and of the laws only which raw logits were largest.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class RecyclingDrafter(Drafter):
         self._steps += 1
         scored = [tree.tokens for tree in scores.trees]
         ids = top_ids(scores.logits[:, : max(map(len, scored))], self.config.top_k)
-        for tokens, row in zip(scored, ids, strict=True):
-            self.matrix.put(tokens, row[: len(tokens)])
+        for nodes, row in zip(scored, ids, strict=True):
+            self.matrix.put(nodes, row[: len(nodes)])
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             self._covered[row_id] = len(tokens) - 1
 
@@ -202,12 +202,17 @@ def top_ids(logits: Tensor, k: int) -> NDArray[np.int64]:
     size = logits.shape[-1]
     whole = size // _BLOCK * _BLOCK
     if whole < 4 * k * _BLOCK:
-        return logits.topk(k).indices.cpu().numpy()
-    maxima = logits[..., :whole].unflatten(-1, (whole // _BLOCK, _BLOCK)).amax(-1)
+        return _on_host(logits.topk(k).indices)
+    maxima = logits[..., :whole].view(*logits.shape[:-1], whole // _BLOCK, _BLOCK).amax(-1)
     blocks = maxima.topk(k, sorted=False).indices
     ids = (blocks.unsqueeze(-1) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(-2)
     if whole < size:
         rest = torch.arange(whole, size, device=logits.device)
         ids = torch.cat([ids, rest.expand(*ids.shape[:-1], -1)], -1)
     best = logits.gather(-1, ids).topk(k).indices
-    return ids.gather(-1, best).cpu().numpy()
+    return _on_host(ids.gather(-1, best))
+
+
+def _on_host(ids: Tensor) -> NDArray[np.int64]:
+    found: NDArray[np.int64] = ids.cpu().numpy()
+    return found

@@ -57,7 +57,7 @@ class SuccessorMatrix:
         own = "" if identity is None else identity.vocabulary
         if successors.shape[0] != vocabulary or (own and written and own != written):
             raise VocabularyMismatchError(
-                f"{path} holds successors of {successors.shape[0]} tokens of the tokenizer {written[:12] or 'unknown'}, "
+                f"{path} holds successors of {successors.shape[0]} tokens of tokenizer {written[:12] or 'unknown'}, "
                 f"the target has {vocabulary} of {own[:12] or 'unknown'}; name another file for this target"
             )
         if successors.shape[1] != top_k:

@@ -112,7 +112,8 @@ def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> 
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
     kept = (text[places - 1] != SEPARATOR) & (text[places] != SEPARATOR)
-    return places[kept].astype(ITEM)
+    result: NDArray[np.uint32] = places[kept].astype(ITEM)
+    return result
 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:

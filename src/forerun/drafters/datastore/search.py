@@ -100,4 +100,5 @@ class Datastore:
         else:
             chosen = self.places[match.start : match.stop]
         grid = chosen.astype(np.int64)[:, None] + np.arange(length)
-        return self.tokens[np.minimum(grid, len(self.tokens) - 1)]
+        found: NDArray[np.uint32] = self.tokens[np.minimum(grid, len(self.tokens) - 1)]
+        return found
