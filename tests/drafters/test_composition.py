@@ -1,0 +1,411 @@
+"""Drafters made of drafters: who is asked, how trees are joined, and that a cascade drafts what its model would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
+from forerun import SamplingParams
+from forerun.drafters import DRAFTERS, Entry, build
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.cascade import CascadeDrafter
+from forerun.drafters.composing.inner import DraftTarget
+from forerun.drafters.composing.joining import expected_tokens, join
+from forerun.drafters.first_of import FirstOfConfig
+from forerun.engine.config import SpeculativeConfig
+from forerun.errors import ArgumentError
+from forerun.sampling import Coins, Sampler
+from forerun.target import Target
+from forerun.tree import TokenTree, TreeBuilder, rebuild, stack
+from forerun.types import LAST_HIDDEN, Budget, Draft, Drawn
+from forerun.verify.base import rule_named
+from forerun.verify.enumeration import Drawing, World, branching, exact_law, toy_drafter, toy_laws
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
+SEEDED = replace(SAMPLED, max_tokens=20)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StubConfig:
+    """What a `Stub` drafts: for a row's last token, paths."""
+
+    paths: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    confidence: float = 0.5
+    sampled: bool = False
+    scouts: int = 0
+    fails: bool = False
+
+
+class Stub(Drafter):
+    """A member that does as it is told, and remembers for which rows it was asked."""
+
+    name = "stub"
+    Config = StubConfig
+
+    def __init__(self, config: StubConfig, setup: DrafterSetup) -> None:
+        self.config, self.asked = config, list[list[int]]()
+        self.greedy: list[bool] = []
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        self.asked.append(list(context.rows))
+        self.greedy = [sampler.greedy for sampler in context.samplers]
+        if self.config.fails:
+            raise RuntimeError("as planned")
+        limits = zip(context.tokens, budget.nodes, budget.depth, strict=True)
+        return stack([self._tree(tokens[-1], min(limit)) for tokens, *limit in limits])
+
+    def _tree(self, root: int, limit: int) -> TreeBuilder:
+        builder = TreeBuilder()
+        for path in self.config.paths.get(root, ()):
+            parent = 0
+            for token in path[:limit]:
+                if self.config.sampled:
+                    builder.set_law(parent, torch.full((12,), 1 / 12))
+                kind = Drawn.IID if self.config.sampled else Drawn.GIVEN
+                parent = builder.add(token, parent, drawn=kind, confidence=self.config.confidence)
+        for token in range(self.config.scouts):
+            builder.add(token, 0, scout=True)
+        return builder
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stub` and `reader` are registered drafters."""
+    for name, cls in {"stub": "Stub", "reader": "Reader"}.items():
+        monkeypatch.setitem(DRAFTERS, name, Entry(path=f"{__name__}:{cls}", summary="of a test"))
+
+
+def stub(**options: Any) -> dict[str, Any]:
+    return {"method": "stub", **options}
+
+
+def composed(method: str, *members: dict[str, Any], **options: Any) -> Any:
+    """A composition over a target of twelve tokens that is never run."""
+    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)  # type: ignore[arg-type]
+    return build(method, {"drafters": list(members), **options}, setup)
+
+
+def context(*texts: Sequence[int], params: SamplingParams = GREEDY) -> DraftContext:
+    rows = range(len(texts))
+    return DraftContext(
+        rows=list(rows),
+        tokens=list(texts),
+        prompt_lengths=[1 for _ in rows],
+        fresh=[0 for _ in rows],
+        samplers=[Sampler(params, text) for text in texts],
+        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        signals={},
+    )
+
+
+def roomy(rows: int, nodes: int = 32) -> Budget:
+    return Budget(nodes=[nodes] * rows, depth=[32] * rows)
+
+
+def paths(draft: Draft, row: int = 0) -> set[tuple[int, ...]]:
+    """The tokens that lead to each node that may be accepted."""
+    tree = rebuild(draft, row).tree(0)
+    nodes = (node for node in range(1, tree.size + 1) if node not in tree.scouts)
+    return {tuple(tree.tokens[step] for step in tree.path(node)) for node in nodes}
+
+
+# --- first_of -------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_drafted_for_by_the_first_that_promises_enough() -> None:
+    made = composed(
+        "first_of",
+        stub(paths={1: [[4, 4]], 2: [[4]]}, confidence=0.9),
+        stub(paths={root: [[7, 7, 7]] for root in range(5)}, confidence=0.1),
+        min_tokens=1.0,
+    )
+    draft = made.propose(context([1], [2], [3], [1]), roomy(4))
+    assert [paths(draft, row) for row in range(4)] == [
+        {(4,), (4, 4)},
+        {(7,), (7, 7), (7, 7, 7)},
+        {(7,), (7, 7), (7, 7, 7)},
+        {(4,), (4, 4)},
+    ]
+    assert [member.drafter.asked for member in made.members] == [[[0, 1, 2, 3]], [[1, 2]]]
+
+
+def test_nobody_is_asked_where_nothing_may_be_drafted() -> None:
+    made = composed("first_of", stub(), stub())
+    draft = made.propose(context([1], [1]), Budget(nodes=[0, 3], depth=[3, 0]))
+    assert draft.counts.tolist() == [0, 0]
+    assert all(not member.drafter.asked for member in made.members)
+
+
+def test_a_sampled_draft_is_taken_whatever_it_promises() -> None:
+    low = stub(paths={1: [[4]]}, confidence=0.01, sampled=True)
+    made = composed("first_of", low, stub(paths={1: [[7]]}), min_tokens=5.0)
+    assert paths(made.propose(context([1]), roomy(1))) == {(4,)}
+
+
+def test_a_member_that_raises_loses_its_own_drafts_only() -> None:
+    for method in ("first_of", "merge"):
+        made = composed(method, stub(fails=True), stub(paths={1: [[7]]}))
+        assert paths(made.propose(context([1]), roomy(1))) == {(7,)}
+
+
+def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> None:
+    for params, reproducible, greedy in [
+        (replace(SAMPLED, seed=3), True, True),
+        (replace(SAMPLED, seed=3), False, False),
+        (SAMPLED, True, False),
+    ]:
+        for method in ("first_of", "merge"):
+            made = composed(method, stub(), stub(), reproducible=reproducible)
+            made.propose(context([1], params=params), roomy(1))
+            assert made.members[0].drafter.greedy == [greedy]
+
+
+def test_a_seed_gives_the_text_of_plain_decoding_through_sampling_members() -> None:
+    copy_or_ask = {"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": relative()}]}
+    engine = llm(Variant("first_of", "both", copy_or_ask))
+    params = [replace(SEEDED, seed=seed) for seed in range(len(PROMPTS))]
+    drafted = engine.generate(as_prompts(PROMPTS), params)
+    assert tokens_of(drafted) == tokens_of(engine.generate(as_prompts(PROMPTS), params, speculative=False))
+
+
+# --- merge ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_paths_become_one_and_the_likeliest_nodes_are_kept() -> None:
+    made = composed(
+        "merge",
+        stub(paths={1: [[4, 5, 6]]}, confidence=0.5),
+        stub(paths={1: [[4, 5], [8]]}, confidence=0.7),
+        nodes=3,
+    )
+    draft = made.propose(context([1]), roomy(1))
+    assert paths(draft) == {(4,), (4, 5), (8,)}
+    assert draft.confidence is not None and draft.confidence[0].tolist() == pytest.approx([0.7, 0.7, 0.7])
+
+
+def test_given_nodes_stand_below_the_sampled_node_that_holds_their_token() -> None:
+    made = composed("merge", stub(paths={1: [[4, 5], [9]]}), stub(paths={1: [[4]]}, sampled=True), reproducible=False)
+    tree = rebuild(made.propose(context([1], params=SAMPLED), roomy(1)), 0).tree(1)
+    assert tree.tokens == (1, 4, 5, 9)
+    assert tree.parents == (-1, 0, 1, 0)
+    assert tree.drawn[1] is Drawn.IID and 0 in tree.laws
+
+
+def test_sampled_nodes_come_from_one_member_and_are_never_pruned() -> None:
+    sampled = stub(paths={1: [[4], [4], [5]]}, sampled=True, confidence=0.01)
+    made = composed("merge", stub(paths={1: [[9, 9]]}), sampled, stub(paths={1: [[6]]}, sampled=True), nodes=4)
+    tree = rebuild(made.propose(context([1], params=SAMPLED), roomy(1)), 0).tree(1)
+    assert tree.tokens == (1, 4, 4, 5, 9)
+
+
+def test_scouts_take_what_room_is_left() -> None:
+    made = composed("merge", stub(paths={1: [[4, 5]]}, scouts=3), stub(paths={1: [[6]]}))
+    draft = made.propose(context([1]), roomy(1, nodes=5))
+    tree = rebuild(draft, 0).tree(1)
+    assert paths(draft) == {(4,), (4, 5), (6,)}
+    assert tree.scouts == {4, 5}
+
+
+def as_builder(tree: TokenTree, confidence: float = 0.5) -> TreeBuilder:
+    builder = TreeBuilder()
+    builder.tokens, builder.parents, builder.drawn = list(tree.tokens[1:]), list(tree.parents[1:]), list(tree.drawn[1:])
+    builder.confidence, builder.scouts = [confidence] * tree.size, [False] * tree.size
+    builder.laws = dict(tree.laws)
+    return builder
+
+
+def given_trees() -> list[TreeBuilder]:
+    """What two members copy: branches that agree and disagree with whatever is drawn from three tokens."""
+    first, second = TreeBuilder(), TreeBuilder()
+    first.add_path([0, 1, 2], confidence=0.8)
+    first.add_path([1, 1, 0], confidence=0.4)
+    second.add_path([0, 2], confidence=0.6)
+    second.add_path([2, 0, 1], confidence=0.9)
+    return [first, second]
+
+
+@pytest.mark.parametrize("shape", [branching(1), branching(1, 1), branching(2), branching(2, 1)], ids=str)
+@pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT, Drawing.GREEDY_K])
+@pytest.mark.parametrize("room", [1, 2, 9])
+def test_joined_trees_keep_the_law_exactly(shape: Any, drawing: Drawing, room: int) -> None:
+    target, drafts = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=room)
+    base = toy_drafter(drafts, shape, drawing)
+
+    def draw(coins: Coins) -> TokenTree:
+        builder = as_builder(base(coins))
+        return join(builder, given_trees(), len(builder) + room).tree(0)
+
+    single = drawing is Drawing.GREEDY_K or shape in (branching(1), branching(1, 1))
+    for name in ("traversal", "greedy_k") if single else ("traversal",):
+        assert exact_law(rule_named(name), target, draw, 4).error(target) < 1e-12, name
+
+
+def test_a_sampled_node_pruned_for_its_value_would_be_noticed() -> None:
+    target, drafts = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=1)
+    base = toy_drafter(drafts, branching(1), Drawing.IID)
+
+    def draw(coins: Coins) -> TokenTree:
+        tree = base(coins)
+        return tree if tree.tokens[1] != 0 else join(TreeBuilder(), given_trees(), 3).tree(0)
+
+    assert exact_law(rule_named("traversal"), target, draw, 4).error(target) > 1e-3
+
+
+def test_expected_tokens_are_summed_over_paths() -> None:
+    builder = TreeBuilder()
+    builder.add_path([1, 2], confidence=0.5)
+    builder.add(3, 0, confidence=0.25)
+    builder.add(4, 0, scout=True)
+    assert expected_tokens(builder) == pytest.approx(0.5 + 0.25 + 0.25)
+
+
+# --- cascade --------------------------------------------------------------------------------------------------------
+
+
+def cascade(inner: Mapping[str, Any] | None = None, **options: Any) -> Variant:
+    chosen = {"method": "ngram"} if inner is None else inner
+    return Variant("cascade", "test", {"model": relative(), "num_speculative_tokens": 4, "inner": chosen} | options)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("inner", ["ngram", "lookahead", "draft_model"])
+def test_a_cascade_drafts_the_very_chain_of_its_draft_model(params: SamplingParams, inner: str) -> None:
+    spec = {"method": inner, **({"model": model()} if inner == "draft_model" else {})}
+    alone = Variant("draft_model", "test", {"model": relative(), "num_speculative_tokens": 4})
+    own = [replace(params, seed=seed) for seed in range(len(PROMPTS))]
+
+    def drafts(variant: Variant) -> list[list[tuple[int, ...]]]:
+        outputs = llm(variant, rows=3).generate(as_prompts(PROMPTS), own, trace=True)
+        return [[tuple(n.token for n in step.nodes) for step in output.outputs[0].trace] for output in outputs]
+
+    assert drafts(cascade(spec)) == drafts(alone)
+
+
+def test_the_draft_model_runs_less_often_than_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = 0
+    score = DraftTarget.score
+
+    def counted(self: DraftTarget, *args: Any, **options: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return score(self, *args, **options)
+
+    monkeypatch.setattr(DraftTarget, "score", counted)
+    engine = llm(cascade({"method": "draft_model", "model": relative()}))
+    answer = engine.generate(as_prompts(PROMPTS[:1]), GREEDY)[0].outputs[0]
+    assert 0 < passes < 0.35 * answer.speculation.num_draft_tokens, "the inner drafter is always right"
+
+
+class Reader(Stub):
+    """An inner drafter that reads hidden states and compares them with a plain forward of the draft model."""
+
+    checked = 0
+
+    @property
+    def requires(self) -> frozenset[int]:
+        return frozenset({LAST_HIDDEN})
+
+    def extend(self, context: DraftContext) -> None:
+        for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
+            count = min(fresh, len(tokens) - 1)
+            states = context.signals[LAST_HIDDEN][index, :count]
+            wanted = relative().model(torch.tensor([list(tokens)])).last_hidden_state[0]
+            assert torch.allclose(states, wanted[len(tokens) - 1 - count : len(tokens) - 1], atol=1e-4)
+            Reader.checked += 1
+
+
+def test_an_inner_drafter_sees_the_draft_models_hidden_states(caplog: pytest.LogCaptureFixture) -> None:
+    everywhere = {root: [[root, root]] for root in range(12)}
+    Reader.checked = 0
+    engine = llm(cascade({"method": "reader", "paths": everywhere}), rows=2)
+    engine.generate(as_prompts(PROMPTS), replace(SEEDED, seed=1))
+    assert Reader.checked > 50
+    assert not [record for record in caplog.records if "reader" in record.message]
+
+
+def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
+    setup = DrafterSetup(target=Target(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
+    made = build("cascade", cascade().options, setup)
+    assert isinstance(made, CascadeDrafter)
+    text = list(PROMPTS[0])
+    chain = rebuild(made.propose(context(text), roomy(1)), 0).tokens
+    text += [chain[0], chain[1], (chain[2] + 1) % 12]
+    made.extend(replace(context(text), fresh=[3]))
+    assert made.model.lengths[0] == len(text) - 1
+    assert made._rows[0].text == len(text) - 1, "the last token is news"
+    made.truncate([0], [0])
+    assert not made._rows and made.model.lengths == [0, 0]
+    assert not made._inner.drafter._rows  # type: ignore[attr-defined]
+
+
+def test_the_tail_goes_on_where_the_chain_ends() -> None:
+    loop = {root: [[root, root, root]] for root in range(12)}
+    setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+    made = build("cascade", cascade(stub(paths=loop), tail=3, num_speculative_tokens=2).options, setup)
+    for nodes, size in [(9, 5), (4, 4), (2, 2), (1, 1)]:
+        draft = made.propose(context(PROMPTS[0]), Budget(nodes=[nodes], depth=[9]))
+        assert rebuild(draft, 0).parents == list(range(size))
+    draft = made.propose(context(PROMPTS[0]), Budget(nodes=[9], depth=[3]))
+    assert rebuild(draft, 0).parents == list(range(3))
+
+
+def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
+    speaker = DraftTarget(relative(), rows=1, slots=16)
+    plain = Target(relative(), rows=1, slots=16)
+    for wide in (10, 12, 15):
+        speaker.vocab_size = 12
+        speaker.speak(wide)
+        for made in (speaker, plain):
+            made.truncate([0], [0])
+            made.prefill([0], [[1, 5]])
+        found = speaker.score([0], [3], stack([TreeBuilder()])).logits[0, 0]
+        wanted = plain.score([0], [3], stack([TreeBuilder()])).logits[0, 0]
+        assert len(found) == wide
+        assert torch.equal(found[:10], wanted[:10]) and bool((found[12:] == -torch.inf).all())
+        assert speaker.readable([3, 11, 14]) == [3, 11, 0]
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [[], [{"method": "ngram"}], "ngram", {"method": "ngram"}, ["ngram", "ngram"], [{}, {}]]
+)
+@pytest.mark.parametrize("method", ["first_of", "merge"])
+def test_what_is_no_list_of_drafters_is_refused(method: str, given: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf'{method}: .*"method": "ngram"'):
+        build(method, {"drafters": given}, None)  # type: ignore[arg-type]
+
+
+def test_unknown_members_and_senseless_numbers_are_refused() -> None:
+    pair = [{"method": "ngram"}, {"method": "ngram"}]
+    with pytest.raises(ArgumentError, match="ngram"):
+        FirstOfConfig(drafters=[{"method": "ngrm"}, {"method": "ngram"}])
+    with pytest.raises(ArgumentError, match="no option"):
+        composed("merge", {"method": "ngram", "wings": 2}, {"method": "ngram"})
+    with pytest.raises(ArgumentError, match="min_tokens needs 1 numbers"):
+        FirstOfConfig(drafters=pair, min_tokens=(1.0, 2.0))
+    with pytest.raises(ArgumentError, match="0 or more"):
+        FirstOfConfig(drafters=pair, min_tokens=-1)
+    with pytest.raises(ArgumentError, match="nodes must be at least 1"):
+        composed("merge", *pair, nodes=0)
+    for options in ({"num_speculative_tokens": 0}, {"tail": -1}, {"inner_nodes": 0}):
+        with pytest.raises(ArgumentError, match="cascade: "):
+            build("cascade", {"model": "demo-draft", "inner": pair[0], **options}, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cascade: a drafter is given as"):
+        build("cascade", {"model": "demo-draft", "inner": "ngram"}, None)  # type: ignore[arg-type]
+
+
+def test_equal_members_share_one_drafter() -> None:
+    def key() -> str:
+        config = SpeculativeConfig.parse({"method": "merge", "drafters": [{"method": "ngram"}, {"method": "suffix"}]})
+        assert config is not None
+        return config.key
+
+    assert key() == key()
