@@ -77,7 +77,7 @@ DRAFTERS: dict[str, Entry] = {
     ),
     "quantized_self": Entry(
         path="forerun.drafters.quantized_self:QuantizedSelfDrafter",
-        summary="the target's own weights in int8; sampled or not, chain or tree",
+        summary="the target's own weights in 8 or 4 bits; chain or tree, deterministic or sampled",
     ),
     "skip_layers": Entry(
         path="forerun.drafters.skip_layers:SkipLayersDrafter",
