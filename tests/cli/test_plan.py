@@ -148,6 +148,8 @@ def test_given_acceptance_on_measured_passes(forerun: Forerun, checkpoint: Path,
         (["demo", "--prompts", "x"], "whose acceptance?"),
         (["demo", "--alpha", "0.7", "--params", "8e9"], "give one of them"),
         (["--alpha", "0.7", "--prompts", "x"], "a MODEL is needed"),
+        (["demo", "--alpha", "0.7", "--prompts", "x", "--drafter", "ngram"], "not both"),
+        (["demo", "--text", "chat", "--choose-draft", "demo-draft"], "give --prompts FILE"),
         ([], "what is accepted?"),
     ],
 )

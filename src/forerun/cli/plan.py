@@ -248,9 +248,7 @@ def on_model(asked: Asked, model: str) -> Shown:
     llm = session.load(model, asked.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
-        if asked.given or asked.text is not None:
-            return _with_costs(asked, cost)
-        return _measured(asked, llm, cost, tell)
+        return _measured(asked, llm, cost, tell) if asked.measuring else _with_costs(asked, cost)
 
 
 def _with_costs(asked: Asked, cost: CostModel) -> Shown:

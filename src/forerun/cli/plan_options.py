@@ -91,6 +91,11 @@ class Asked:
         options = self.acceptance
         return any(value is not None for value in (options.alpha, options.acceptance, options.rank_acceptance))
 
+    @property
+    def measuring(self) -> bool:
+        """Whether acceptance is to be measured: prompts or candidates are there, or nothing else says it."""
+        return self.prompts is not None or bool(self.candidates) or not (self.given or self.text is not None)
+
     def check(self, model: str | None) -> None:
         """Raise ArgumentError where options contradict each other, or something is missing."""
         if self.text is not None:
@@ -111,7 +116,9 @@ class Asked:
                 "what is accepted? Give --alpha 0.7, --acceptance 0.8,0.7,0.6, --text chat (published figures), or "
                 "measure it: forerun plan MODEL --drafter NAME --prompts FILE"
             )
-        if model is not None and not self.given and self.text is None:
+        if self.given and (self.prompts is not None or self.candidates):
+            raise ArgumentError("acceptance is given (--alpha ...) or measured (--prompts ...), not both")
+        if model is not None and self.measuring:
             self._check_measuring()
 
     def _check_measuring(self) -> None:

@@ -109,8 +109,6 @@ def measure(
     try:
         samples = _sample(target, chosen, grid, repeats, seconds, tell or (lambda _: None))
     finally:
-        for row in chosen:
-            target.lengths[row] = 0
         target.truncate(chosen, [0] * len(chosen))
     return _model(grid, samples, stairs=bool(target.buckets.nodes))
 
