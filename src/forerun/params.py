@@ -1,0 +1,135 @@
+"""How one request is to be answered: sampling parameters and what the answer must look like. Knows no model.
+
+Part of the nouns; `forerun.types` has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from forerun.errors import ArgumentError
+
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+"""A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredOutputs:
+    """What the answer must look like; exactly one of these. Names are vLLM's."""
+
+    json: Mapping[str, Any] | str | None = None
+    """A JSON schema."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """One of these strings."""
+    grammar: str | None = None
+    """In Lark's notation, as llguidance reads it."""
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.json_object or None, self.regex, self.choice or None, self.grammar]
+        if sum(value is not None for value in given) != 1:
+            raise ArgumentError("structured outputs take exactly one of json, json_object, regex, choice, grammar")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to sample one request. Names and meaning are vLLM's.
+
+    ``None`` means: what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors apply in
+    this order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors, temperature, min-p,
+    top-k, top-p.
+    """
+
+    n: int = 1
+    """Answers per prompt."""
+    temperature: float | None = None
+    """0 is greedy decoding; neutral value 1."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens whose mass reaches this, in (0, 1]."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
+    repetition_penalty: float | None = None
+    """Divide (or multiply, below zero) the logit of every token in prompt or output; 1 is neutral."""
+    presence_penalty: float = 0.0
+    """Logits subtracted once from every token in the output."""
+    frequency_penalty: float = 0.0
+    """Logits subtracted per occurrence in the output."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these token ids may be produced."""
+    bad_words: Sequence[str] | None = None
+    """Strings that may not be produced as a token sequence."""
+    logits_processors: Sequence[LogitsProcessor] = ()
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must look like; needs llguidance (extra ``serve``)."""
+    seed: int | None = None
+    """Same seed, same text, whoever else is in the batch. None draws one."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the answer; cut off the text, as stop tokens are, unless `include_stop_str_in_output`."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the answer, besides the model's own."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """Most output tokens; None runs to the end of the context."""
+    min_tokens: int = 0
+    """Output tokens before any stop token id may be produced."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen and of this many likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, always of the raw logits."""
+    logprobs_mode: str = "raw_logprobs"
+    """``raw_logprobs``: before any processor; ``processed_logprobs``: of the law that was sampled."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sampling(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    checks: list[tuple[bool, str]] = [
+        (params.n >= 1, f"n must be at least 1, got {params.n}"),
+        ((params.temperature or 0) >= 0, f"temperature must be 0 (greedy) or more, got {params.temperature}"),
+        (params.top_p is None or 0 < params.top_p <= 1, f"top_p must be in (0, 1], got {params.top_p}"),
+        ((params.top_k or 0) >= -1, f"top_k must be -1 or 0 (off) or at least 1, got {params.top_k}"),
+        (params.min_p is None or 0 <= params.min_p <= 1, f"min_p must be in [0, 1], got {params.min_p}"),
+        (params.repetition_penalty is None or params.repetition_penalty > 0, "repetition_penalty must be above 0"),
+        (-2 <= params.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {params.presence_penalty}"),
+        (-2 <= params.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {params.frequency_penalty}"),
+        (
+            params.max_tokens is None or params.max_tokens >= 1,
+            f"max_tokens must be at least 1, got {params.max_tokens}",
+        ),
+        (params.min_tokens >= 0, f"min_tokens must be 0 or more, got {params.min_tokens}"),
+        (params.max_tokens is None or params.min_tokens <= params.max_tokens, "min_tokens must not exceed max_tokens"),
+        (params.logprobs is None or params.logprobs >= 0, "logprobs must be 0 or more"),
+        (params.prompt_logprobs is None or params.prompt_logprobs >= 0, "prompt_logprobs must be 0 or more"),
+        (all(params.stop_strings) or params.stop is None, "stop strings must not be empty"),
+        (params.allowed_token_ids is None or len(params.allowed_token_ids) > 0, "allowed_token_ids must not be empty"),
+        (
+            params.logprobs_mode in ("raw_logprobs", "processed_logprobs"),
+            f"logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got {params.logprobs_mode!r}",
+        ),
+    ]
+    for passed, message in checks:
+        if not passed:
+            raise ArgumentError(message)
