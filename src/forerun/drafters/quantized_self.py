@@ -209,7 +209,7 @@ def _weight(module: nn.Module) -> Tensor | None:
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight if weight.is_floating_point() else None
     if type(module) is Conv1D:
-        transposed: Tensor = module.weight.T
+        transposed: Tensor = module.weight.T  # type: ignore[assignment]
         return transposed
     return None
 
