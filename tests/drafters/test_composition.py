@@ -199,9 +199,11 @@ def test_given_nodes_stand_below_the_sampled_node_that_holds_their_token() -> No
 
 def test_sampled_nodes_come_from_one_member_and_are_never_pruned() -> None:
     sampled = stub(paths={1: [[4], [4], [5]]}, sampled=True, confidence=0.01)
-    made = composed("merge", stub(paths={1: [[9, 9]]}), sampled, stub(paths={1: [[6]]}, sampled=True), nodes=4)
-    tree = rebuild(made.propose(context([1], params=SAMPLED), roomy(1)), 0).tree(1)
-    assert tree.tokens == (1, 4, 4, 5, 9)
+    for nodes, rest in [(4, (9,)), (8, (9, 9))]:
+        other = stub(paths={1: [[6]]}, sampled=True)
+        made = composed("merge", stub(paths={1: [[9, 9]]}), sampled, other, nodes=nodes)
+        tree = rebuild(made.propose(context([1], params=SAMPLED), roomy(1)), 0).tree(1)
+        assert tree.tokens == (1, 4, 4, 5, *rest)
 
 
 def test_scouts_take_what_room_is_left() -> None:
