@@ -226,5 +226,4 @@ def _begin(rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | N
         batch=len(rows),
         context=max(len(row.tokens) for row in own),
         limits=[room if depth is None else min(room, depth) for room, depth in zip(rooms, depths, strict=True)],
-        errors=[row.drafter_errors for row in own],
     )

@@ -6,7 +6,8 @@ aside, hidden states included, and shown in one go before the next proposal for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,6 +40,8 @@ class Deferred(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.failed = False
+        """The drafter raised since this was last set to False."""
         self._rows: dict[int, _Row] = {}
 
     @property
@@ -58,8 +61,10 @@ class Deferred(Drafter):
             if at_once:
                 self._show([index], context)
         if now:
-            self.drafter.extend(_part(context, now, [context.fresh[index] for index in now], _rows_of(context, now)))
             self._mark_shown(context, now)
+            part = _part(context, now, [context.fresh[index] for index in now], _rows_of(context, now))
+            with self._noticing():
+                self.drafter.extend(part)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
@@ -73,10 +78,12 @@ class Deferred(Drafter):
             self._show(late, context)
         for index in wanted:
             self._rows[context.rows[index]].asked = True
-        return self.drafter.propose(context, budget)
+        with self._noticing():
+            return self.drafter.propose(context, budget)
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        self.drafter.observe(context, verdicts, scores)
+        with self._noticing():
+            self.drafter.observe(context, verdicts, scores)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -106,7 +113,16 @@ class Deferred(Drafter):
         for row in rows:
             row.states.clear()
         self._mark_shown(context, late)
-        self.drafter.extend(_part(context, late, fresh, signals))
+        with self._noticing():
+            self.drafter.extend(_part(context, late, fresh, signals))
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.failed = True
+            raise
 
     def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:

@@ -47,17 +47,19 @@ def _confidences(arms: Sequence[Arm], moment: Moment, own: Sequence[Emitted]) ->
 
 def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], costs: StepCosts) -> None:
     chosen = moment.chosen(arm, index)
-    failed = [member for member in chosen if moment.rows[member].drafter_errors > moment.errors[member]]
-    if failed:
-        arm.switch.fail([moment.rows[member].row for member in failed])
+    if arm.drafter.failed:
+        arm.drafter.failed = False
+        arm.switch.fail([moment.rows[member].row for member in chosen])
+        return
     offer = next(offer for offer in moment.offers if offer.arm == index)
     times = depth_times(arm, moment, costs, offer.depth)
     cost = times[-1] / times[0]
+    arm.survival.age()
     nodes = max(moment.counts[member] for member in chosen)
     arm.sizes.saw(offer.depth, min(nodes, moment.width) if moment.pruned else nodes)
     for member in chosen:
         row, step = moment.rows[member], own[member]
-        if member in failed or step.tokens[-1] in row.stop_ids:
+        if step.tokens[-1] in row.stop_ids:
             continue
         accepted, drafted = _outcome(moment, member, step, min(offer.depth, arm.limit, moment.limits[member]))
         arm.survival.record(row.row, accepted=accepted, drafted=drafted)
@@ -66,8 +68,8 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
             if passed is not None:
                 arm.survival.renew(row.row, passed)
         else:
-            expected, shared = (1 + sum(arm.survival.curve(whose, offer.depth)) for whose in (row.row, None))
-            arm.switch.judge(row.row, expected / cost, shared / cost)
+            expected = 1 + sum(arm.survival.curve(row.row, offer.depth))
+            arm.switch.judge(row.row, expected / cost)
 
 
 def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[int, int]:

@@ -38,8 +38,6 @@ class Moment:
     """Longest text among the members, tokens."""
     limits: Sequence[int]
     """By member: most tokens on a path; 0 where nothing may be drafted."""
-    errors: Sequence[int]
-    """By member: failures of drafters before the step."""
     times: list[float] = field(default_factory=list)
     """Entry n: a pass over n drafted nodes per row, and the host work, ms."""
     goodput: float = 0.0

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 FIRST_GUESS = 0.7
 """Conditional acceptance assumed of a drafter that nobody has seen: good enough to be tried at once."""
-_SHARED_WEIGHT = 8.0
+_SHARED_WEIGHT = 12.0
 """Observations that the depth above (or the first guess) is worth to the shared figures."""
-_ROW_WEIGHT = 8.0
+_ROW_WEIGHT = 12.0
 """Observations that the shared figures are worth to a row."""
-_SHARED_MEMORY = 0.5 ** (1 / 512)
+_SHARED_MEMORY = 0.5 ** (1 / 256)
 _ROW_MEMORY = 0.5 ** (1 / 96)
-"""What an observation still counts after the next one: half after 512 of all rows, or 96 of its own."""
+"""What an observation still counts a step later: half after 256 steps, of a row after 96 of its own. Depths that are no
+longer drafted fade too, and are then believed to be like the depth above: so they are tried again."""
 _CARRIED = 0.8
 """Share of a row's surprise at one depth that is expected at the next."""
 _LEAST, _MOST = 0.005, 0.995
@@ -30,13 +31,17 @@ class _Counts:
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
 
-    def add(self, depth: int, accepted: bool, memory: float) -> None:
+    def add(self, depth: int, accepted: bool) -> None:
         missing = depth + 1 - len(self.tried)
         if missing > 0:
             self.tried.extend([0.0] * missing)
             self.right.extend([0.0] * missing)
-        self.tried[depth] = memory * self.tried[depth] + 1.0
-        self.right[depth] = memory * self.right[depth] + accepted
+        self.tried[depth] += 1.0
+        self.right[depth] += accepted
+
+    def fade(self, memory: float) -> None:
+        self.tried = [memory * tried for tried in self.tried]
+        self.right = [memory * right for right in self.right]
 
     def at(self, depth: int) -> tuple[float, float]:
         return (self.right[depth], self.tried[depth]) if depth < len(self.tried) else (0.0, 0.0)
@@ -52,9 +57,14 @@ class Survival:
     def record(self, row: int, *, accepted: int, drafted: int) -> None:
         """Count a step whose path of `drafted` tokens was kept for `accepted`; depths behind a rejection are unseen."""
         own = self._rows.setdefault(row, _Counts())
+        own.fade(_ROW_MEMORY)
         for depth in range(min(accepted + 1, drafted)):
-            self._shared.add(depth, depth < accepted, _SHARED_MEMORY)
-            own.add(depth, depth < accepted, _ROW_MEMORY)
+            self._shared.add(depth, depth < accepted)
+            own.add(depth, depth < accepted)
+
+    def age(self) -> None:
+        """A step of the drafter has passed: what all rows showed counts a little less."""
+        self._shared.fade(_SHARED_MEMORY)
 
     def curve(self, row: int | None, depth: int) -> list[float]:
         """Probability that depth 1, 2, ... `depth` survives; of all rows together where `row` is None or new."""
@@ -79,8 +89,7 @@ class Survival:
     def renew(self, row: int, steps: Sequence[tuple[int, int]]) -> None:
         """What was known of a row no longer holds: start again from these (accepted, drafted) steps."""
         self._rows.pop(row, None)
-        self._shared.tried = [tried * 0.25 for tried in self._shared.tried]
-        self._shared.right = [right * 0.25 for right in self._shared.right]
+        self._shared.fade(0.25)
         for accepted, drafted in steps:
             self.record(row, accepted=accepted, drafted=drafted)
 

@@ -37,8 +37,8 @@ class Switch:
         self._points: dict[int, int] = {}
         self._off: set[int] = set()
         self._trials: dict[int, _Trial] = {}
-        self._shared_points = 0
-        self._shared_off = False
+        self._useless = False
+        """No row was on when last looked: new rows start off."""
         self._step, self._due = 0, INTERVAL
         self._spent, self._began = 0.0, 0
 
@@ -47,8 +47,8 @@ class Switch:
         self._step += 1
         for row in rows:
             if row not in self._points:
-                self._points[row] = self._shared_points
-                if self._shared_off:
+                self._points[row] = 0
+                if self._useless:
                     self._off.add(row)
         if self._off and self._step >= self._due and not self._trials:
             self._trials = {row: _Trial() for row in rows if row in self._off}
@@ -62,14 +62,11 @@ class Switch:
         """Whether the row is on trial."""
         return row in self._trials
 
-    def judge(self, row: int, ratio: float, shared_ratio: float) -> None:
-        """A row that is on has drafted; `ratio` is what its figures promise, `shared_ratio` those of all rows."""
+    def judge(self, row: int, ratio: float) -> None:
+        """A row that is on has drafted; `ratio` to plain decoding is what its figures promise."""
         self._points[row] = _points(self._points.get(row, 0), ratio)
-        self._shared_points = _points(self._shared_points, shared_ratio)
-        self._shared_off = self._shared_points >= PATIENCE
         if self._points[row] >= PATIENCE:
-            self._off.add(row)
-            self._due = max(self._due, self._step + INTERVAL)
+            self._put_off([row])
 
     def tried(self, row: int, *, accepted: int, drafted: int, cost: float) -> list[tuple[int, int]] | None:
         """A row on trial has drafted at `cost` plain steps. Where it passed: its steps, (accepted, drafted)."""
@@ -85,23 +82,26 @@ class Switch:
         if not good:
             return None
         self._off.discard(row)
-        self._points[row] = self._shared_points = 0
-        self._shared_off = False
+        self._points[row], self._useless = 0, False
         return trial.steps
 
     def fail(self, rows: list[int]) -> None:
         """The drafter raised: these rows go on without it until the next trial."""
-        self._off.update(rows)
         for row in rows:
-            self._points[row] = PATIENCE
             self._end(row)
-        self._due = max(self._due, self._step + INTERVAL)
+        self._put_off(rows)
 
     def forget(self, row: int) -> None:
         """The row is free."""
         self._points.pop(row, None)
         self._off.discard(row)
         self._end(row)
+
+    def _put_off(self, rows: list[int]) -> None:
+        self._off.update(rows)
+        self._points.update(dict.fromkeys(rows, 0))
+        self._useless = self._off >= self._points.keys()
+        self._due = max(self._due, self._step + INTERVAL)
 
     def _end(self, row: int) -> None:
         if self._trials.pop(row, None) is not None and not self._trials:

@@ -1,0 +1,184 @@
+"""Under control the law is the target's and greedy text is the target's own, however the decisions turn out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from contract.harness import (
+    LEVEL,
+    PROMPT,
+    PROMPTS,
+    SAMPLED,
+    VARIANTS,
+    Variant,
+    as_prompts,
+    eagle_head,
+    expected,
+    llm,
+    p_value,
+    relative,
+    sample,
+    tokens_of,
+)
+from contract.test_greedy import NEUTRAL, PENALISED, reference
+from forerun import LLM, SamplingParams
+from forerun.engine import drafting
+from forerun.engine.controller.build import controller_for
+from forerun.engine.cost import DraftCost
+from forerun.engine.drafting import Drafting
+from forerun.types import Draft, Drawn
+
+
+class Moody:
+    """A drafter's cost that changes all the time, so that the best depth does too."""
+
+    fixed_ms = level_ms = 0.0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def ms(self, depth: int) -> float:
+        self.calls += 1
+        return depth * (0.0, 0.1, 0.02, 0.6, 0.0, 0.25)[self.calls // 5 % 6]
+
+
+@dataclass
+class Costs:
+    """Of passes and drafts; the controller believes them and looks at no clock."""
+
+    slope: float = 0.04
+    draft: Any = field(default_factory=Moody)
+    drafts: dict[str, Any] = field(default_factory=dict)
+
+    def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
+        return 1.0 + self.slope * nodes
+
+
+class Every(dict[str, Any]):
+    """The same cost for whatever drafter."""
+
+    def __init__(self, cost: Any) -> None:
+        super().__init__()
+        self.cost = cost
+
+    def __getitem__(self, key: str) -> Any:
+        return self.cost
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    """What the controllers of the test believe."""
+    made = Costs()
+
+    def controlled(*arguments: Any, **keywords: Any) -> Any:
+        controller = controller_for(*arguments, **{**keywords, "costs": made})
+        controller.costs._drafts = Every(made.draft)
+        return controller
+
+    monkeypatch.setattr(drafting, "controller_for", controlled)
+    yield made
+
+
+def adaptive(method: str, label: str) -> Variant:
+    """One of the suite's variants, under control."""
+    plain = next(variant for variant in VARIANTS[method] if variant.label == label)
+    return Variant(method, f"{label}-adaptive", {**plain.options, "adaptive": True})
+
+
+HEAD = {"method": "eagle3", "model": eagle_head(3), "num_speculative_tokens": 3}
+VARIED = [
+    adaptive("ngram", "chain"),
+    adaptive("ngram", "trie"),
+    adaptive("draft_model", "chain"),
+    adaptive("draft_model", "tree"),
+    adaptive("draft_model", "given-tree"),
+    adaptive("draft_model", "greedy-k-tree"),
+    adaptive("eagle3", "dynamic"),
+    Variant("auto", "model", {"model": relative()}),
+    Variant("auto", "several", {"drafters": [HEAD, {"method": "draft_model", "model": relative(), "shape": (2, 1)}]}),
+]
+
+
+@pytest.mark.parametrize("variant", VARIED, ids=str)
+def test_the_law_is_kept(variant: Variant) -> None:
+    assert p_value(sample(llm(variant, rows=64, check=False), 1000), expected()) > LEVEL
+
+
+@pytest.mark.parametrize("params", [NEUTRAL, PENALISED], ids=["neutral", "penalised"])
+@pytest.mark.parametrize("variant", VARIED, ids=str)
+def test_greedy_output_is_the_targets(variant: Variant, params: SamplingParams) -> None:
+    engine = llm(variant, rows=3)
+    outputs = engine.generate(as_prompts(PROMPTS), params, trace=True)
+    assert tokens_of(outputs) == reference(params)
+    assert not any(output.outputs[0].speculation.drafter_errors for output in outputs)
+    sizes = {len(trace.nodes) for output in outputs for trace in output.outputs[0].trace}
+    assert len(sizes) > 2, "the decisions were to vary"
+
+
+@pytest.mark.parametrize("variant", [VARIED[2], VARIED[7]], ids=str)
+def test_a_walk_gives_the_very_text_of_plain_decoding(variant: Variant) -> None:
+    params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(2 * len(PROMPTS))]
+    engine = llm(variant, rule="sample_walk")
+    walked = engine.generate(as_prompts(PROMPTS * 2), params)
+    assert tokens_of(walked) == tokens_of(engine.generate(as_prompts(PROMPTS * 2), params, speculative=False))
+
+
+def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs
+) -> None:
+    costs.slope, costs.draft = 0.0, DraftCost(fixed_ms=0.0, level_ms=0.0)  # so that there is always something drawn
+    admit = Drafting.admit
+
+    def peeking(self: Drafting, draft: Draft) -> Draft:
+        """Withdraws a chain whose first token is not its law's likeliest."""
+        draft = admit(self, draft)
+        if draft.laws is None:
+            return draft
+        first = draft.laws[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
+        withdrawn = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.GIVEN)
+        return replace(draft, counts=torch.where(withdrawn, 0, draft.counts))
+
+    monkeypatch.setattr(Drafting, "admit", peeking)
+    engine = llm(adaptive("draft_model", "chain"), rows=64, check=False)
+    assert p_value(sample(engine, 1000), expected()) < LEVEL
+
+
+def test_the_reproducible_mode_keeps_its_width() -> None:
+    variant = adaptive("ngram", "trie")
+    engine = LLM(
+        llm(None).target.model,
+        tokenizer=False,
+        speculative_config=variant.config(),
+        reproducible=True,
+        max_model_len=64,
+        self_check=False,
+    )
+    outputs = engine.generate(as_prompts([PROMPT]), NEUTRAL, trace=True)
+    assert tokens_of(outputs) == reference(NEUTRAL)[:1]
+    assert max(len(trace.nodes) for trace in outputs[0].outputs[0].trace) <= 15
+
+
+def test_costs_decide(costs: Costs) -> None:
+    """Where a node costs nearly as much as a pass nothing is drafted for long; where it is free, much is."""
+    taken = []
+    for slope in (0.001, 0.9):
+        costs.slope = slope
+        output = llm(adaptive("ngram", "chain")).generate(as_prompts([PROMPTS[3]]), NEUTRAL)[0].outputs[0]
+        taken.append(output.speculation.num_draft_tokens)
+    assert taken[0] > 2 * taken[1]
+
+
+def test_a_known_cost_is_looked_up_by_the_drafters_key() -> None:
+    engine = llm(None)
+    config = {"method": "ngram", "adaptive": True, "num_speculative_tokens": 3}
+    engine.generate(as_prompts([PROMPT]), replace(NEUTRAL, max_tokens=2), speculative=config)
+    (active,) = engine.engine.drafting._active.values()
+    assert active.controller is not None
+    known = {active.config.key: DraftCost(fixed_ms=0.5, level_ms=0.25)}
+    made = controller_for(active.config, engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
+    assert made.costs.draft_ms(made.arms[0].key, 2) == 1.0

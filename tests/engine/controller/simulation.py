@@ -1,0 +1,254 @@
+"""A world without models: drafters of known acceptance, passes of known cost, steps that only count.
+
+The text is fixed in advance. A drafter that copies proposes it with errors; one that costs a pass is right by its own
+coin. Time is added up from the world's costs, so nothing here depends on a clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.engine.controller import Arm, Controller, Deferred, Sizes, StepCosts
+from forerun.engine.cost import DraftCost
+from forerun.step import Emitted, Group, Row, context_for, drafter_failed
+from forerun.tree import TreeBuilder, gather, stack
+from forerun.types import Budget, Draft, Drawn, Source, StepTrace, empty_draft
+
+VOCABULARY = 16
+UNIFORM = torch.full((VOCABULARY,), 1 / VOCABULARY)
+LEVEL = DraftCost(fixed_ms=0.0, level_ms=0.1)
+Alpha = Callable[[int, int], float]
+"""(step, row) -> probability that a drafted token survives if its parent does."""
+
+
+def truth(place: int) -> int:
+    """The text: token of each place."""
+    return 7 * place % VOCABULARY
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A pass over n nodes per row costs ``1 + slope * (rows * nodes - 1)`` ms."""
+
+    slope: float = 0.03
+
+    def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
+        return 1.0 + self.slope * (rows * nodes - 1)
+
+
+class Simulated(Drafter):
+    """Proposes the text; each token is wrong with probability ``1 - alpha``."""
+
+    name = "simulated"
+
+    def __init__(self, alpha: Alpha, seed: int, *, drawn: Drawn, fails_at: int | None = None) -> None:
+        self.alpha, self.random, self.drawn, self.fails_at = alpha, random.Random(seed), drawn, fails_at
+        self.step = 0
+        self.proposals = 0
+        self.shown: dict[int, int] = {}
+
+    def extend(self, context: DraftContext) -> None:
+        for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            assert self.shown.get(row, 0) == len(tokens) - fresh, "tokens were left out or shown twice"
+            self.shown[row] = len(tokens)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        self.proposals += 1
+        if self.fails_at is not None and self.step >= self.fails_at:
+            raise RuntimeError("simulated failure")
+        builders = []
+        for row, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
+            builder, parent, alpha = TreeBuilder(), 0, self.alpha(self.step, row)
+            if nodes and depth:
+                assert self.shown[row] == len(tokens), "asked before it was shown the text"
+            for place in range(min(nodes, depth)):
+                right = self.random.random() < alpha
+                token = truth(len(tokens) + place) if right else (truth(len(tokens) + place) + 1) % VOCABULARY
+                if self.drawn is not Drawn.GIVEN:
+                    builder.set_law(parent, UNIFORM)
+                parent = builder.add(token, parent, drawn=self.drawn, confidence=alpha)
+            builders.append(builder)
+        return stack(builders)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row in rows:
+            self.shown.pop(row, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A drafter of the world."""
+
+    name: str
+    alpha: float | Alpha
+    cost: DraftCost = LEVEL
+    copies: bool = False
+    limit: int = 12
+    believed: DraftCost | None = None
+    """What the controller is told that it costs; None tells the truth."""
+    fails_at: int | None = None
+
+
+@dataclass
+class Steps:
+    """What happened."""
+
+    names: list[list[str | None]] = field(default_factory=list)
+    """By step and row: who drafted."""
+    depths: list[list[int]] = field(default_factory=list)
+    """By step and row: tokens drafted."""
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def rate(self, start: int = 0, stop: int | None = None) -> float:
+        """Tokens per ms."""
+        return sum(self.tokens[start:stop]) / sum(self.times[start:stop])
+
+
+class World:
+    """Rows that are decoded by a controller."""
+
+    def __init__(
+        self,
+        *specs: Spec,
+        rows: int = 1,
+        passes: Any = Passes(),
+        believed: Any = None,
+        measure: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.specs, self.passes = specs, passes
+        self.drafters = [
+            Simulated(
+                spec.alpha if callable(spec.alpha) else (lambda step, row, alpha=spec.alpha: alpha),
+                seed + index,
+                drawn=Drawn.GIVEN if spec.copies else Drawn.IID,
+                fails_at=spec.fails_at,
+            )
+            for index, spec in enumerate(specs)
+        ]
+        arms = [
+            Arm(
+                name=spec.name,
+                key=spec.name,
+                drafter=Deferred(drafter),
+                copies=spec.copies,
+                limit=spec.limit,
+                sizes=Sizes(64),
+            )
+            for spec, drafter in zip(specs, self.drafters, strict=True)
+        ]
+        costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs})
+        self.controller = Controller(arms, costs, nodes=64, vocabulary=VOCABULARY, measure=measure, clock=lambda: 0.0)
+        self.rows = [self.row(index) for index in range(rows)]
+        self.steps = Steps()
+        self.count = 0
+        self._show(self.rows)
+
+    def row(self, index: int, prompt: int = 5) -> Row:
+        """A new row with a prompt."""
+        return Row(
+            row=index,
+            tokens=[truth(place) for place in range(prompt)],
+            prompt_length=prompt,
+            sampler=None,  # type: ignore[arg-type]
+            seed=0,
+            stop_ids=frozenset(),
+            room=10**9,
+        )
+
+    def renew(self, index: int) -> None:
+        """The row's answer ends and another begins in its place."""
+        self.controller.forget([index], [0])
+        self.rows[index] = self.row(index)
+        self._show([self.rows[index]])
+
+    def run(self, steps: int) -> Steps:
+        """Decode so many steps."""
+        for _ in range(steps):
+            self._step()
+        return self.steps
+
+    def _show(self, rows: Sequence[Row]) -> None:
+        for arm in self.controller.arms:
+            arm.drafter.extend(context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], {}))
+
+    def _step(self) -> None:
+        for drafter in self.drafters:
+            drafter.step = self.count
+        members = list(range(len(self.rows)))
+        groups = self.controller.plan(self.rows, members, [None] * len(members))
+        drafts, spent = [], 0.0
+        for group in groups:
+            spec = next(spec for spec in self.specs if spec.name == group.name)
+            if group.members and (draft := self._propose(group)) is not None:
+                drafts.append((group.members, draft))
+                spent += 0.0 if spec.copies else spec.cost.ms(max(group.depths))
+        spent += sum(spec.cost.ms(1) for spec in self.specs if spec.copies)
+        draft = self.controller.admit(gather(drafts, len(members)) if drafts else empty_draft(len(members)))
+        verify = self.passes.pass_ms(1 + max(draft.counts.tolist()), len(members))
+        emitted = [self._emit(index, draft, spent, verify) for index in members]
+        self._teach(groups, emitted)
+        self.controller.learn(emitted)
+        names = {index: group.name for group in groups for index in group.members}
+        self.steps.names.append([names.get(index) for index in members])
+        self.steps.depths.append(draft.counts.tolist())
+        self.steps.times.append(spent + verify)
+        self.steps.tokens.append(sum(len(one.tokens) for one in emitted))
+        self.count += 1
+
+    def _propose(self, group: Group) -> Draft | None:
+        if group.draft is not None:
+            return group.draft
+        budget = Budget(nodes=[group.nodes] * len(group.members), depth=group.depths)
+        try:
+            return group.drafter.propose(context_for(self.rows, group.members, [0] * len(group.members), {}), budget)
+        except RuntimeError as error:
+            drafter_failed([self.rows[index] for index in group.members], group.name, "to propose", error)
+            return None
+
+    def _emit(self, index: int, draft: Draft, spent: float, verify: float) -> Emitted:
+        row, count = self.rows[index], int(draft.counts[index])
+        drafted = draft.tokens[index, :count].tolist()
+        accepted = 0
+        while accepted < count and drafted[accepted] == truth(len(row.tokens) + accepted):
+            accepted += 1
+        tokens = [truth(len(row.tokens) + place) for place in range(accepted + 1)]
+        row.tokens.extend(tokens)
+        trace = StepTrace(
+            step=self.count,
+            position=0,
+            drafter=None,
+            rule="",
+            nodes=(),
+            path=tuple(range(1, accepted + 1)),
+            next_token=tokens[-1],
+            kind=Source.TARGET,
+            draft_ms=spent,
+            verify_ms=verify,
+            commit_ms=0.0,
+        )
+        return Emitted(tokens=tokens, sources=[], drafted=count, depth=count, logprobs=None, trace=trace)
+
+    def _teach(self, groups: Sequence[Group], emitted: Sequence[Emitted]) -> None:
+        for group in groups:
+            everyone = sorted((*group.members, *group.listeners))
+            group.drafter.extend(context_for(self.rows, everyone, [len(emitted[i].tokens) for i in everyone], {}))
+
+
+def optimum(alpha: float, cost: DraftCost, passes: Any, *, rows: int = 1, limit: int = 12) -> tuple[int, float]:
+    """Best depth of a chain (0: plain) and its tokens per ms, by Leviathan's formula with the true costs."""
+    rates = [rate_at(alpha, cost, passes, depth, rows=rows) for depth in range(limit + 1)]
+    return max(range(limit + 1), key=rates.__getitem__), max(rates)
+
+
+def rate_at(alpha: float, cost: DraftCost, passes: Any, depth: int, *, rows: int = 1) -> float:
+    """Tokens per ms of a chain of that depth."""
+    expected = sum(alpha**level for level in range(depth + 1))
+    return rows * expected / (passes.pass_ms(depth + 1, rows) + (cost.ms(depth) if depth else 0.0))

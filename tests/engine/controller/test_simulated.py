@@ -1,0 +1,131 @@
+"""The controller against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from statistics import median
+
+import pytest
+
+from engine.controller.simulation import Passes, Spec, World, optimum, rate_at
+from forerun.engine.cost import DraftCost
+from forerun.step import warn_drafter
+
+
+def level(ms: float) -> DraftCost:
+    return DraftCost(fixed_ms=0.0, level_ms=ms)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("ms", [0.05, 0.1, 0.2])
+def test_depth_is_within_one_of_the_best_and_regret_is_small(alpha: float, ms: float) -> None:
+    best, rate = optimum(alpha, level(ms), Passes())
+    rates = [rate_at(alpha, level(ms), Passes(), depth) for depth in range(13)]
+    for seed in (0, 7, 11):
+        steps = World(Spec(name="m", alpha=alpha, cost=level(ms)), seed=seed).run(300)
+        depths = [row[0] for row in steps.depths]
+        chosen = median(depths[150:])
+        nearby = rates[round(chosen)] > 0.99 * rate  # the optimum is flat at high acceptance: no test can tell them
+        assert abs(chosen - best) <= 1 or nearby
+        expected = sum(sum(alpha**depth for depth in range(drafted + 1)) for drafted in depths[:200])
+        assert expected / sum(steps.times[:200]) > 0.95 * rate
+        assert abs(chosen - best) <= 2
+
+
+@pytest.mark.parametrize("ms", [0.05, 0.2, 1.0])
+def test_a_useless_drafter_costs_little_and_is_heard_again_when_it_is_good(ms: float) -> None:
+    turn = 1000
+    world = World(Spec(name="m", alpha=lambda step, row: 0.02 if step < turn else 0.85, cost=level(ms)))
+    steps = world.run(2000)
+    plain = 1 / Passes().pass_ms(1)
+    assert steps.rate(0, turn) > 0.97 * plain
+    best, rate = optimum(0.85, level(ms), Passes())
+    if best:
+        assert steps.rate(1500) > 0.95 * rate
+
+
+def test_a_useless_copy_costs_little() -> None:
+    world = World(Spec(name="copy", alpha=0.03, cost=DraftCost(fixed_ms=0.005, level_ms=0.0), copies=True))
+    assert world.run(1000).rate() > 0.97 / Passes().pass_ms(1)
+
+
+def test_the_bandit_finds_the_best_of_three() -> None:
+    specs = [
+        Spec(name="weak", alpha=0.5, cost=level(0.05)),
+        Spec(name="best", alpha=0.85, cost=level(0.12)),
+        Spec(name="dear", alpha=0.9, cost=level(0.6)),
+    ]
+    rates = {spec.name: optimum(float(spec.alpha), spec.cost, Passes())[1] for spec in specs}  # type: ignore[arg-type]
+    assert max(rates, key=rates.__getitem__) == "best"
+    for seed in (0, 20, 40):
+        steps = World(*specs, seed=seed).run(400)
+        assert Counter(names[0] for names in steps.names[200:])["best"] > 180
+        assert steps.rate(0, 400) > 0.9 * rates["best"]
+
+
+def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
+    """Passages of 100 steps in which the copy is right, and in which it is not."""
+
+    def copied(step: int, row: int) -> float:
+        return 0.95 if step // 100 % 2 else 0.02
+
+    copy = Spec(name="copy", alpha=copied, cost=DraftCost(fixed_ms=0.01, level_ms=0.0), copies=True, limit=12)
+    model = Spec(name="model", alpha=0.75, cost=level(0.1))
+    steps = World(copy, model).run(1000)
+    alone = World(model, seed=1).run(1000)
+    assert steps.rate(200) > 1.3 * alone.rate(200)
+    inside = Counter(names[0] for start in (300, 500, 700) for names in steps.names[start + 30 : start + 100])
+    outside = Counter(names[0] for start in (400, 600, 800) for names in steps.names[start + 30 : start + 100])
+    assert inside["copy"] > 0.9 * inside.total()
+    assert outside["model"] > 0.9 * outside.total()
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int) -> None:
+    passes = Passes(0.002)
+    spec = Spec(name="m", alpha=lambda step, row: 0.9 if row % 2 else 0.05, cost=level(0.1))
+    steps = World(spec, rows=rows, passes=passes).run(300)
+    late = steps.depths[200:]
+    assert sum(row[1] >= 4 for row in late) > 90
+    assert sum(row[0] == 0 for row in late) > 90
+    assert steps.rate(100) > 1.4 * rows / passes.pass_ms(1, rows)
+
+
+def test_a_new_row_starts_from_what_the_others_showed() -> None:
+    world = World(Spec(name="m", alpha=0.02, cost=level(0.2)))
+    world.run(100)
+    world.renew(0)
+    before = world.drafters[0].proposals
+    world.run(20)
+    assert world.drafters[0].proposals - before <= 3
+
+
+def test_what_steps_take_corrects_what_was_believed() -> None:
+    true, believed = level(0.1), DraftCost(fixed_ms=0.0, level_ms=2.0)
+    best, rate = optimum(0.8, true, Passes())
+    misled = World(Spec(name="m", alpha=0.8, cost=true, believed=believed)).run(400)
+    corrected = World(Spec(name="m", alpha=0.8, cost=true, believed=believed), measure=True).run(400)
+    assert misled.rate(200) < 0.8 * rate
+    assert corrected.rate(200) > 0.93 * rate
+    assert abs(median(row[0] for row in corrected.depths[200:]) - best) <= 1
+
+
+def test_a_drafter_that_raises_is_left_out_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    warn_drafter.cache_clear()
+    world = World(Spec(name="m", alpha=0.8, cost=level(0.1), fails_at=50))
+    with caplog.at_level(logging.WARNING):
+        steps = world.run(300)
+    assert sum("simulated failure" in record.message for record in caplog.records) == 1
+    assert 1 <= world.rows[0].drafter_errors <= 6
+    assert all(row[0] == 0 for row in steps.depths[50:])
+
+
+def test_a_copy_that_raises_is_left_out() -> None:
+    world = World(
+        Spec(name="c", alpha=0.8, cost=DraftCost(fixed_ms=0.01, level_ms=0.0), copies=True, fails_at=30),
+        Spec(name="m", alpha=0.8, cost=level(0.1)),
+    )
+    steps = world.run(200)
+    assert 1 <= world.rows[0].drafter_errors <= 4
+    assert Counter(names[0] for names in steps.names[60:])["m"] > 100
