@@ -44,7 +44,7 @@ def replaying(target: Target, text: Sequence[int]) -> Iterator[None]:
             _force(logits[index, -1], text, target.lengths[row])
         return replace(scored, logits=logits)
 
-    target.score, target.prefill = forced_score, forced_prefill  # type: ignore[method-assign, assignment]
+    target.score, target.prefill = forced_score, forced_prefill  # type: ignore[method-assign]
     try:
         yield
     finally:

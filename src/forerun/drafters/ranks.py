@@ -41,7 +41,8 @@ class RankRates:
     @property
     def estimate(self) -> NDArray[np.float64]:
         """(depth, ranks) in 0..1."""
-        return self._right / self._tried
+        rates: NDArray[np.float64] = self._right / self._tried
+        return rates
 
     def learn(self, depth: int, tried: NDArray[np.int64], right: NDArray[np.int64]) -> None:
         """Count ranks (distinct) that were drafted below a surviving node of `depth` (0 = root), and the right one."""

@@ -110,13 +110,13 @@ class GrammarCompiler:
     def _compile(self, kind: str, text: str) -> Any:
         from llguidance import LLMatcher
 
-        make = {
+        grammars: dict[str, Any] = {
             "json": LLMatcher.grammar_from_json_schema,
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
-        }[kind]
+        }
         try:
-            matcher = LLMatcher(self._tokenizer, make(text), log_level=0)
+            matcher = LLMatcher(self._tokenizer, grammars[kind](text), log_level=0)
         except ValueError as error:
             raise ArgumentError(f"structured outputs: the {kind} cannot be read: {error}") from error
         if matcher.is_error():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -128,7 +128,7 @@ async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
         return list(await asyncio.gather(*(collected(session.answer(job)) for job in jobs)))
 
 
-async def _streamed(session: Session, jobs: list[Job], writer: Writer) -> AsyncIterator[str]:
+async def _streamed(session: Session, jobs: list[Job], writer: Writer) -> AsyncGenerator[str]:
     with session.admitted(sum(job.params.n for job in jobs)):
         async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ def check_model(session: Session, asked: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncIterator[Tagged]:
+async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:
     """Chunks of several jobs as they come; leaving early ends them all, and the first error ends it."""
     inbox: asyncio.Queue[Tagged | BaseException | None] = asyncio.Queue(maxsize=1)
 

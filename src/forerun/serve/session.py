@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -113,7 +113,7 @@ class Session:
         finally:
             self.in_flight -= answers
 
-    async def answer(self, job: Job) -> AsyncIterator[StreamChunk]:
+    async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """The chunks of one request; leaving early frees its rows.
 
         Raises:

@@ -62,7 +62,7 @@ class CompletionRequest(Sampling):
         """One or several, each text or token ids."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
 
 class TokenizeRequest(Strict):
