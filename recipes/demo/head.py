@@ -13,17 +13,19 @@ import corpus
 
 from forerun.cli import main
 
-PIECES = 4_000
+PIECES = 2_500
 """Prompts that the target continues."""
 PIECE_CHARACTERS = 1_600
+LIBRARY_SHARE = 12
+"""One training file in so many is read as it is, beside what the target wrote."""
 PROMPT_TOKENS = 96
 ANSWER_TOKENS = 160
 TEMPERATURE = 0.8
 
 
 def make_head(work: Path) -> None:
-    """Write ``work/head``: the target in ``work/target`` continues pieces of the training files; a head is trained on
-    what it wrote and on the files themselves.
+    """Write ``work/head-training``: the target in ``work/target`` continues pieces of the training files; a head is
+    trained on what it wrote and on some of the files themselves.
 
     Raises:
         RuntimeError: a command failed; it has said why.
@@ -33,7 +35,7 @@ def make_head(work: Path) -> None:
     train, held_out = corpus.split(corpus.read_standard_library())
     target = str(work / "target")
     _write(folder / "pieces.jsonl", _pieces(train, PIECES))
-    _write(folder / "library.jsonl", [file.text for file in train])
+    _write(folder / "library.jsonl", [file.text for file in train[::LIBRARY_SHARE]])
     _write(folder / "held-out.jsonl", [file.text for file in held_out if corpus.is_prompt(file)])
     _run(
         *("data", "regenerate", str(folder / "pieces.jsonl"), "--target", target),

@@ -44,7 +44,7 @@ SCHEDULES = {
         pretrain.Schedule(tokens=15_020_000),
         pretrain.Schedule(tokens=10_000_000, muon_rate=4.0e-3, adam_rate=2.0e-3, decay_share=1.0),
     ),
-    "draft": (pretrain.Schedule(tokens=6_000_000, distill_weight=0.9),),
+    "draft": (pretrain.Schedule(tokens=3_000_000, distill_weight=0.9),),
 }
 """The rounds that a model is trained in, one after the other: each starts from the weights of the one before."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -60,10 +60,23 @@ class Drafting:
             return None
         if config.rule is not None:
             rule_named(config.rule)
-        key = f"{config.key}:controlled" if config.controlled else config.key
+        key = self._wider(config) or _key(config)
         if key not in self._active:
             self._active[key] = self._built(config)
         return key
+
+    def _wider(self, config: SpeculativeConfig) -> str | None:
+        """The key of a drafter that differs in drafting more; the request's own limit makes it draft less."""
+        if config.num_speculative_tokens is None:
+            return None
+        unlimited = _key(replace(config, num_speculative_tokens=None))
+        for key, active in self._active.items():
+            most = active.config.num_speculative_tokens
+            if _key(replace(active.config, num_speculative_tokens=None)) == unlimited and (
+                most is None or most >= config.num_speculative_tokens
+            ):
+                return key
+        return None
 
     def _built(self, config: SpeculativeConfig) -> _Active:
         if config.controlled:
@@ -154,3 +167,7 @@ class Drafting:
     def totals(self) -> Iterable[tuple[str, SpeculationStats]]:
         """Method name and counts over all finished answers, per configuration."""
         return [(active.config.method, active.stats) for active in self._active.values()]
+
+
+def _key(config: SpeculativeConfig) -> str:
+    return f"{config.key}:controlled" if config.controlled else config.key

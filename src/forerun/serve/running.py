@@ -1,4 +1,7 @@
-"""Runs the application under uvicorn: SIGTERM and Ctrl-C drain first, a second signal ends at once."""
+"""Runs the application under uvicorn: SIGTERM and Ctrl-C drain first, a second signal ends at once.
+
+A model that cannot be loaded ends it too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class _Server(uvicorn.Server):
         self._session.state = State.DRAINING
 
     async def on_tick(self, counter: int) -> bool:
-        if self._session.state is State.DRAINING and self._session.in_flight == 0:
+        drained = self._session.state is State.DRAINING and self._session.in_flight == 0
+        if drained or self._session.state is State.FAILED:
             self.should_exit = True
         return await super().on_tick(counter)
 
