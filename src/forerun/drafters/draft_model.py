@@ -19,6 +19,7 @@ from torch import Tensor
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import DraftVocabulary
 from forerun.drafters.levels import Grown, Submitted
+from forerun.drafters.stopping import Ending, Stopping, stopping_named
 from forerun.drafters.tree_options import TreeOptions
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.tree import TreeBuilder, stack
@@ -41,9 +42,14 @@ class DraftModelConfig(TreeOptions):
     """Length of the chain, tokens; a tree's depth is that of `shape`."""
     dtype: str = "auto"
     """Of the weights: ``auto`` is what the checkpoint says."""
+    stop: str = "never"
+    """Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `stopping`."""
+    stop_threshold: float | None = None
+    """Of `stop`; None takes the rule's default."""
 
     def __post_init__(self) -> None:
         self.check_tree("draft_model")
+        stopping_named(self.stop, self.stop_threshold)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +71,9 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.tree()
+        self._stopping = Stopping()
+        if isinstance(config, DraftModelConfig):
+            self._stopping = stopping_named(config.stop, config.stop_threshold)
         self.model = self._load(setup)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
@@ -107,23 +116,27 @@ class DraftModelDrafter(Drafter):
         active = [index for index, count in enumerate(within) if count > 0 and texts[index]]
         if not active:
             return empty_draft(len(within))
-        grown = self._grow(context, active, [texts[index] for index in active], max(within))
+        ending = Ending(self._stopping, self._tree.shape.levels, [within[index] for index in active])
+        grown = self._grow(context, active, [texts[index] for index in active], ending)
         builders = [TreeBuilder() for _ in within]
         for place, index in enumerate(active):
-            builders[index], self._rows[context.rows[index]].drafted = self._tree.cut(grown, place, within[index])
+            builders[index], self._rows[context.rows[index]].drafted = self._tree.cut(grown, place, ending.nodes[place])
         return stack(builders, device=grown.tokens.device)
 
-    def _grow(self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], nodes: int) -> Grown:
-        """The first `nodes` nodes of the shape for the active rows, which read as `texts`; level by level."""
+    def _grow(
+        self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], ending: Ending
+    ) -> Grown:
+        """The first nodes of the shape for the active rows, which read as `texts`; level by level."""
         rows = [context.rows[index] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1:
                 self._release_roots(rows)
             roots = self._readable([text[-1] for text in texts])
-            return self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits)
+            return ending.look(self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits))
 
-        return self._tree.grow(context, active, nodes, self._fit(self._catch_up(rows, texts)), descend, self._shared)
+        first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
+        return self._tree.grow(context, active, most, first, descend, self._shared, enough=ending.enough)
 
     def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""

@@ -8,14 +8,15 @@ Knows no model and no target.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from forerun.errors import ArgumentError
+from forerun.drafters.growth import Children
+from forerun.errors import ArgumentError, nearest
 
 
 class Stop(StrEnum):
@@ -39,7 +40,8 @@ ENTROPY_SHARE = 0.2
 
 def entropies(laws: Tensor) -> Tensor:
     """(..,) float32, nats, of laws (.., V)."""
-    return torch.special.entr(laws.float()).sum(-1)
+    values: Tensor = torch.special.entr(laws.float())
+    return values.sum(-1)
 
 
 def confident(laws: Tensor, threshold: float) -> Tensor:
@@ -95,3 +97,42 @@ class Stopping:
             return torch.ones(laws.shape[:-1], dtype=torch.bool, device=laws.device)
         threshold = DEFAULTS[self.rule] if self.threshold is None else self.threshold
         return _RULES[self.rule](laws, threshold)
+
+
+def stopping_named(rule: str, threshold: float | None) -> Stopping:
+    """The rule of that name.
+
+    Raises:
+        ArgumentError: there is none, or the threshold is out of its range.
+    """
+    known = [kind.value for kind in Stop]
+    if rule not in known:
+        raise ArgumentError(f"stop is one of {', '.join(known)}, got {rule!r}.{nearest(rule, known)}")
+    return Stopping(rule=Stop(rule), threshold=threshold)
+
+
+class Ending:
+    """How many nodes each of B rows may submit while its tree grows level by level.
+
+    A node that was grown is never taken back: where a level's law says stop, the tokens drawn from it are the last.
+    """
+
+    def __init__(self, stopping: Stopping, levels: Sequence[range], nodes: Sequence[int]) -> None:
+        self.nodes = list(nodes)
+        """(B,) from the first node on."""
+        self._stopping, self._levels = stopping, levels
+        self._goes_on: list[bool] | None = None
+
+    def look(self, logits: Tensor) -> Tensor:
+        """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""
+        if self._stopping.active:
+            self._goes_on = self._stopping.goes_on(logits.float().softmax(-1)).any(-1).tolist()
+        return logits
+
+    def enough(self, depth: int, children: Children) -> bool:
+        """Whether no row wants a level below the children of the nodes at `depth`."""
+        last = self._levels[depth + 1].stop - 1
+        for place, goes_on in enumerate(self._goes_on or ()):
+            if not goes_on:
+                self.nodes[place] = min(self.nodes[place], last)
+        return max(self.nodes) <= last

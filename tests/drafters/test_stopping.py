@@ -1,0 +1,124 @@
+"""Early stopping: what each rule says of a law, that the text keeps its law, and that taking back a token would not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from contract.harness import (
+    LEVEL,
+    PROMPT,
+    PROMPTS,
+    Variant,
+    as_prompts,
+    expected,
+    llm,
+    p_value,
+    plain_greedy,
+    relative,
+    sample,
+    tokens_of,
+)
+from contract.test_greedy import NEUTRAL
+from forerun.drafters.growth import Children
+from forerun.drafters.stopping import Ending, Stop, Stopping, stopping_named
+from forerun.errors import ArgumentError
+
+TARGET, DRAFT = (0.7, 0.3), (0.5, 0.5)
+RULES = [("confidence", 0.45), ("svip", 1.0), ("adaedl", 0.5)]
+
+
+def kept_or_replaced(token: int, kept: bool) -> dict[int, float]:
+    """Law of the emitted token: a submitted draft goes through token rejection, a withdrawn one is drawn afresh."""
+    if not kept:
+        return dict(enumerate(TARGET))
+    accepted = min(1.0, TARGET[token] / DRAFT[token])
+    residual = [max(0.0, target - draft) for target, draft in zip(TARGET, DRAFT, strict=True)]
+    law = {other: (1 - accepted) * part / sum(residual) for other, part in enumerate(residual)}
+    law[token] += accepted
+    return law
+
+
+def emitted(submits: list[bool]) -> list[float]:
+    """Exact law of the emitted token where a drafted token x is submitted if ``submits[x]``."""
+    law = [0.0, 0.0]
+    for token, draft in enumerate(DRAFT):
+        for outcome, probability in kept_or_replaced(token, submits[token]).items():
+            law[outcome] += draft * probability
+    return law
+
+
+def test_taking_back_a_token_for_its_value_biases_the_text() -> None:
+    """DSpark's counterexample: the second token is withdrawn after it was drawn."""
+    assert emitted([True, False]) == pytest.approx([0.85, 0.15])
+
+
+@pytest.mark.parametrize("rule", [stop for stop in Stop if stop is not Stop.NEVER])
+def test_our_stop_submits_whatever_was_drawn(rule: Stop) -> None:
+    """The same step: whether a node is submitted is the same for every value, so the law is the target's."""
+    logits = torch.tensor([[DRAFT]]).log()
+    children = dict[int, bool]()
+    for token in (0, 1):
+        ending = Ending(Stopping(rule=rule, threshold=0.0 if rule is Stop.SVIP else 1.0), [range(1), range(1, 2)], [1])
+        ending.look(logits)
+        grown = Children(
+            tokens=torch.tensor([[[token]]]),
+            drawn=torch.ones(1, 1, 1, dtype=torch.uint8),
+            confidence=torch.full((1, 1, 1), 0.5),
+            valid=None,
+            laws={},
+        )
+        assert ending.enough(0, grown)
+        children[token] = ending.nodes == [1]
+    assert children == {0: True, 1: True}
+    assert emitted([children[0], children[1]]) == pytest.approx(TARGET)
+
+
+@pytest.mark.parametrize(("stop", "threshold"), RULES)
+def test_the_text_keeps_its_law(stop: str, threshold: float) -> None:
+    for shape in (None, (2, 2)):
+        options = {"model": relative(), "num_speculative_tokens": 3, "shape": shape}
+        variant = Variant("draft_model", stop, {**options, "stop": stop, "stop_threshold": threshold})
+        engine = llm(variant, rows=64, check=False)
+        assert p_value(sample(engine, 600), expected()) > LEVEL
+        outputs = llm(variant).generate(as_prompts(PROMPTS), NEUTRAL, trace=True)
+        assert tokens_of(outputs) == [plain_greedy(prompt, NEUTRAL) for prompt in PROMPTS]
+        sizes = {len(trace.nodes) for output in outputs for trace in output.outputs[0].trace}
+        assert len(sizes) >= 2 and min(sizes - {0}) < max(sizes), "some drafts were to end early, and some not"
+
+
+def test_the_rules_are_the_published_ones() -> None:
+    laws = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0]])
+    entropy = [math.log(2), -(0.9 * math.log(0.9) + 0.1 * math.log(0.1)), 0.0]
+    for threshold in (0.0, 0.3, 0.6, 0.7, 0.95):
+        svip = [math.sqrt(value) <= threshold for value in entropy]
+        adaedl = [1 - math.sqrt(0.2 * value) >= threshold for value in entropy]
+        assert Stopping(rule=Stop.SVIP, threshold=threshold).goes_on(laws).tolist() == svip
+        assert Stopping(rule=Stop.ADAEDL, threshold=threshold).goes_on(laws).tolist() == adaedl
+    assert Stopping(rule=Stop.CONFIDENCE, threshold=0.6).goes_on(laws).tolist() == [False, True, True]
+    assert Stopping(rule=Stop.CONFIDENCE).goes_on(torch.tensor([[0.4, 0.3, 0.3]])).tolist() == [True]
+    assert Stopping().goes_on(laws).tolist() == [True] * 3
+
+
+def test_a_sharp_draft_is_not_ended() -> None:
+    lengths = []
+    for threshold in (0.0, 1.0):
+        options = {"model": relative(), "num_speculative_tokens": 4, "stop": "confidence", "stop_threshold": threshold}
+        outputs = llm(Variant("draft_model", "x", options)).generate(
+            as_prompts([PROMPT]), replace(NEUTRAL, max_tokens=12), trace=True
+        )
+        lengths.append(max(len(trace.nodes) for trace in outputs[0].outputs[0].trace))
+    assert lengths == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "threshold"),
+    [*product(("confidence", "adaedl"), (-0.1, 1.1)), ("svip", -1.0), ("never", 0.5), ("svp", None)],
+)
+def test_what_makes_no_sense_is_refused(rule: str, threshold: float | None) -> None:
+    with pytest.raises(ArgumentError, match=r"stop|threshold"):
+        stopping_named(rule, threshold)

@@ -1,0 +1,287 @@
+"""The parts: what may be pruned, what a drafter is shown, what `auto` is made of, what a failing drafter leaves behind."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.harness import PROMPTS, as_prompts, eagle_head, llm, model, plain_greedy, relative
+from contract.test_greedy import NEUTRAL
+from forerun import LLM
+from forerun.drafters import DRAFTERS, Entry, drafter_class
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.ngram import NgramConfig
+from forerun.engine import drafting
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.controller import Deferred, StepCosts, arms_of, chooser, depth, offers, survival, switch
+from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune
+from forerun.engine.controller.auto import method_of
+from forerun.engine.controller.build import controller_for
+from forerun.engine.controller.chooser import Copy, Offer, choose
+from forerun.errors import ArgumentError
+from forerun.step import warn_drafter
+from forerun.tree import TreeBuilder, rebuild, stack
+from forerun.types import Budget, Draft, Drawn, Signal
+
+LAW = torch.full((4,), 0.25)
+
+
+class Passes:
+    """A pass costs 1 ms and a little per node; nothing is known of drafters."""
+
+    drafts: dict[str, Any] = {}  # noqa: RUF012
+
+    def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
+        return 1.0 + 0.02 * nodes
+
+
+@pytest.fixture(autouse=True)
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def controlled(*arguments: Any, **keywords: Any) -> Any:
+        return controller_for(*arguments, **{**keywords, "costs": Passes()})
+
+    monkeypatch.setattr(drafting, "controller_for", controlled)
+
+
+def given(*nodes: tuple[int, int, float]) -> TreeBuilder:
+    builder = TreeBuilder()
+    for token, parent, confidence in nodes:
+        builder.add(token, parent, confidence=confidence)
+    return builder
+
+
+def sampled(*tokens: int) -> TreeBuilder:
+    builder, parent = TreeBuilder(), 0
+    for token in tokens:
+        builder.set_law(parent, LAW)
+        parent = builder.add(token, parent, drawn=Drawn.IID, confidence=0.01)
+    return builder
+
+
+def test_the_best_prefix_is_a_subtree_ranked_by_path() -> None:
+    draft = stack([given((1, 0, 0.5), (2, 0, 0.4), (3, 1, 0.9), (1, 2, 0.1), (2, 3, 0.9))])
+    tree = GivenTree.of(draft, 0, lambda stated: stated)
+    assert tree.order == (1, 3, 5, 2, 4)
+    assert tree.worth == pytest.approx((0, 0.5, 0.95, 1.355, 1.755, 1.795))
+    kept = rebuild(prune(draft, {0: tree.order[:3]}), 0)
+    assert (kept.tokens, kept.parents) == ([1, 3, 2], [0, 1, 2])
+
+
+def test_siblings_are_not_worth_more_than_their_parent() -> None:
+    draft = stack([given((1, 0, 0.8), (2, 0, 0.7), (3, 0, 0.6))])
+    assert GivenTree.of(draft, 0, lambda stated: stated).worth[-1] == pytest.approx(1.0)
+
+
+def test_a_sampled_node_cannot_be_pruned() -> None:
+    mixed = given((1, 0, 0.9))
+    mixed.set_law(1, LAW)
+    mixed.add(2, 1, drawn=Drawn.WITHOUT_REPLACEMENT)
+    scouting = given((1, 0, 0.9))
+    scouting.add(2, 0, scout=True)
+    draft = stack([sampled(1, 2), mixed, scouting, given((1, 0, 0.9))])
+    assert [prunable(draft, row) for row in range(4)] == [False, False, False, True]
+    for row in range(3):
+        with pytest.raises(AssertionError, match="only given nodes"):
+            GivenTree.of(draft, row, lambda stated: stated)
+        with pytest.raises(AssertionError, match="only given nodes"):
+            prune(draft, {row: ()})
+
+
+def test_pruning_one_row_leaves_the_others_and_their_laws() -> None:
+    draft = stack([sampled(1, 2), given((1, 0, 0.9), (2, 1, 0.1))])
+    found = prune(draft, {1: (1,)})
+    assert found.counts.tolist() == [2, 1]
+    assert found.laws is not None and torch.equal(found.laws[0, 0], LAW)
+    assert rebuild(found, 0).drawn == [Drawn.IID, Drawn.IID]
+
+
+def test_what_decides_before_drawing_never_sees_a_draft() -> None:
+    for module in (chooser, depth, offers, survival, switch):
+        seen = [value for value in vars(module).values() if value is Draft or value is GivenTree]
+        assert not seen, f"{module.__name__} can look at a draft"
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                assert "Draft" not in {str(hint) for hint in inspect.get_annotations(function).values()}
+
+
+def test_width_follows_the_staircase_and_goodput() -> None:
+    worth, stairs = (0.0, 0.5, 0.9, 1.0, 1.05), [1.0, 1.3, 1.3, 1.9, 1.9]
+    assert best_width([worth], times=stairs, goodput=1.0) == 2
+    assert best_width([worth], times=stairs, goodput=10.0) == 0
+    assert best_width([worth], times=stairs, goodput=0.01) == 4
+    assert best_width([worth], times=stairs, goodput=10.0, least=3) == 4, "what is paid for in any case is filled"
+    assert best_width([worth] * 4, times=stairs, goodput=5.0) == 2, "rows share the price"
+
+
+def test_a_copy_and_a_model_are_weighed_by_gain() -> None:
+    times = [1.0 + 0.1 * nodes for nodes in range(9)]
+    offer = Offer(arm=1, depth=4, nodes=4, ms=1.0, tokens={0: 2.0, 1: 2.0})
+    copy = Copy(arm=0, worth=[0.0, 0.9, 1.7, 2.4], width=3)
+    both = choose(2, {0: copy}, [offer], times=times, goodput=1.0)
+    assert (both.copies, both.offers) == ({0: 0}, {1: 1})
+    alone = choose(2, {0: copy}, [offer], times=times, goodput=3.0)
+    assert (alone.copies, alone.offers) == ({0: 0}, {})
+
+
+def test_costs_fall_back_on_what_was_seen() -> None:
+    costs = StepCosts(Passes())
+    costs.expect("m", drafting_cost(0.5))
+    for _ in range(12):
+        costs.saw_pass(2, 1, 0, 3 * Passes().pass_ms(3))
+        costs.saw_draft("m", 2, 4.0)
+    assert costs.times(1, 0, 4) == pytest.approx([3 * Passes().pass_ms(nodes + 1) for nodes in range(5)], rel=0.01)
+    assert costs.draft_ms("m", 2) == pytest.approx(4.0, rel=0.01)
+    costs.saw_pass(2, 1, 0, 500.0)
+    assert costs.times(1, 0, 2)[2] < 4.0, "one outlier moves nothing"
+
+
+def drafting_cost(level_ms: float) -> Any:
+    from forerun.engine.cost import DraftCost
+
+    return DraftCost(fixed_ms=0.0, level_ms=level_ms)
+
+
+class Heard(Drafter):
+    """Notes what it is shown."""
+
+    name = "heard"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int], list[list[float]]]] = []
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return frozenset({3})
+
+    def extend(self, context: DraftContext) -> None:
+        counts = [min(f, len(t) - 1) for f, t in zip(context.fresh, context.tokens, strict=True)]
+        states = [context.signals[3][i, :count, 0].tolist() for i, count in enumerate(counts)]
+        self.calls.append((list(context.rows), list(context.fresh), states))
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        return stack([TreeBuilder() for _ in context.rows])
+
+
+def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
+    """All rows; the state before token i is i."""
+    rows = list(texts)
+    width = max(fresh)
+    states = torch.zeros(len(rows), width, 1)
+    for index, row in enumerate(rows):
+        count = min(fresh[index], len(texts[row]) - 1)
+        states[index, :count, 0] = torch.arange(len(texts[row]) - count, len(texts[row])).float()
+    return DraftContext(
+        rows=rows,
+        tokens=[texts[row] for row in rows],
+        prompt_lengths=[1] * len(rows),
+        fresh=fresh,
+        samplers=[None] * len(rows),  # type: ignore[list-item]
+        coins=[None] * len(rows),  # type: ignore[list-item]
+        signals={3: states},
+    )
+
+
+def test_tokens_and_states_are_put_aside_until_the_drafter_is_asked() -> None:
+    heard = Heard()
+    deferred = Deferred(heard)
+    texts = {4: [1, 1, 1], 7: [1, 1]}
+    deferred.extend(shown(texts, [3, 2]))
+    texts[4] += [1, 1]
+    texts[7] += [1]
+    deferred.extend(shown(texts, [2, 1]))
+    assert not heard.calls
+    deferred.propose(shown(texts, [0, 0]), Budget(nodes=[2, 0], depth=[2, 0]))
+    assert heard.calls == [([4], [5], [[1, 2, 3, 4]])]
+    texts[4] += [1]
+    texts[7] += [1, 1]
+    deferred.extend(shown(texts, [1, 2]))
+    assert heard.calls[1:] == [([4], [1], [[5]])], "a row with a proposal is shown at once"
+    deferred.propose(shown(texts, [0, 0]), Budget(nodes=[2, 2], depth=[2, 2]))
+    assert heard.calls[2:] == [([7], [5], [[1, 2, 3, 4]])]
+    deferred.truncate([7], [0])
+    assert deferred._rows.keys() == {4}
+
+
+def test_what_auto_is_made_of(tmp_path: Path) -> None:
+    def parsed(**options: Any) -> list[SpeculativeConfig]:
+        config = SpeculativeConfig.parse({"method": "auto", **options})
+        assert config is not None and config.controlled
+        return arms_of(config)
+
+    free = [arm.method for arm in parsed()]
+    assert {"ngram", "suffix", "prediction"} <= set(free) and "rest" not in free
+    assert all(DRAFTERS[name].copies for name in free)
+    arms = parsed(
+        drafters=[{"method": "ngram", "max_branches": 2}, "lookahead"], model=relative(), num_speculative_tokens=3
+    )
+    assert [arm.method for arm in arms].count("ngram") == 1
+    assert {"lookahead", "draft_model"} < {arm.method for arm in arms}
+    assert next(arm for arm in arms if arm.method == "ngram").drafter_options == {
+        "num_speculative_tokens": 3,
+        "max_branches": 2,
+    }
+    assert method_of(eagle_head(3)) == "eagle3" and method_of(eagle_head(1)) == "eagle"
+    assert method_of("someone/EAGLE3-Qwen") == "eagle3" and method_of("someone/tiny") == "draft_model"
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "architectures": ["LlamaForCausalLM"]}))
+    assert method_of(tmp_path) == "draft_model"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"draftes": []},
+        {"drafters": "ngram"},
+        {"drafters": [{"method": "auto"}]},
+        {"drafters": [3]},
+        {"drafters": [{"method": "ngram", "enabled": False}]},
+    ],
+)
+def test_what_auto_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="auto"):
+        llm(None).generate(as_prompts([[1, 2]]), speculative={"method": "auto", **wrong})
+
+
+def test_auto_is_no_drafter_and_cannot_be_unadaptive() -> None:
+    with pytest.raises(ArgumentError, match="chooses among drafters"):
+        drafter_class("auto")
+    with pytest.raises(ArgumentError, match="adaptive"):
+        SpeculativeConfig.parse({"method": "auto", "adaptive": False})
+    with pytest.raises(ArgumentError, match="true or false"):
+        SpeculativeConfig.parse({"method": "ngram", "adaptive": 1})
+
+
+class Failing(Drafter):
+    """Raises from its third proposal on."""
+
+    name = "failing"
+    Config = NgramConfig
+
+    def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
+        self.proposals = 0
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        self.proposals += 1
+        if self.proposals > 2:
+            raise RuntimeError("out of ideas")
+        return stack([given((1, 0, 0.5)) for _ in context.rows])
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
+    adaptive: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_drafter.cache_clear()
+    monkeypatch.setitem(DRAFTERS, "failing", Entry(path=f"{__name__}:Failing", summary="raises"))
+    engine = LLM(model(), tokenizer=False, max_model_len=64, self_check=False)
+    wish = {"method": "failing", "adaptive": adaptive}
+    output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=wish)[0].outputs[0]
+    assert output.token_ids == plain_greedy(PROMPTS[0], NEUTRAL)
+    errors = output.speculation.drafter_errors
+    assert errors == 1 if adaptive else errors > 10
+    assert sum("out of ideas" in record.message for record in caplog.records) == 1
