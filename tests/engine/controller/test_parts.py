@@ -1,4 +1,4 @@
-"""The parts: what may be pruned, what a drafter is shown, what `auto` is made of, what a failing drafter leaves behind."""
+"""The parts: what may be pruned, what a drafter is shown, what `auto` is made of, what a failing drafter leaves."""
 
 from __future__ import annotations
 
