@@ -358,7 +358,8 @@ class Target:
 
     def _prefill_logits(
         self, logits: Tensor | None, states: Tensor, where: tuple[list[int], int, list[int], bool]
-    ) -> Tensor:
+    ) -> Tensor | None:
+        """The logits so far; None until a row ends within a piece."""
         active, start, counts, all_logits = where
         size = states.shape[1]
         if all_logits:
@@ -374,7 +375,7 @@ class Target:
             if logits is None:
                 logits = values.new_zeros(len(counts), 1, values.shape[-1])
             logits[[active[index] for index in ending]] = values
-        return logits if logits is not None else states.new_zeros(0)
+        return logits
 
     def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
         """Refuse a pass that needs more than the row's slots or the model's positions."""
