@@ -213,7 +213,8 @@ class Controller:
                 moment.trees[member] = asked.trees[member]
         for member, arm_index in moment.choice.offers.items():
             place, arm = moment.members[member], self.arms[arm_index]
-            if counts[place] and prunable(draft, place):
+            on_trial = arm.switch.trying(moment.rows[member].row)  # which would teach nothing without its nodes
+            if counts[place] and not on_trial and prunable(draft, place):
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
 
 

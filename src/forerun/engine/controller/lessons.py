@@ -42,7 +42,8 @@ def _confidences(arms: Sequence[Arm], moment: Moment, own: Sequence[Emitted]) ->
     for member, tree in moment.trees.items():
         arm = moment.choice.offers.get(member)
         if arm is not None:
-            arms[arm].confidence.learn(moment.rows[member].row, tree.nodes, own[member].tokens)
+            confidence = arms[arm].confidence
+            moment.matched[member] = confidence.learn(moment.rows[member].row, tree.nodes, own[member].tokens)
 
 
 def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], costs: StepCosts) -> None:
@@ -73,11 +74,13 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
 
 
 def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[int, int]:
-    """(accepted, drafted). A drafter that stopped short of what it was allowed has not survived there."""
-    accepted = len(step.trace.path)
+    """(accepted, drafted). A drafter that stopped short of what it was allowed has not survived there.
+
+    Of given nodes that were taken away the text still tells, as far as it was committed, what would have been kept.
+    """
     if member in moment.pruned:
-        return accepted, step.depth
-    return accepted, min(allowed, step.depth + 1)
+        return moment.matched[member], min(allowed, len(step.tokens))
+    return len(step.trace.path), min(allowed, step.depth + 1)
 
 
 def _times(arms: Sequence[Arm], moment: Moment, step: Emitted, costs: StepCosts) -> float:

@@ -52,6 +52,8 @@ class Moment:
     """By member: nodes drafted, scouts included, before any was taken away."""
     pruned: set[int] = field(default_factory=set)
     """Members that lost nodes after they were drafted."""
+    matched: dict[int, int] = field(default_factory=dict)
+    """Member -> how many of the committed tokens its given tree held, before any node was taken away."""
     width: int = 0
     """Drafted nodes of the widest row of the pass."""
 
