@@ -357,12 +357,21 @@ def _traced_nodes(tree: TokenTree, laws: RowScores, accepted: set[int]) -> tuple
             TracedNode(
                 token=token,
                 parent=parent,
-                draft_prob=float(tree.laws[parent][token]) if parent in tree.laws else None,
+                draft_prob=_draft_prob(tree, node),
                 target_prob=laws.known(parent, token),
                 accepted=node in accepted,
+                scout=node in tree.scouts,
             )
         )
     return tuple(nodes)
+
+
+def _draft_prob(tree: TokenTree, node: int) -> float | None:
+    """Under the law that it was drawn from, else the drafter's confidence."""
+    law = tree.laws.get(tree.parents[node])
+    if law is not None and tree.drawn[node] is not Drawn.GIVEN:
+        return float(law[tree.tokens[node]])
+    return tree.confidence[node] if tree.confidence else None
 
 
 _Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]

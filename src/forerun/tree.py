@@ -121,6 +121,8 @@ class TokenTree:
     """node -> (V,) the law its sampled children were drawn from, over the target's vocabulary."""
     scouts: frozenset[int] = frozenset()
     """Nodes that may never be accepted."""
+    confidence: tuple[float, ...] = ()
+    """(N,) what the drafter gave each node to survive, 1 for the root; for traces, no rule reads it. May be empty."""
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -214,6 +216,7 @@ class TreeBuilder:
             drawn=(Drawn.GIVEN, *self.drawn),
             laws=self.laws,
             scouts=frozenset(node for node, scout in enumerate(self.scouts, start=1) if scout),
+            confidence=(1.0, *self.confidence),
         )
 
 

@@ -134,6 +134,8 @@ class TracedNode:
     target_prob: float | None
     """Probability under the target's processed law; None where no rule asked for that law."""
     accepted: bool
+    scout: bool = False
+    """Scored for the drafter's own use, never accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

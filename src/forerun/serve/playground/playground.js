@@ -4,6 +4,27 @@
 const at = (id) => document.getElementById(id);
 const saved = window.SAVED_RESULT || null;
 let result = null, player = null;
+const QUESTION = `"""Read and write small tables."""
+
+import csv
+import io
+
+
+class Table:
+    """Rows of cells, with a header."""
+
+    def __init__(self, header, rows=()):
+        self.header = list(header)
+        self.rows = [list(row) for row in rows]
+
+    def append(self, row):
+        """Add a row; it must be as long as the header."""
+        if len(row) != len(self.header):
+            raise ValueError(f"expected {len(self.header)} cells, got {len(row)}")
+        self.rows.append(list(row))
+
+    def column(self, name):
+`;
 
 const made = (tag, attributes = {}, ...children) => {
   const element = document.createElement(tag);
@@ -127,8 +148,8 @@ function append(pane, moment) {
     const node = token.source === "draft" ? path[index] : null;
     pane.append(shown(token.text, token.source === "draft" ? "accepted" : token.source, moment, node));
   });
-  const ghosts = moment.nodes.filter((node) => !node.accepted).slice(0, 12);
-  for (const node of ghosts) pane.append(shown(node.text, "rejected", moment, node));
+  const ghosts = moment.nodes.filter((node) => !node.accepted && !node.scout).slice(0, 12);
+  for (const node of ghosts) pane.append(shown(node.text.replace(/\n/g, "↵"), "rejected", moment, node));
   pane.scrollTop = pane.scrollHeight;
 }
 
@@ -329,7 +350,7 @@ async function begin() {
     return show(saved);
   }
   at("ask").addEventListener("submit", (event) => { event.preventDefault(); run(); });
-  at("prompt").value = "import os\nimport sys\n\n\ndef main(argv=None):\n    \"\"\"Print the names of all files below a directory.\"\"\"\n";
+  at("prompt").value = QUESTION;
   try {
     const model = (await call("v1/models")).data[0];
     at("model").textContent = model.id;
