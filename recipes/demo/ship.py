@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import corpus
@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from forerun.checkpoints import TargetFacts, read_head, write_head
 from forerun.checkpoints.files import replacing
 
 LOSS_GOAL = 2.1
@@ -57,6 +58,25 @@ PURPOSE = {
     "target": "A small language model of Python code: the target of the demo.",
     "draft": "A very small language model of Python code that drafts for the demo target; same tokenizer.",
 }
+HEAD_CARD = """\
+---
+license: apache-2.0
+library_name: forerun
+tags: [python, demo, speculative-decoding, eagle3]
+---
+# forerun demo-eagle3
+An EAGLE-3 head for the demo target: it drafts from the hidden states at the boundaries {boundaries}, with EAGLE-3.1's
+norms (`fc_norm`, `norm_output`).
+
+* **Weights**: {parameters:.1f} M parameters in bfloat16, EAGLE's flat format; an output head of its own, the target's
+  embeddings.
+* **Data**: what the target itself wrote after pieces of its training files, and some of the files; {tokens:.1f} M
+  tokens, {steps} steps, training-time test over 5 tokens.
+* **Evaluation** on held-out prompts, mean acceptance length, bonus included: {evaluation}.
+
+Made by `python recipes/demo/make.py`, which can be run again. `forerun export` writes it for vLLM, SGLang and
+TensorRT-LLM.
+"""
 PROMPTS_README = """\
 # Prompts
 Files of CPython {python}'s standard library that no shipped model was trained on, unchanged but for their names (`--`
@@ -110,8 +130,22 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
     with replacing(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
     if (work / "head-training" / "head").is_dir():
-        with replacing(destination / "eagle3") as folder:
-            shutil.copytree(work / "head-training" / "head", folder, dirs_exist_ok=True)
+        ship_head(work / "head-training", destination / "eagle3", TargetFacts.read(work / "target"))
+
+
+def ship_head(training: Path, destination: Path, target: TargetFacts) -> None:
+    """The finished head in bfloat16, and its card."""
+    trained = read_head(training / "head")
+    tensors = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in trained.tensors.items()
+    }
+    card = HEAD_CARD.format(
+        parameters=sum(tensor.numel() for tensor in tensors.values()) / 1e6,
+        boundaries=", ".join(map(str, trained.config.boundaries)),
+        **read_head_log(training / "log.jsonl"),
+    )
+    write_head(replace(trained, tensors=tensors), destination, "flat", target, texts={"README.md": card})
 
 
 def _losses(
@@ -137,6 +171,19 @@ def read_logs(work: Path, role: str) -> TrainingRun:
     steps = sum(lines[-1]["step"] + 1 for lines in rounds)
     last = [line["loss"] for line in rounds[-1][-50:]]
     return TrainingRun(tokens=steps * pretrain.Schedule(tokens=0).batch_tokens, loss=sum(last) / len(last))
+
+
+def read_head_log(path: Path) -> dict[str, object]:
+    """Steps, millions of tokens and the last evaluation, from a head's training log."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    last: dict[str, float] = {}
+    for line in lines:
+        last = {name[5:]: value for name, value in line.items() if name.startswith("eval/")} or last
+    return {
+        "steps": max(line["step"] for line in lines),
+        "tokens": max(line.get("tokens", 0) for line in lines) / 1e6,
+        "evaluation": ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in last.items()) or "none",
+    }
 
 
 def write_prompts(files: list[corpus.SourceFile], folder: Path, python_version: str) -> None:

@@ -55,9 +55,9 @@ def work(ship: ModuleType, tmp_path: Path) -> Path:
             eos_token_id=[0, 1],
         )
         LlamaForCausalLM(config).save_pretrained(tmp_path / role)
-        (tmp_path / f"{role}-training").mkdir()
+        (tmp_path / f"{role}-training-1").mkdir()
         lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(100)]
-        (tmp_path / f"{role}-training" / "log.jsonl").write_text("\n".join(lines) + "\n")
+        (tmp_path / f"{role}-training-1" / "log.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
@@ -86,3 +86,17 @@ def test_a_target_that_misses_its_goal_is_not_shipped(ship: ModuleType, work: Pa
     with pytest.raises(ValueError, match="held-out loss"):
         ship.ship(work, tmp_path / "package", "3.11.7", loss_goal=0.5)
     assert not (tmp_path / "package" / "target").exists()
+
+
+def test_the_heads_card_takes_its_figures_from_the_log(ship: ModuleType, tmp_path: Path) -> None:
+    lines = [
+        {"step": 10, "loss": 3.0, "tokens": 20_000},
+        {"step": 10, "eval/chain_t0": 1.5},
+        {"step": 20, "tokens": 40_000},
+        {"step": 20, "eval/chain_t0": 2.25, "eval/tree_t0": 3.0},
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = ship.read_head_log(tmp_path / "log.jsonl")
+    assert found == {"steps": 20, "tokens": 0.04, "evaluation": "chain t0 2.25, tree t0 3.00"}
+    card = ship.HEAD_CARD.format(parameters=1.0, boundaries="2, 4, 7", **found)
+    assert "0.0 M" in card and "2.25" in card and "{" not in card
