@@ -13,7 +13,7 @@ import corpus
 
 from forerun.cli import main
 
-PIECES = 2_500
+PIECES = 1_800
 """Prompts that the target continues."""
 PIECE_CHARACTERS = 1_600
 LIBRARY_SHARE = 12

@@ -223,7 +223,7 @@ def test_scouts_are_never_accepted() -> None:
         verdict = rule_named(name).verify(
             tree, FixedLaws(dict.fromkeys(range(2), torch.tensor([0.0, 1.0]))), Coins(0, 0)
         )
-        assert (verdict.path, verdict.kind) == ((), Source.BONUS)
+        assert (verdict.path, verdict.kind) == ((), Source.TARGET), "nothing was drafted"
 
 
 def test_a_sampled_scout_is_only_walked() -> None:
