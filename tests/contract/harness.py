@@ -255,6 +255,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _draft_model("given-tree", shape=(3, 2, 1), draw="given"),
         _draft_model("greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
         _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
+        _draft_model("irregular-tree", tree=(0, 0, 1, 1, 2, 4)),
+        _draft_model("irregular-given-tree", tree=(0, 0, 0, 1, 1, 2), draw="given"),
     ],
     "early_exit": [
         Variant("early_exit", "chain", {"exit_layer": 1, "num_speculative_tokens": 3}),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from forerun.drafters.static_trees import best_size, best_tree, depths_of, level_widths, likeliest_nodes
+from forerun.drafters.growth import Shape
+from forerun.drafters.static_trees import best_size, best_tree, depths_of, likeliest_nodes
 from forerun.errors import ArgumentError
 
 CHANCES = [(0.6, 0.2, 0.1), (0.4, 0.3, 0.2), (0.9, 0.05), (0.5,), (0.0, 0.0)]
@@ -72,11 +73,10 @@ def test_the_likeliest_nodes_are_a_subtree_and_the_best_one() -> None:
         assert sum(path[node] for node in found) == pytest.approx(max(sum(path[n] for n in nodes) for nodes in closed))
 
 
-def test_a_regular_tree_can_be_given_as_a_shape() -> None:
-    assert level_widths((0, 0, 1, 1, 2, 2)) == (2, 2)
-    assert level_widths((0, 1, 2)) == (1, 1, 1)
-    assert level_widths((0, 0, 1)) is None
-    assert level_widths(()) == ()
+def test_the_best_tree_is_a_shape_that_drafters_take() -> None:
+    for nodes in range(1, 14):
+        tree = best_tree((0.6, 0.2, 0.1), nodes, 5)
+        assert Shape.of(tree.parents).parents == tree.parents
 
 
 @pytest.mark.parametrize(

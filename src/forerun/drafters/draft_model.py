@@ -70,7 +70,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._tree = config.tree()
+        self._tree = config.fixed_tree()
         self._stopping = Stopping()
         if isinstance(config, DraftModelConfig):
             self._stopping = stopping_named(config.stop, config.stop_threshold)

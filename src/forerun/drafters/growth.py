@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from forerun.errors import NumericError
+from forerun.errors import ArgumentError, NumericError
 from forerun.sampling import Coins, Sampler
 from forerun.types import Drawn
 
@@ -43,49 +43,79 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree in which every node of one depth has the same number of children. Nodes are numbered level by level."""
+    """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings side by side."""
 
-    children: tuple[int, ...]
-    """Children of each node at depth 0, 1, ...; ones make a chain."""
+    counts: tuple[int, ...]
+    """(N,) children of every node, the root's first; nodes behind the last entry have none."""
+
+    @classmethod
+    def regular(cls, children: Sequence[int]) -> Shape:
+        """The tree in which each node at depth 0, 1, ... has so many children; ones make a chain."""
+        counts, width = list[int](), 1
+        for count in children:
+            counts += [count] * width
+            width *= count
+        return cls(tuple(counts))
+
+    @classmethod
+    def of(cls, parents: Sequence[int]) -> Shape:
+        """The tree with these parents of node 1, 2, ..., 0 the root.
+
+        Raises:
+            ArgumentError: a parent does not come before its child, or the nodes are not numbered level by level.
+        """
+        for node, parent in enumerate(parents, start=1):
+            if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
+                raise ArgumentError(
+                    f"node {node} of the tree has parent {parent}; number the nodes level by level, siblings side by "
+                    "side: parents come before their children and never fall"
+                )
+        return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
 
     @property
     def chain(self) -> bool:
-        return all(count == 1 for count in self.children)
-
-    @cached_property
-    def levels(self) -> tuple[range, ...]:
-        """Node ids of each depth, the root's included."""
-        levels = [range(1)]
-        for count in self.children:
-            levels.append(range(levels[-1].stop, levels[-1].stop + len(levels[-1]) * count))
-        return tuple(levels)
+        return all(count == 1 for count in self.counts)
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """(K,) parent of node k + 1."""
-        found: list[int] = []
-        for level, count in zip(self.levels, self.children, strict=False):
-            found += [node for node in level for _ in range(count)]
-        return tuple(found)
+        return tuple(node for node, count in enumerate(self.counts) for _ in range(count))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Node ids of each depth, the root's included."""
+        levels, last = [range(1)], len(self.parents) + 1
+        while levels[-1].stop < last:
+            below = sum(self.counts[levels[-1].start : levels[-1].stop])
+            levels.append(range(levels[-1].stop, levels[-1].stop + below))
+        return tuple(levels)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node at depth 0, 1, ..."""
+        return tuple(max(self.counts[level.start : level.stop]) for level in self.levels[:-1])
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """(K,) place of node k + 1 among its siblings, the eldest 0."""
-        return tuple(
-            rank
-            for level, count in zip(self.levels, self.children, strict=False)
-            for _ in level
-            for rank in range(count)
-        )
+        return tuple(rank for count in self.counts for rank in range(count))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """(K,) depth of node k + 1."""
         return tuple(depth for depth, level in enumerate(self.levels) if depth for _ in level)
 
+    def chosen(self, depth: int) -> list[int] | None:
+        """Which of ``widths[depth]`` children of every node of a level there are; None where all are."""
+        level, width = self.levels[depth], self.widths[depth]
+        counts = [self.counts[node] if node < len(self.counts) else 0 for node in level]
+        if min(counts) == width:
+            return None
+        return [place * width + rank for place, count in enumerate(counts) for rank in range(count)]
+
     def within(self, nodes: int, depth: int) -> int:
         """How many nodes, from the first, fit a budget: decided by the shape alone, so never by a drawn value."""
-        last = self.levels[min(depth, len(self.children))].stop - 1 if depth > 0 else 0
+        last = self.levels[min(depth, len(self.widths))].stop - 1 if depth > 0 else 0
         return max(0, min(nodes, last))
 
 
@@ -137,6 +167,16 @@ class Children:
     """(B, F, C) bool: False where the law had no further token; None where all are good."""
     laws: dict[tuple[int, int], Tensor]
     """(row, parent's index in the level) -> (V,) the law that its children were drawn from."""
+
+    def only(self, chosen: Sequence[int]) -> Children:
+        """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
+
+        def pick(values: Tensor) -> Tensor:
+            return values.flatten(1)[:, list(chosen)].unsqueeze(-1)
+
+        valid = None if self.valid is None else pick(self.valid)
+        tokens, drawn, confidence = pick(self.tokens), pick(self.drawn), pick(self.confidence)
+        return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, laws=self.laws)
 
 
 def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:
@@ -221,9 +261,7 @@ def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Calla
     return siblings(law, count, grower.draw, lambda law, index: grower.coins.drafted(law, node, index))
 
 
-def _children_if_any(
-    logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]
-) -> Siblings:
+def _children_if_any(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Siblings:
     """None where a request bans every token that a smaller vocabulary has: the target may still have others."""
     try:
         return _children(logits, count, grower, node, path)

@@ -129,9 +129,10 @@ class FixedTree:
                 node = self.shape.parents[node - 1]
             return found[::-1]
 
-        for depth, count in enumerate(self.shape.children):
-            level = self.shape.levels[depth]
-            grown.append(grow(logits, count, growers, level, path, vocabulary))
+        for depth, count in enumerate(self.shape.widths):
+            level, chosen = self.shape.levels[depth], self.shape.chosen(depth)
+            children = grow(logits, count, growers, level, path, vocabulary)
+            grown.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
                 break

@@ -107,7 +107,7 @@ class SkipLayersDrafter(SelfDrafter):
     Config = SkipLayersConfig
 
     def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
-        super().__init__(config.tree(), setup.target)
+        super().__init__(config.fixed_tree(), setup.target)
         self.config = config
         self.search: OnlineSearch | None = None
         """What SWIFT knows; None where the set is given."""
@@ -150,7 +150,7 @@ class SkipLayersDrafter(SelfDrafter):
                 continue
             threshold, depth = self._thresholds.get(row), max(tree.depths)
             if threshold is not None:
-                whole = depth == len(self._tree.shape.children)
+                whole = depth == len(self._tree.shape.widths)
                 threshold.update(len(verdict.path), depth, self.config.target_acceptance, whole=whole)
             if self.search is not None and not self.search.done:
                 own = agreement(scores, index)

@@ -66,7 +66,7 @@ class SpeedDrafter(Drafter):
         """Find the shared block; raises UnsupportedModelError where each layer has weights of its own."""
         self.target = setup.target
         self._pipeline = Pipeline.proved(setup.target)
-        self._shape = Shape((1,) * config.num_speculative_tokens)
+        self._shape = Shape.regular((1,) * config.num_speculative_tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         limits = [

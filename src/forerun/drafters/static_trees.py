@@ -4,9 +4,8 @@
 `likeliest_nodes` is OPT-Tree's choice of nodes from known path probabilities (arXiv 2406.17276). Pure functions of
 numbers: they know no model, no draft and no clock.
 
-A tree is its ``parents``: entry k is the parent of node k + 1, 0 the root, level by level and the eldest sibling first.
-A drafter that grows such a tree gives node n as many children as n occurs in ``parents``; ``level_widths`` says what
-`FixedTree` needs where every node of a level has equally many.
+A tree is its ``parents``: entry k is the parent of node k + 1, 0 the root, level by level and the eldest sibling first:
+what option ``tree`` of the drafters takes (`forerun.drafters.tree_options`).
 """
 
 from __future__ import annotations
@@ -144,18 +143,3 @@ def depths_of(parents: Sequence[int]) -> tuple[int, ...]:
     for parent in parents:
         found.append(found[parent] + 1)
     return tuple(found[1:])
-
-
-def level_widths(parents: Sequence[int]) -> tuple[int, ...] | None:
-    """Children of each node at depth 0, 1, ..., as option ``shape`` takes them; None where nodes of a level differ."""
-    depths = (0, *depths_of(parents))
-    children = [0] * len(depths)
-    for parent in parents:
-        children[parent] += 1
-    found = []
-    for level in range(max(depths)):
-        counts = {children[node] for node, depth in enumerate(depths) if depth == level}
-        if len(counts) != 1:
-            return None
-        found.append(counts.pop())
-    return tuple(found)

@@ -89,7 +89,7 @@ class TliDrafter(DraftModelDrafter):
         draft = Spelling(draft_tokenizer(self.name, config.tokenizer, config.model))
         shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
         require(shared, config.min_shared, target, draft)
-        widest = max(self._tree.shape.children)
+        widest = max(self._tree.shape.widths)
         if len(shared) < widest:
             raise VocabularyMismatchError(
                 f"tli: a shape of {widest} children a node needs as many common tokens; {target!r} and {draft!r} have "

@@ -18,6 +18,8 @@ class TreeOptions:
     """Length of the chain, tokens; a tree's depth is that of `shape`."""
     shape: Sequence[int] | None = None
     """Children of each node at depth 0, 1, ...; None drafts a chain."""
+    tree: Sequence[int] | None = None
+    """Any tree instead: the parent of node 1, 2, ..., 0 the root, level by level. `forerun plan` finds the best."""
     draw: str = "auto"
     """``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``."""
     temperature: float | None = None
@@ -36,10 +38,20 @@ class TreeOptions:
             )
         if self.shape is not None and (not self.shape or min(self.shape) < 1):
             raise ArgumentError(f"{method}: shape needs at least one depth and one child a node, got {self.shape}")
+        if self.tree is not None and (self.shape is not None or not self.tree or self.draw == Draw.GREEDY_K):
+            raise ArgumentError(
+                f"{method}: tree takes the place of shape and needs at least one node; draw='greedy_k' needs a shape, "
+                f"in which all nodes of a level have equally many children; got {self.tree}"
+            )
+        if self.tree is not None:
+            Shape.of(self.tree)
         if self.temperature is not None and self.temperature <= 0:
             raise ArgumentError(f"{method}: temperature must be above 0, got {self.temperature}; use draw='given'")
 
-    def tree(self) -> FixedTree:
+    def fixed_tree(self) -> FixedTree:
         """What grows such trees."""
-        shape = Shape(tuple(self.shape) if self.shape else (1,) * self.num_speculative_tokens)
+        if self.tree is not None:
+            shape = Shape.of(self.tree)
+        else:
+            shape = Shape.regular(self.shape or (1,) * self.num_speculative_tokens)
         return FixedTree(shape=shape, draw=Draw(self.draw), temperature=self.temperature)

@@ -177,7 +177,7 @@ def _tree(config: HeadDrafterConfig) -> FixedTree | DynamicTree:
         return DynamicTree(
             depth=config.num_speculative_tokens, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below
         )
-    shape = Shape(tuple(config.shape) if config.shape else (1,) * config.num_speculative_tokens)
+    shape = Shape.regular(config.shape or (1,) * config.num_speculative_tokens)
     return FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
 
 
