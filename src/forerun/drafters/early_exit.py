@@ -43,8 +43,8 @@ class EarlyExitConfig(TreeOptions):
     exit_layer: int
     """E, how many of the target's layers draft: 1 .. L - 1."""
     head: str | Path | None = None
-    """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) unless it
-    shares the target's final norm, in the target's convention. None: the target's final norm and head."""
+    """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) where
+    it has a final norm of its own, in the target's convention. None: the target's final norm and head."""
 
     def __post_init__(self) -> None:
         self.check_tree("early_exit")
