@@ -182,7 +182,11 @@ def read_head_log(path: Path) -> dict[str, object]:
     return {
         "steps": max(line["step"] for line in lines),
         "tokens": max(line.get("tokens", 0) for line in lines) / 1e6,
-        "evaluation": ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in last.items()) or "none",
+        "evaluation": ", ".join(
+            f"{name.replace('_t', ' at T = ')} {value:.2f}"
+            for name, value in last.items()
+            if name.startswith(("chain", "tree"))
+        ),
     }
 
 

@@ -93,10 +93,10 @@ def test_the_heads_card_takes_its_figures_from_the_log(ship: ModuleType, tmp_pat
         {"step": 10, "loss": 3.0, "tokens": 20_000},
         {"step": 10, "eval/chain_t0": 1.5},
         {"step": 20, "tokens": 40_000},
-        {"step": 20, "eval/chain_t0": 2.25, "eval/tree_t0": 3.0},
+        {"step": 20, "eval/chain_t0": 2.25, "eval/acceptance_0": 0.5, "eval/tree_t0": 3.0},
     ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = ship.read_head_log(tmp_path / "log.jsonl")
-    assert found == {"steps": 20, "tokens": 0.04, "evaluation": "chain t0 2.25, tree t0 3.00"}
+    assert found == {"steps": 20, "tokens": 0.04, "evaluation": "chain at T = 0 2.25, tree at T = 0 3.00"}
     card = ship.HEAD_CARD.format(parameters=1.0, boundaries="2, 4, 7", **found)
     assert "0.0 M" in card and "2.25" in card and "{" not in card

@@ -183,7 +183,7 @@ class _Models:
     def head(self) -> HeadCheckpoint | None:
         """The EAGLE-3 head of the small target; None where nothing is shipped and none was named."""
         name = self.options.head
-        folder = FOLDER / MODELS.get(HEAD, "eagle3") if name == HEAD else resolve(name)
+        folder = FOLDER / MODELS[HEAD] if name == HEAD else resolve(name)
         if name == HEAD and not (Path(folder) / "config.json").is_file():
             self.results.notes.append(f"without EAGLE-3 head: none is shipped in {folder}; name one with --head")
             return None

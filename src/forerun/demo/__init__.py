@@ -1,6 +1,6 @@
 """The small models that ship with forerun, and the held-out files that serve as prompts. Imports no torch.
 
-Wherever a model is named, ``demo`` means the shipped target and ``demo-draft`` its draft. How they were trained is in
+Wherever a model is named, ``demo`` means the shipped target, ``demo-draft`` its draft, ``demo-eagle3`` its EAGLE-3 head. How they were trained is in
 ``recipes/demo``; what they are, in the ``README.md`` next to each.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from forerun.errors import CheckpointError
 
 FOLDER = Path(__file__).parent
-MODELS = {"demo": "target", "demo-draft": "draft"}
+MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}
 """Name of a shipped model -> its folder."""
 PROMPT_SUFFIX = ".py.txt"
 
