@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forerun.cli.race import Race
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-DEFAULT_DRAFTER: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 8}
+DEFAULT_DRAFTER: dict[str, Any] = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5}
 DEFAULT_PROMPT = "sched.py"
 PROMPT_CHARACTERS = 1200
 """How much of the held-out file is the question; about 300 tokens."""
