@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from forerun import demo
+from forerun import LLM, SamplingParams, demo
+from forerun.checkpoints import TargetFacts, read_head
 from forerun.errors import CheckpointError
+from forerun.types import SpeculationStats
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
@@ -36,9 +38,22 @@ def test_names_lead_to_folders_and_prompts_get_their_names_back(
 def test_what_ships() -> None:
     total = sum(path.stat().st_size for path in demo.FOLDER.rglob("*.safetensors"))
     assert 10e6 < total <= 64e6
+    whole = ("generation_config.json", "tokenizer.json", "chat_template.jinja")
     for name in demo.MODELS:
         folder = Path(demo.resolve(name))
-        for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "README.md"):
+        for file in ("config.json", "README.md", *(() if name == "demo-eagle3" else whole)):
             assert (folder / file).is_file(), f"{name}: {file}"
     assert len(demo.prompts()) >= 10
     assert all(len(prompt.text) >= 4000 for prompt in demo.prompts())
+
+
+def test_the_shipped_head_is_what_the_target_needs() -> None:
+    head = read_head(demo.resolve("demo-eagle3"), num_layers=TargetFacts.read("demo").num_layers)
+    assert head.config.target_hidden_size == TargetFacts.read("demo").hidden_size
+    llm = LLM("demo", speculative_config={"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5})
+    prompts = [prompt.text[:600] for prompt in demo.prompts()[:6]]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    stats = SpeculationStats()
+    for output in llm.generate(prompts, params):
+        stats.add(output.outputs[0].speculation)
+    assert stats.mean_acceptance_length > 2.0
