@@ -284,6 +284,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "eagle3": [
         _eagle("eagle3", "chain", num_speculative_tokens=3),
         _eagle("eagle3", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
+        _eagle("eagle3", "dynamic-given", num_speculative_tokens=3, top_k=3, nodes=8, draw="given"),
         _eagle("eagle3", "tree", shape=(3, 2, 1)),
         _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
     ],

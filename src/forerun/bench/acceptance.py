@@ -162,7 +162,7 @@ def sampled_ways(who: Contestants, dynamic: Mapping[str, Any]) -> list[Way]:
     """Temperature 1: chains by block verification, then trees of `EQUAL_NODES` nodes, each by its own rule."""
     ways = _chains(who, 1.0)
     long = _head(who, num_speculative_tokens=EQUAL_NODES, rule="block")
-    tree = {**dynamic, "nodes": EQUAL_NODES, "rule": "sample_walk"}
+    tree = {**dynamic, "nodes": EQUAL_NODES, "draw": "given", "rule": "sample_walk"}
     ways.append(_sampled(f"eagle3 chain of {EQUAL_NODES}", "long chain", long))
     label = f"eagle3 dynamic tree, top {dynamic['top_k']}, depth {dynamic['num_speculative_tokens']}"
     ways.append(_sampled(label, "dynamic", tree))

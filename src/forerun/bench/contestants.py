@@ -20,7 +20,6 @@ from forerun.drafters import datastore
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.cost import DraftCost
 from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.read import BadRecords
 
 FEW_NODES = 15
 """With the root 16 rows: more are dear on this kind of machine."""
@@ -103,8 +102,16 @@ def library_store(tokenizer: Any, folder: Path, progress: Progress) -> Path:
         files = [
             path
             for path in sorted(root.rglob("*.py"))
-            if "site-packages" not in path.parts and str(path.relative_to(root)) not in asked
+            if "site-packages" not in path.parts and str(path.relative_to(root)) not in asked and _is_text(path)
         ]
         step = max(1, len(files) // CORPUS_FILES)
-        datastore.build(files[::step], tokenizer, folder, name="demo", bad=BadRecords(skip=True), tell=progress)
+        datastore.build(files[::step], tokenizer, folder, name="demo", tell=progress)
     return folder
+
+
+def _is_text(path: Path) -> bool:
+    """Whether it holds anything, in UTF-8."""
+    try:
+        return bool(path.read_text(encoding="utf-8").strip())
+    except UnicodeDecodeError:
+        return False

@@ -1,7 +1,7 @@
 """The small models that ship with forerun, and the held-out files that serve as prompts. Imports no torch.
 
-Wherever a model is named, ``demo`` means the shipped target, ``demo-draft`` its draft, ``demo-eagle3`` its EAGLE-3 head. How they were trained is in
-``recipes/demo``; what they are, in the ``README.md`` next to each.
+Wherever a model is named, ``demo`` means the shipped target, ``demo-draft`` its draft model and ``demo-eagle3`` its
+EAGLE-3 head. How they were trained is in ``recipes/demo``; what they are, in the ``README.md`` next to each.
 """
 
 from __future__ import annotations

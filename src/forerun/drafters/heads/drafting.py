@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.calibration import Calibration
 from forerun.drafters.dynamic import DynamicTree, columns
 from forerun.drafters.growth import DraftVocabulary, Draw, Shape
 from forerun.drafters.heads.eagle import EagleHead
@@ -37,13 +38,17 @@ class HeadDrafterConfig:
     shape: Sequence[int] | None = None
     """Children of each node at depth 0, 1, ...: a tree of fixed shape."""
     top_k: int | None = None
-    """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10)."""
+    """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
+
+    Above temperature 0 a deterministic tree loses (docs/lab-notes.md), so there ``draw="auto"`` draws a tree of fixed
+    shape and no more nodes instead, without replacement; ``draw="given"`` keeps the dynamic one.
+    """
     nodes: int = 32
     """Nodes of the dynamic tree, root not counted (EAGLE: 59)."""
     stop_below: float = 0.0
     """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
     draw: str = "auto"
-    """Of a chain or fixed shape: ``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``."""
+    """``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``; of a dynamic tree one of the first two."""
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     repack: bool = True
@@ -77,6 +82,8 @@ class _Row:
     ready: bool = False
     """The head has seen every committed token, the root included."""
     submitted: Submitted | None = field(default=None)
+    calibration: Calibration | None = field(default=None)
+    """Of the tree that grew it."""
 
 
 class HeadDrafter(Drafter):
@@ -89,7 +96,9 @@ class HeadDrafter(Drafter):
         self.config = config
         self.head = _load(config, setup, self.name, self.generation)
         self.tree = _tree(config)
-        most = self.tree.run if isinstance(self.tree, DynamicTree) else len(self.tree.shape.parents)
+        self.sampled = _sampled_tree(config, self.tree)
+        """Grows for requests above temperature 0; mostly the same."""
+        most = max(map(_size, (self.tree, self.sampled)))
         self.runner = HeadRunner(self.head, setup.target, setup.rows, setup.slots + most)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
@@ -108,8 +117,8 @@ class HeadDrafter(Drafter):
         fed = list[int]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            if row.submitted is not None:
-                row.submitted.learn(self.tree.calibration, tokens[len(tokens) - fresh :])
+            if row.submitted is not None and row.calibration is not None:
+                row.submitted.learn(row.calibration, tokens[len(tokens) - fresh :])
                 row.submitted = None
             count = min(fresh, len(tokens) - 1)
             row.ready = self.runner.lengths[row_id] == len(tokens) - 1 - count and count > 0
@@ -131,29 +140,34 @@ class HeadDrafter(Drafter):
         """A tree for each row whose every token the head has seen."""
         ready = [self._rows.get(row, _Row()).ready for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
-        limits = Budget(nodes=nodes, depth=budget.depth)
         builders = [TreeBuilder() for _ in ready]
-        grow = self._dynamic if isinstance(self.tree, DynamicTree) else self._fixed
-        grow(context, limits, builders)
+        chosen = [self.tree if sampler.greedy else self.sampled for sampler in context.samplers]
+        for tree in (self.tree,) if self.sampled is self.tree else (self.tree, self.sampled):
+            theirs = [count if own is tree else 0 for count, own in zip(nodes, chosen, strict=True)]
+            limits = Budget(nodes=theirs, depth=budget.depth)
+            if isinstance(tree, DynamicTree):
+                self._dynamic(tree, context, limits, builders)
+            else:
+                self._fixed(tree, context, limits, builders)
         if not any(builder.tokens for builder in builders):
             return empty_draft(len(ready))
         return stack(builders, device=self.head.fc.weight.device)
 
-    def _dynamic(self, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
-        assert isinstance(self.tree, DynamicTree)
+    def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
         active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]
         if not active:
             return
         logits = self.runner.begin([context.rows[index] for index in active])
-        deepest = min(self.tree.depth, max(budget.depth[index] for index in active))
-        grown = self.tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
+        deepest = min(tree.depth, max(budget.depth[index] for index in active))
+        grown = tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
         for index, row in zip(active, columns(grown), strict=True):
-            cut = self.tree.cut(row, budget.nodes[index], budget.depth[index])
-            builders[index], self._rows[context.rows[index]].submitted = cut
+            builders[index], submitted = tree.cut(row, budget.nodes[index], budget.depth[index])
+            self._submit(context.rows[index], submitted, tree.calibration)
 
-    def _fixed(self, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
-        tree = self.tree
-        assert isinstance(tree, FixedTree)
+    def _submit(self, row: int, submitted: Submitted, calibration: Calibration) -> None:
+        self._rows[row].submitted, self._rows[row].calibration = submitted, calibration
+
+    def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
         within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]
         active = [index for index, count in enumerate(within) if count > 0]
         if not active:
@@ -168,8 +182,13 @@ class HeadDrafter(Drafter):
         logits = self.runner.begin([context.rows[index] for index in active])
         grown = tree.grow(context, active, max(within), logits, descend, self._vocabulary)
         for place, index in enumerate(active):
-            cut = tree.cut(grown, place, within[index])
-            builders[index], self._rows[context.rows[index]].submitted = cut
+            builders[index], submitted = tree.cut(grown, place, within[index])
+            self._submit(context.rows[index], submitted, tree.calibration)
+
+
+def _size(tree: FixedTree | DynamicTree) -> int:
+    """Nodes that the head runs at most."""
+    return tree.run if isinstance(tree, DynamicTree) else len(tree.shape.parents)
 
 
 def _tree(config: HeadDrafterConfig) -> FixedTree | DynamicTree:
@@ -179,6 +198,16 @@ def _tree(config: HeadDrafterConfig) -> FixedTree | DynamicTree:
         )
     shape = Shape.regular(config.shape or (1,) * config.num_speculative_tokens)
     return FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
+
+
+def _sampled_tree(config: HeadDrafterConfig, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
+    """In the place of a dynamic tree that nobody insists on: two children a node as far down as its nodes reach."""
+    if config.top_k is None or config.draw != Draw.AUTO:
+        return tree
+    depth = config.num_speculative_tokens
+    shapes = [Shape.regular((2,) * wide + (1,) * (depth - wide)) for wide in range(depth + 1)]
+    fitting = [shape for shape in shapes if len(shape.parents) <= config.nodes] or shapes[:1]
+    return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=config.temperature)
 
 
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation: int) -> EagleHead:
