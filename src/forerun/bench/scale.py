@@ -27,6 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.caching import cache_root
 from forerun.errors import ArgumentError, CheckpointError
 
 RECORD = "scale.json"
@@ -121,10 +122,8 @@ def scale_model(
 
 
 def cache_folder() -> Path:
-    """Where scale models are kept: ``$FORERUN_CACHE``, else ``$XDG_CACHE_HOME/forerun``, else ``~/.cache/forerun``."""
-    chosen = os.environ.get("FORERUN_CACHE")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forerun"
-    return base / "scaled"
+    """Where scale models are kept: below `cache_root`."""
+    return cache_root() / "scaled"
 
 
 def remap_boundary(boundary: int, scaled: ScaledModel) -> int:

@@ -28,12 +28,13 @@ from forerun.bench.contestants import Field, contestants, library_store, peers, 
 from forerun.bench.goals import Goal
 from forerun.bench.machine import Machine, this_machine
 from forerun.bench.planned import draft_cost
-from forerun.bench.scale import ScaledModel, cache_folder, scale_model
+from forerun.bench.scale import ScaledModel, scale_model
 from forerun.bench.scale_head import scale_head
 from forerun.bench.speed import ArmSummary, Progress, measure, summarise
 from forerun.bench.steps import StepCosts, measure_steps
 from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count_tokens
 from forerun.bench.workloads import CONTEXT, contexts, settings
+from forerun.caching import cache_root
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
 from forerun.demo import FOLDER, MODELS, resolve
 from forerun.drafters.heads.eagle import EagleHead
@@ -307,7 +308,7 @@ def _drafters(models: _Models) -> None:
     there = Field(
         draft=models.draft,
         head=models.drafting_head(llm, models.scaled),
-        store=library_store(llm.tokenizer, cache_folder() / "library-datastore", models.progress),
+        store=library_store(llm.tokenizer, cache_root() / "library-datastore", models.progress),
         chain=options.chain,
         lookup=options.lookup,
     )

@@ -99,17 +99,7 @@ def serve(
 
 def _load(model: str, wish: dict[str, Any] | None, loading: LoadOptions, rows: int, seed: int | None) -> AsyncLLM:
     from forerun import AsyncLLM
-    from forerun.cli.session import quiet_libraries
+    from forerun.cli.session import loading_arguments, quiet_libraries
 
     quiet_libraries()
-    return AsyncLLM(
-        model,
-        speculative_config=wish,
-        dtype=loading.dtype,
-        device=loading.device,
-        max_model_len=loading.max_model_len,
-        reproducible=loading.reproducible,
-        max_num_seqs=rows,
-        seed=seed,
-        **({"compile": True} if loading.compile else {}),
-    )
+    return AsyncLLM(model, speculative_config=wish, max_num_seqs=rows, seed=seed, **loading_arguments(loading))

@@ -36,16 +36,18 @@ def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | 
         if wish is not None and wish.rule is not None:
             rule_named(wish.rule)
 
-        return LLM(
-            model,
-            speculative_config=speculative_config,
-            dtype=options.dtype,
-            device=options.device,
-            max_model_len=options.max_model_len,
-            reproducible=options.reproducible,
-            **({"compile": True} if options.compile else {}),
-            **more,
-        )
+        return LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
+
+
+def loading_arguments(options: LoadOptions) -> dict[str, Any]:
+    """The options as `LLM` and `AsyncLLM` take them."""
+    return {
+        "dtype": options.dtype,
+        "device": options.device,
+        "max_model_len": options.max_model_len,
+        "reproducible": options.reproducible,
+        **({"compile": True} if options.compile else {}),
+    }
 
 
 class Printer:

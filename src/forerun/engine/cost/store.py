@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from forerun.caching import cache_root
 from forerun.engine.cost.model import CostModel
 from forerun.engine.cost.passes import NODES, REPEATS, SECONDS, Grid, Tell, measure
 from forerun.target import Target
@@ -83,10 +84,8 @@ def save(target: Target, cost: CostModel) -> Path:
 
 
 def cache_folder() -> Path:
-    """``$FORERUN_CACHE/cost``, else ``$XDG_CACHE_HOME/forerun/cost``, else ``~/.cache/forerun/cost``."""
-    chosen = os.environ.get("FORERUN_CACHE")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forerun"
-    return base / "cost"
+    """Where costs are kept: below `cache_root`."""
+    return cache_root() / "cost"
 
 
 def file_of(target: Target) -> Path:
