@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from torch import distributed
+
 from forerun.target import Plan, Target
 from target.families import make
 from target.test_placement import TOKENS, error, tree
@@ -16,3 +18,6 @@ if __name__ == "__main__":
     early = target.run([0], TOKENS[-1:], tree(), Plan(stop=2))
     target.run([0], TOKENS[-1:], tree(), Plan(start=2, stop=4), states=early)
     sys.stdout.write(f"rank {os.environ['RANK']} matches\n")
+    # A process that leaves while the other still talks to it takes the other down (gloo aborts).
+    distributed.barrier()
+    distributed.destroy_process_group()
