@@ -27,18 +27,26 @@ _WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
 _NAMES = itertools.count()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """The values of a `PackedWeight`."""
+
+    packed: Tensor
+    """In oneDNN's layout; never written to."""
+    bias: Tensor | None
+
+
 class PackedWeight:
     """One or several (out, in) matrices below each other, in oneDNN's layout."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases).detach() if biases else None
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
+        self.dtype = layers[0].weight.dtype
+        made = self.ready(
+            [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
+        )
+        self.packed, self.bias = made.packed, made.bias
         self.in_features = layers[0].in_features
         self.sizes = [layer.out_features for layer in layers]
-        self.dtype = weight.dtype
         self.name = str(next(_NAMES))
         _WEIGHTS[self.name] = self
 
@@ -55,6 +63,18 @@ class PackedWeight:
         if single:
             result = result[:1]
         return result.view(*states.shape[:-1], result.shape[-1])
+
+    def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
+        """Matrices (out, in) and biases (out,) as this object would hold them, in its dtype; changes nothing."""
+        weight = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).detach().to(self.dtype)
+        bias = torch.cat(list(biases)).detach().to(self.dtype) if biases else None
+        return Contents(packed=torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS), bias=bias)
+
+    def exchange(self, contents: Contents) -> Contents:
+        """Hold these values from now on; returns the former ones."""
+        former = Contents(packed=self.packed, bias=self.bias)
+        self.packed, self.bias = contents.packed, contents.bias
+        return former
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
         return self  # never written to, and oneDNN's tensors cannot be copied

@@ -1,0 +1,129 @@
+"""Writes down, step by step, what the target thought where the drafter spoke. Runs in the engine's thread.
+
+Of every row the committed path is looked at: the root and the accepted nodes, the last of which is where the draft was
+rejected, if it was. One selection, one softmax, one top-k and one transfer to the host for the whole batch and step.
+Knows no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forerun.drafters.base import DraftContext
+from forerun.engine.adapting.pieces import CONTEXT, PIECE, Piece, Store
+from forerun.sampling import Sampler
+from forerun.scores import Scores
+from forerun.types import Source, Verdict
+
+
+@dataclass(kw_only=True, slots=True)
+class _Answer:
+    """An answer that is being written."""
+
+    tokens: Sequence[int]
+    """The row's live list."""
+    held: bool
+    temperature: float
+    places: list[int] = field(default_factory=list)
+    """Absolute: the law after token ``tokens[place]``."""
+    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    probs: list[npt.NDArray[np.float16]] = field(default_factory=list)
+    rejected: list[bool] = field(default_factory=list)
+
+    def piece(self) -> Piece | None:
+        """What was noted, which is then forgotten; None where that is nothing. A list that shrank loses its end."""
+        count = sum(place < len(self.tokens) for place in self.places)
+        places, rejected = self.places[:count], self.rejected[:count]
+        ids, probs = self.ids, self.probs
+        self.places, self.rejected, self.ids, self.probs = [], [], [], []
+        if not places:
+            return None
+        start = max(0, places[0] + 1 - CONTEXT)
+        return Piece(
+            tokens=np.array(self.tokens[start : places[-1] + 1], dtype=np.int32),
+            places=np.array(places, dtype=np.int32) - start,
+            ids=np.concatenate(ids)[:count],
+            probs=np.concatenate(probs)[:count],
+            rejected=np.array(rejected),
+            temperature=self.temperature,
+            held=self.held,
+        )
+
+
+class Collector:
+    """From the steps of one drafter to pieces in a `Store`.
+
+    Args:
+        top_k: tokens kept of each law.
+        held_every: one answer of so many is held back, the first one too.
+        readable: tokens that the drafter's vocabulary has; laws over others teach it nothing, but count as the rest.
+    """
+
+    def __init__(self, store: Store, *, top_k: int, held_every: int, readable: int) -> None:
+        self._store, self._top_k, self._held_every, self._readable = store, top_k, held_every, readable
+        self._answers: dict[int, _Answer] = {}
+        self._begun = 0
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        """Note a step, as `Drafter.observe` is shown it."""
+        ids, probs = self._laws(context, verdicts, scores)
+        start = 0
+        for index, verdict in enumerate(verdicts):
+            count = len(verdict.path) + 1
+            answer = self._answer(context, index)
+            first = len(context.tokens[index]) - context.fresh[index] - 1
+            answer.places.extend(range(first, first + count))
+            answer.ids.append(ids[start : start + count])
+            answer.probs.append(probs[start : start + count])
+            answer.rejected.extend([False] * (count - 1) + [verdict.kind is Source.RECOVERED])
+            start += count
+            if len(answer.places) >= PIECE:
+                self._keep(answer)
+
+    def close(self, rows: Sequence[int]) -> None:
+        """These rows' answers ended, or lost tokens."""
+        for row in rows:
+            answer = self._answers.pop(row, None)
+            if answer is not None:
+                self._keep(answer)
+
+    def _answer(self, context: DraftContext, index: int) -> _Answer:
+        row, tokens = context.rows[index], context.tokens[index]
+        answer = self._answers.get(row)
+        if answer is None or answer.tokens is not tokens:
+            self.close([row])
+            held = self._begun % self._held_every == 0
+            answer = self._answers[row] = _Answer(
+                tokens=tokens, held=held, temperature=_temperature(context.samplers[index])
+            )
+            self._begun += 1
+        return answer
+
+    def _keep(self, answer: _Answer) -> None:
+        piece = answer.piece()
+        if piece is not None:
+            self._store.add(piece)
+
+    def _laws(
+        self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
+        """(M, k) tokens and probabilities at the nodes of all rows' committed paths, row after row."""
+        places = [(index, node) for index, verdict in enumerate(verdicts) for node in (0, *verdict.path)]
+        device = scores.logits.device
+        rows, nodes = torch.tensor(places, device=device).unbind(1)
+        heats = [_temperature(sampler) or 1.0 for sampler in context.samplers]
+        temperatures = torch.tensor([heats[index] for index, _ in places], device=device)
+        logits = scores.logits[rows, nodes].float() / temperatures.unsqueeze(1)
+        known = torch.log_softmax(logits, -1)[:, : self._readable]
+        top, ids = known.topk(min(self._top_k, known.shape[-1]), dim=-1)
+        return ids.cpu().numpy().astype(np.int32), top.exp().cpu().numpy().astype(np.float16)
+
+
+def _temperature(sampler: Sampler) -> float:
+    given = sampler.params.temperature
+    return 1.0 if given is None else given

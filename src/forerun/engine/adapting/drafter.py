@@ -1,0 +1,112 @@
+"""A drafter whose weights change between steps: passes everything on, exchanges weights, writes down, watches.
+
+All of it runs in the engine's thread but `offer`. Key-value caches are left as they are when weights change: the keys of
+running rows are then those of the former weights, which can cost a little acceptance until the answer ends, where
+running all contexts again would cost every running answer a pause at once. What is drafted from them is recorded with
+the law that it was drawn from like any draft, so answers cannot tell. Rows that outlive their answer, as a reused prefix
+does, are computed anew when they are cut.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.engine.adapting.collecting import Collector
+from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.watching import Sentence, Watch
+from forerun.scores import Scores
+from forerun.target.swapping import Weights, exchange
+from forerun.types import Budget, Draft, Signal, Verdict
+
+log = logging.getLogger(__name__)
+
+
+class AdaptedDrafter(Drafter):
+    """What stands around a drafter that learns while it serves."""
+
+    name = "adapted"
+
+    def __init__(self, drafter: Drafter, collector: Collector, throttle: Throttle) -> None:
+        self.drafter, self._collector, self._throttle = drafter, collector, throttle
+        self.watch = Watch()
+        self.swaps = 0
+        """Times that offered weights were taken."""
+        self.rollbacks = 0
+        """Times that the former ones came back."""
+        self.failed = False
+        """Collecting raised; the drafter goes on with the weights that it has."""
+        self._offered: Weights | None = None
+        self._former: Weights | None = None
+        self._changes = 0
+        self._read_under: dict[int, int] = {}
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return self.drafter.requires
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is offered, and nothing that was taken is still being watched."""
+        return self._offered is None and not self.watch.pending
+
+    def offer(self, weights: Weights) -> None:
+        """Weights to take before the next proposal. From any thread, one offer at a time."""
+        assert self._offered is None, "the last offer was not taken yet"
+        self._offered = weights
+
+    @property
+    def waiting(self) -> bool:
+        """An offer was not taken yet."""
+        return self._offered is not None
+
+    def extend(self, context: DraftContext) -> None:
+        for row in context.rows:
+            self._read_under.setdefault(row, self._changes)
+        self.drafter.extend(context)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        if self._offered is not None:
+            self._take(self._offered)
+        return self.drafter.propose(context, budget)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self.drafter.observe(context, verdicts, scores)
+        if self.watch.saw(verdicts) is Sentence.WORSE:
+            self._roll_back()
+        if self.failed:
+            return
+        try:
+            with self._throttle.paced():
+                self._collector.observe(context, verdicts, scores)
+        except Exception as error:
+            self.failed = True
+            log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)
+            log.debug("adaptation", exc_info=True)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self._collector.close(rows)
+        current = [self._read_under.get(row, self._changes) == self._changes for row in rows]
+        kept = [length if fresh else 0 for length, fresh in zip(lengths, current, strict=True)]
+        for row, length in zip(rows, kept, strict=True):
+            if length == 0:
+                self._read_under.pop(row, None)
+        self.drafter.truncate(rows, kept)
+
+    def memory_bytes(self) -> int:
+        return self.drafter.memory_bytes()
+
+    def _take(self, offered: Weights) -> None:
+        self._former = exchange(offered)
+        self.swaps, self._changes = self.swaps + 1, self._changes + 1
+        self.watch.swapped()
+        self._offered = None
+
+    def _roll_back(self) -> None:
+        assert self._former is not None, "only a swap is watched"
+        exchange(self._former)
+        self._former, self._changes = None, self._changes + 1
+        self.watch.rolled_back()
+        self.rollbacks += 1
+        log.warning("adaptation: acceptance fell after a swap; the former weights of the drafter are back")
