@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from openai import OpenAI
+from transformers import AutoTokenizer
 
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import AsyncLLM
-from forerun.serve.app import build_app
+from forerun.serve import running
 from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
 
@@ -44,8 +46,10 @@ class Live:
 
 
 @contextmanager
-def serving(model: Path, *, speculative: dict[str, Any] | None = None, **settings: Any) -> Iterator[Live]:
-    """A server in a thread of its own until the block ends."""
+def serving(
+    model: Path, *, speculative: dict[str, Any] | None = None, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Live]:
+    """A server in a thread of its own until the block ends; `send_buffer`: bytes that the kernel keeps of an answer."""
     wanted = ServeSettings(model_name=NAME, **settings)
     session = Session(
         wanted,
@@ -53,11 +57,12 @@ def serving(model: Path, *, speculative: dict[str, Any] | None = None, **setting
             str(model), speculative_config=speculative, dtype="float32", max_num_seqs=4, max_model_len=200
         ),
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(build_app(session), host="127.0.0.1", port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = listener.getsockname()[1]
+    server = running.server(session, host="127.0.0.1", port=port)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     live = Live(f"http://127.0.0.1:{port}", session)
     _wait_until_ready(live)
@@ -69,6 +74,25 @@ def serving(model: Path, *, speculative: dict[str, Any] | None = None, **setting
         assert not thread.is_alive()
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Until it holds; an assertion fails where it never does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+def counters(live: Live) -> dict[str, float]:
+    """Metric with labels but the model's -> value."""
+    found = {}
+    for line in live.get("/metrics").text.splitlines():
+        match = re.fullmatch(r"((?:vllm|forerun):\w+)\{(.*?)\} (\S+)", line)
+        if match:
+            labels = ",".join(part for part in match[2].split(",") if not part.startswith("model_name"))
+            found[f"{match[1]}{{{labels}}}"] = float(match[3])
+    return found
+
+
 def _wait_until_ready(live: Live) -> None:
     for _ in range(600):
         try:
@@ -78,6 +102,15 @@ def _wait_until_ready(live: Live) -> None:
             pass
         time.sleep(0.05)
     raise AssertionError("the server did not come up")
+
+
+def with_template(checkpoint: Path, folder: Path, template: str) -> Path:
+    """A copy of a checkpoint with another chat template."""
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

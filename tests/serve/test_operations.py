@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -19,18 +17,7 @@ from forerun import AsyncLLM
 from forerun.errors import CheckpointError
 from forerun.serve.session import Session, State
 from forerun.serve.settings import ServeSettings
-from serve.conftest import NAME, Live, serving
-
-
-def counters(live: Live) -> dict[str, float]:
-    """Metric with labels but the model's -> value."""
-    found = {}
-    for line in live.get("/metrics").text.splitlines():
-        match = re.fullmatch(r"(vllm:\w+)\{(.*?)\} (\S+)", line)
-        if match:
-            labels = ",".join(part for part in match[2].split(",") if not part.startswith("model_name"))
-            found[f"{match[1]}{{{labels}}}"] = float(match[3])
-    return found
+from serve.conftest import NAME, Live, counters, serving, wait_for
 
 
 def test_the_counters_add_up(live: Live) -> None:
@@ -58,7 +45,7 @@ def test_a_client_that_leaves_frees_its_row(live: Live) -> None:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(live.url + "/v1/completions", json={**body, "stream": False, "n": 3}, timeout=0.02)
-    _wait(lambda: live.session.in_flight == 0 and not live.session.engine.llm.engine.busy)
+    wait_for(lambda: live.session.in_flight == 0 and not live.session.engine.llm.engine.busy)
     assert live.session.engine.llm.target.lengths == [0] * 4
 
 
@@ -75,7 +62,7 @@ def test_running_requests_are_finished_before_the_end(checkpoint: Path) -> None:
         body = {"prompt": "the", "max_tokens": 150, "ignore_eos": True}
         thread = threading.Thread(target=lambda: answers.append(live.post("/v1/completions", body)))
         thread.start()
-        _wait(lambda: live.session.in_flight > 0)
+        wait_for(lambda: live.session.in_flight > 0)
     thread.join()
     assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 150
 
@@ -92,14 +79,6 @@ def test_not_ready_is_a_503(checkpoint: Path) -> None:
     assert issubclass(CheckpointError, Exception)
 
 
-def _wait(condition: object, seconds: float = 10.0) -> None:
-    assert callable(condition)
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-
-
 def test_sigterm_drains_and_ends_with_zero(checkpoint: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -108,11 +87,11 @@ def test_sigterm_drains_and_ends_with_zero(checkpoint: Path) -> None:
     server = subprocess.Popen([*command, "--dtype", "float32"], stderr=subprocess.PIPE, text=True)
     url, answers = f"http://127.0.0.1:{port}", list[httpx.Response]()
     try:
-        _wait(lambda: _health(url) == 200, seconds=60)
+        wait_for(lambda: _health(url) == 200, seconds=60)
         body = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "n": 4}
         thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
         thread.start()
-        _wait(lambda: "num_requests_running" in (text := httpx.get(url + "/metrics").text) and "} 4.0" in text)
+        wait_for(lambda: "num_requests_running" in (text := httpx.get(url + "/metrics").text) and "} 4.0" in text)
         server.send_signal(signal.SIGTERM)
         thread.join()
         assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 600

@@ -44,6 +44,8 @@ def build_app() -> App:
     """The application, with every verb registered by its import path."""
     from cyclopts import App, Parameter
 
+    from forerun.cli.config_file import from_file
+
     app = App(
         name="forerun",
         help="Language models answer faster without changing what they answer.",
@@ -55,6 +57,7 @@ def build_app() -> App:
         help_on_error=False,
         help_format="plaintext",
         default_parameter=Parameter(show_default=_worth_showing),
+        config=from_file,
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
         app.command(f"forerun.cli.{verb}:{verb}", name=verb, help=summary, sort_key=order)
@@ -86,8 +89,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     return result if isinstance(result, int) else OK
 
 
-def _worth_showing(default: object) -> str:
-    return "" if default in (None, False, ()) else str(default)
+def _worth_showing(default: object) -> str | None:
+    if default is None or default is False or default in ((), ""):
+        return None
+    return ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _fail(error: Exception, message: str) -> int:

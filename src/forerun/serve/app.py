@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -18,17 +17,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from forerun.errors import ForerunError
-from forerun.serve import sse
-from forerun.serve.completing import ChatWriter, CompletionWriter, Writer
-from forerun.serve.guards import BodyLimit, KeyCheck, RequestIds
+from forerun.serve import logs, schema, sse
+from forerun.serve.bodies import StrictRoute
+from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter
+from forerun.serve.guards import BodyLimit, KeyCheck, Recorder
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.playground import FILES, page
-from forerun.serve.protocol.errors import ApiError, bad_request, from_validation
+from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from forerun.serve.protocol.responses import ResponsesRequest
+from forerun.serve.responding import ResponsesWriter
 from forerun.serve.session import Job, Session, State, collected
 from forerun.types import RequestOutput
-
-log = logging.getLogger(__name__)
 
 
 def build_app(session: Session) -> FastAPI:
@@ -42,12 +42,14 @@ def build_app(session: Session) -> FastAPI:
         loading.cancel()
 
     app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan)
+    app.router.route_class = StrictRoute
     _add_guards(app, session)
     _add_errors(app)
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
     _add_playground(app)
+    schema.describe(app, keyed=bool(session.settings.api_keys))
     return app
 
 
@@ -59,11 +61,13 @@ def _add_guards(app: FastAPI, session: Session) -> None:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(RequestIds)
+    app.add_middleware(Recorder, settings=settings, count=session.metrics.answered)
 
 
 def _add_errors(app: FastAPI) -> None:
     def answer(error: ApiError) -> JSONResponse:
+        if (record := logs.current()) is not None:
+            record.code = error.code
         return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
     async def of_api(_: Request, error: Exception) -> JSONResponse:
@@ -78,22 +82,18 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return answer(ApiError(error.status_code, str(error.detail)))
 
-    async def of_anything(_: Request, error: Exception) -> JSONResponse:
-        log.error("a request failed", exc_info=error)
-        return answer(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
-
     app.add_exception_handler(ApiError, of_api)
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
-    app.add_exception_handler(Exception, of_anything)
 
 
 def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs = _checked(lambda: chat_jobs(session, body))
-        return await _respond(session, http, jobs, ChatWriter(body, session.settings.model_name, _tokenizer(session)))
+        jobs, dialect = _checked(lambda: chat_jobs(session, body))
+        writer = ChatWriter(body, session.settings.model_name, _tokenizer(session), dialect)
+        return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, http: Request) -> Response:
@@ -102,10 +102,18 @@ def _add_completions(app: FastAPI, session: Session) -> None:
         writer = CompletionWriter(body, session.settings.model_name, _tokenizer(session))
         return await _respond(session, http, jobs, writer)
 
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesRequest, http: Request) -> Response:
+        check_model(session, body.model)
+        jobs, dialect = _checked(lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, ResponsesWriter(body, session.settings.model_name, dialect))
 
-async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer) -> Response:
+
+async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
     """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
-    if not writer.body.stream:
+    if (record := logs.current()) is not None:
+        record.stream = writer.streams
+    if not writer.streams:
         return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))
     events = _streamed(session, jobs, writer)
     try:
@@ -120,7 +128,8 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
             async for one in events:
                 yield one
 
-    return StreamingResponse(sse.with_end(rest()), media_type="text/event-stream", headers=sse.HEADERS)
+    sent = sse.with_end(rest()) if writer.marks_end else rest()
+    return StreamingResponse(sent, media_type="text/event-stream", headers=sse.HEADERS)
 
 
 async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
@@ -128,7 +137,7 @@ async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
         return list(await asyncio.gather(*(collected(session.answer(job)) for job in jobs)))
 
 
-async def _streamed(session: Session, jobs: list[Job], writer: Writer) -> AsyncGenerator[str]:
+async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
     with session.admitted(sum(job.params.n for job in jobs)):
         async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
             try:
@@ -141,6 +150,11 @@ async def _streamed(session: Session, jobs: list[Job], writer: Writer) -> AsyncG
                 if not writer.begun:
                     raise
                 yield sse.event(error.body())
+            except Exception as error:
+                if not writer.begun:
+                    raise
+                logs.write_error(error, message=session.settings.log_prompts)
+                yield sse.event(mistake().body())
 
 
 def _add_tokens(app: FastAPI, session: Session) -> None:

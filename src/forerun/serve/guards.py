@@ -6,37 +6,66 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.serve.protocol.errors import ApiError
+from forerun.serve import logs
+from forerun.serve.logs import RequestRecord
+from forerun.serve.protocol.errors import ApiError, mistake
+from forerun.serve.settings import ServeSettings
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/", "/playground.css", "/playground.js")
 """Need no key."""
-_ID = re.compile(r"[\w.:-]{1,128}")
+CLIENT_GONE = 499
+"""nginx's status for a request whose client left before its answer began."""
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-class RequestIds:
-    """Echoes ``X-Request-Id``, or makes one."""
+class Recorder:
+    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Args:
+        settings: what may be written.
+        count: told the route and the status of every request that ended.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, int], None]) -> None:
+        self._app, self._settings, self._count = app, settings, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        record, started = self._record(scope), time.perf_counter()
+        logs.begin(record)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                record.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
             await send(message)
 
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, named)
+        except Exception as error:
+            logs.write_error(error, message=self._settings.log_prompts)
+            if record.status is None:
+                await refuse(named, mistake())
+        finally:
+            record.status = record.status or CLIENT_GONE
+            record.route = getattr(scope.get("route"), "path", record.route)
+            record.duration_s = time.perf_counter() - started
+            self._count(record.route, record.status)
+            logs.write(record, routine=record.route in OPEN_PATHS)
+
+    def _record(self, scope: Scope) -> RequestRecord:
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client = scope["client"][0] if self._settings.log_clients and scope.get("client") else None
+        return RequestRecord(request_id=name, method=scope["method"], client=client)
 
 
 class KeyCheck:
@@ -50,13 +79,13 @@ class KeyCheck:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             good = [hmac.compare_digest(key.strip().encode(), own) for own in self._keys]
             if scheme.lower() != "bearer" or not any(good):
-                await _refuse(send, ApiError(401, "a valid API key is needed: Authorization: Bearer KEY"))
+                await refuse(send, ApiError(401, "a valid API key is needed: Authorization: Bearer KEY"))
                 return
         await self._app(scope, receive, send)
 
 
 class BodyLimit:
-    """413 for a body of more than `most` bytes, announced or not."""
+    """413 for a body of more than `most` bytes, announced or not; 415 for one that is compressed."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -65,9 +94,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        announced, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
         if not announced.isdecimal() or int(announced) > self._most:
-            await _refuse(send, self._too_large())
+            await refuse(send, self._too_large())
+            return
+        if coding != "identity":
+            await refuse(send, ApiError(415, "bodies are read as they are: leave out Content-Encoding"))
             return
         read, refused = 0, False
 
@@ -86,7 +119,7 @@ class BodyLimit:
                 await send(message)
             elif not refused:
                 refused = True
-                await _refuse(send, self._too_large())
+                await refuse(send, self._too_large())
 
         await self._app(scope, counted, corrected)
 
@@ -94,8 +127,12 @@ class BodyLimit:
         return ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
 
 
-async def _refuse(send: Send, error: ApiError) -> None:
+async def refuse(send: Send, error: ApiError) -> None:
+    """Answer with an error and nothing else."""
+    if (record := logs.current()) is not None:
+        record.code = error.code
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,18 +1,34 @@
 """Prometheus metrics under vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server.
 
+What vLLM has no name for begins with ``forerun:``.
+
 Mean acceptance length in PromQL: ``1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) /
 rate(vllm:spec_decode_num_drafts_total[1m])``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from forerun.types import RequestOutput, SpeculationStats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+
+
+class _Watched(Collector):
+    """A counter whose value somebody else counts; `Counter` itself can only be told what is added."""
+
+    def __init__(self, name: str, help_text: str, model: str, value: Callable[[], float]) -> None:
+        self._name, self._help, self._model, self._value = name, help_text, model, value
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._help, labels=["model_name"])
+        family.add_metric([self._model], self._value())
+        return [family]
 
 
 class Metrics:
@@ -23,7 +39,14 @@ class Metrics:
         self._model = model_name
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generated = self._counter("generation_tokens", "Tokens of finished requests.")
-        self._finished = self._counter("request_success", "Finished answers, by reason.", "finished_reason")
+        self._finished = self._counter("request_success", "Answers that ended, by reason.", "finished_reason")
+        self._admitted = self._counter("answers_admitted", "Answers that were taken on.", prefix="forerun")
+        self._refused = self._counter(
+            "answers_refused", "Answers that the engine refused after they were taken on.", prefix="forerun"
+        )
+        self._answered = self._counter(
+            "http_requests", "Requests by path and status.", "route", "status", prefix="forerun"
+        )
         self._drafts = self._counter("spec_decode_num_drafts", "Target passes in which something was drafted.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -38,6 +61,26 @@ class Metrics:
         """A gauge that is read when asked for."""
         gauge = Gauge(f"vllm:{name}", help_text, ["model_name"], registry=self.registry)
         gauge.labels(self._model).set_function(value)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an HTTP request that ended."""
+        self._answered.labels(self._model, route, str(status)).inc()
+
+    def admitted(self, answers: int) -> None:
+        """Count answers that were taken on. Each of them ends in `finished`, `dropped` or `refused`."""
+        self._admitted.labels(self._model).inc(answers)
+
+    def dropped(self, answers: int, reason: str) -> None:
+        """Count answers that came to no end of their own: ``abort`` or ``error``."""
+        self._finished.labels(self._model, reason).inc(answers)
+
+    def refused(self, answers: int) -> None:
+        """Count answers that the engine refused before they began."""
+        self._refused.labels(self._model).inc(answers)
+
+    def watch_counter(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """A counter that is kept elsewhere and read when asked for."""
+        self.registry.register(_Watched(f"vllm:{name}", help_text, self._model, value))
 
     def finished(self, output: RequestOutput) -> None:
         """Count a request that ended."""
@@ -66,8 +109,8 @@ class Metrics:
         for position, count in enumerate(stats.accepted_per_depth):
             self._per_position.labels(self._model, str(position)).inc(count)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"vllm:{name}", help_text, ["model_name", *labels], registry=self.registry)
+    def _counter(self, name: str, help_text: str, *labels: str, prefix: str = "vllm") -> Counter:
+        return Counter(f"{prefix}:{name}", help_text, ["model_name", *labels], registry=self.registry)
 
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(f"vllm:{name}", help_text, ["model_name"], registry=self.registry, buckets=_SECONDS)

@@ -6,12 +6,20 @@ A model that cannot be loaded ends it too.
 from __future__ import annotations
 
 import asyncio
+import resource
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
+from forerun.errors import ArgumentError
 from forerun.serve.app import build_app
+from forerun.serve.connections import Connection
 from forerun.serve.session import Session, State
+
+OTHER_FILES = 256
+"""File descriptors that a server needs besides one a connection: weights, libraries, connections that are refused."""
 
 
 class _Server(uvicorn.Server):
@@ -34,14 +42,43 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def run(session: Session, *, host: str, port: int, log_level: str = "info") -> None:
-    """Serve until told to stop; returns when everything in flight has been answered."""
+def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
+    """A server that is ready to run. Loggers are the caller's: nothing is configured here."""
     config = uvicorn.Config(
         build_app(session),
         host=host,
         port=port,
-        log_level=log_level,
+        http=cast(Any, partial(Connection, limits=session.settings)),
+        ws="none",
+        log_config=None,
         access_log=False,
+        server_header=False,
         timeout_graceful_shutdown=int(session.settings.drain_s),
     )
-    asyncio.run(_Server(config, session).serve())
+    return _Server(config, session)
+
+
+def run(session: Session, *, host: str, port: int) -> None:
+    """Serve until told to stop; returns when everything in flight has been answered.
+
+    Raises:
+        ArgumentError: more connections than the process may have open files.
+    """
+    allow_files(session.settings.max_connections + OTHER_FILES)
+    asyncio.run(server(session, host=host, port=port).serve())
+
+
+def allow_files(count: int) -> None:
+    """Raise the soft limit of open files to `count` where it is lower.
+
+    Raises:
+        ArgumentError: the hard limit is lower, too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and count > hard:
+        raise ArgumentError(
+            f"{count} open files are needed and {hard} allowed: lower --max-connections by {count - hard}, "
+            "or raise the limit (ulimit -Hn, LimitNOFILE=)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

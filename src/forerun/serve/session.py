@@ -13,8 +13,11 @@ from typing import Any
 
 from forerun import AsyncLLM
 from forerun.drafters import DRAFTERS
+from forerun.engine.adapting import AdaptationStats
 from forerun.engine.llm import Speculative
 from forerun.errors import ForerunError
+from forerun.serve.account import Account
+from forerun.serve.adapting import AdaptationMetrics
 from forerun.serve.metrics import Metrics
 from forerun.serve.protocol.common import Speculation
 from forerun.serve.protocol.errors import ApiError, bad_request
@@ -41,6 +44,10 @@ class Job:
     params: SamplingParams
     speculative: Speculative
     trace: bool = False
+    timeout_s: float | None = None
+    """From queueing to the end."""
+    client: str | None = None
+    """Rows are shared evenly among those who are named."""
 
 
 class Session:
@@ -121,16 +128,43 @@ class Session:
         """
         limit = self.settings.stream_buffer
         stream = self.engine.stream(
-            job.prompt, job.params, speculative=job.speculative, trace=job.trace, max_unread=limit
+            job.prompt,
+            job.params,
+            speculative=job.speculative,
+            trace=job.trace,
+            timeout_s=job.timeout_s,
+            client=job.client,
+            max_unread=limit,
         )
+        account = self._account(job)
+        begun = False
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.output is not None:
-                        self.metrics.finished(chunk.output)
+                        account.finished(chunk.output)
+                    begun = True
                     yield chunk
         except (ForerunError, ValueError) as error:
+            if begun:
+                account.failed(error)
+            else:
+                account.refused()
             raise bad_request(str(error)) from error
+        except Exception as error:
+            account.failed(error)
+            if self.state is State.DRAINING:
+                raise ApiError(503, "the server was stopped", code=self.state.value) from error
+            raise
+        finally:
+            account.close()
+
+    def _account(self, job: Job) -> Account:
+        own = self.engine.llm.speculative
+        chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
+        drafter = chosen or (own.method if job.speculative is None and own is not None else None)
+        prompt = job.prompt if self.settings.log_prompts else None
+        return Account(self.metrics, job.params.n, drafter, prompt)
 
     def speculation(self, wish: Speculation | None, *, predicted: bool) -> Speculative:
         """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
@@ -178,6 +212,18 @@ class Session:
         }
         for name, (help_text, read) in gauges.items():
             self.metrics.watch(name, help_text, partial(self._read, read))
+        counters: dict[str, tuple[str, Callable[[AsyncLLM], float]]] = {
+            "num_preemptions": ("Times an answer gave its row back.", lambda engine: engine.llm.engine.preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up.", lambda engine: engine.llm.engine.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the cache.", lambda engine: engine.llm.engine.prefix_hits),
+        }
+        for name, (help_text, read) in counters.items():
+            self.metrics.watch_counter(name, help_text, partial(self._read, read))
+        self.metrics.registry.register(AdaptationMetrics(self.settings.model_name, self._adaptation))
+
+    def _adaptation(self) -> AdaptationStats | None:
+        adaptation = self._engine.llm.adaptation if self._engine is not None else None
+        return None if adaptation is None else adaptation.stats()
 
     def _read(self, read: Callable[[AsyncLLM], float]) -> float:
         return read(self._engine) if self._engine is not None else 0.0

@@ -1,41 +1,81 @@
-"""What the operator decides: address, keys, origins and limits. Imports no web framework."""
+"""What the operator decides: keys, origins, limits and logs. Imports no web framework and no torch.
+
+These are options of ``forerun serve``, too: a field here is a flag there, and its default is written nowhere else.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from forerun.errors import ArgumentError
+from forerun.serve.reasoning import marks_of
+from forerun.serve.tools import check_parser
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
     """Of one server."""
 
-    model_name: str
-    """What clients call the model."""
-    api_keys: tuple[str, ...] = ()
-    """Any of these opens the API; none: it is open to everybody who reaches the port."""
-    allowed_origins: tuple[str, ...] = ()
-    """Web pages of other origins that may call the API from a browser (CORS); ``*`` allows all."""
-    max_body_bytes: int = 4_000_000
+    model_name: Annotated[str, Parameter(name="--served-model-name")] = ""
+    """What clients call the model; on the command line its directory or hub id if not given."""
+    api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
+    """Key that clients must send, any of several; may be repeated. None: open to everybody who reaches the port."""
+    allowed_origins: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """Origins of web pages that may call the API from a browser (CORS); may be repeated; ``*`` allows all."""
+    client_drafters: Annotated[tuple[str, ...], Parameter(negative="")] = ("ngram",)
+    """Drafters that a request may choose besides the server's own; may be repeated; such as need no files."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, llama3_json, auto or none."""
+    reasoning_parser: str = "auto"
+    """How it marks reasoning: qwen3, deepseek_r1, mistral, seed_oss, '<OPEN> <CLOSE>' marks, auto or none."""
+    max_speculative_tokens: int = 16
+    """Tokens to draft per step that a request may ask for at most."""
     max_queue: int = 256
     """Answers that wait or run at once; more are told to come back (429)."""
     max_n: int = 16
-    """Answers to one prompt."""
+    """Most answers to one prompt."""
     max_tokens: int | None = None
-    """Of one answer; None: as many as the context holds."""
-    max_speculative_tokens: int = 16
-    """What a request may ask for at most."""
-    client_drafters: tuple[str, ...] = ("ngram",)
-    """Drafters that a request may choose besides the server's own; all of them need no files."""
+    """Most tokens of one answer; as many as the context holds if not given."""
+    max_body_bytes: int = 4_000_000
+    """Largest request body, bytes."""
+    max_connections: int = 1024
+    """Open connections; more are told to come back (503)."""
+    receive_timeout_s: float = 30.0
+    """Seconds in which a request must have arrived, headers and body."""
+    send_timeout_s: float = 30.0
+    """Seconds that a client may leave what it was sent unread; then the connection is cut."""
+    request_timeout_s: Annotated[float | None, Parameter(name="--request-timeout")] = None
+    """Seconds from queueing to the end of an answer, unless a request asks for less; none if not given."""
     stream_buffer: int = 256
-    """Chunks kept for a client that does not read; one more, and the request is dropped."""
+    """Chunks kept for a client that does not read; one more, and its request is dropped."""
     drain_s: float = 60.0
-    """How long running requests may go on after SIGTERM."""
+    """Seconds that running requests may take after SIGTERM."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of ``key=value``, or one JSON object a line."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important lines to write."""
+    log_clients: Annotated[bool, Parameter(negative="")] = False
+    """Write the client's address, too."""
+    log_prompts: Annotated[bool, Parameter(negative="")] = False
+    """Write prompts and the messages of unexpected errors, which may quote them."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "stream_buffer"):
+        counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "stream_buffer", "max_connections")
+        for name in counts:
             if getattr(self, name) < 1:
-                raise ArgumentError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+                raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("receive_timeout_s", "send_timeout_s", "drain_s"):
+            if not getattr(self, name) >= 0:
+                raise ArgumentError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ArgumentError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        check_parser(self.tool_call_parser)
+        marks_of(self.reasoning_parser, template="")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ArgumentError(f"--request-timeout must be above 0, got {self.request_timeout_s}")
         if any(not key for key in self.api_keys):
             raise ArgumentError("an API key must not be empty")

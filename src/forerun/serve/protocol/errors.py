@@ -7,7 +7,13 @@ from typing import Any
 
 from forerun.errors import ForerunError
 
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -46,6 +52,11 @@ class ApiError(ForerunError):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400."""
     return ApiError(400, message, param=param, code=code)
+
+
+def mistake() -> ApiError:
+    """A 500: what nobody expected."""
+    return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

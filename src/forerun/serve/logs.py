@@ -1,0 +1,147 @@
+"""What the server writes about itself: one line a finished request, as text or as JSON.
+
+No prompt, no answer, no key and no path that a client made up, unless the operator asks for prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from forerun.serve.settings import ServeSettings
+from forerun.types import RequestOutput, SpeculationStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestRecord:
+    """What is known about one HTTP request; written when it ends. None where it does not apply."""
+
+    request_id: str
+    method: str
+    route: str = "unmatched"
+    """The path as it was declared; a path that nobody declared is not written down."""
+    status: int | None = None
+    code: str | None = None
+    """Of the error, as in OpenAI's envelope."""
+    client: str | None = None
+    duration_s: float = 0.0
+    stream: bool | None = None
+    drafter: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    ttft_s: float | None = None
+    """Time to the first token, seconds; the longest of several prompts'."""
+    tokens_per_step: float | None = None
+    """Tokens of a target pass in which something was drafted, bonus included."""
+    finish_reasons: list[str] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
+    """Only where the operator asked for them."""
+    _stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count one prompt's answers."""
+        answers = output.outputs
+        self.prompt_tokens = (self.prompt_tokens or 0) + len(output.prompt_token_ids)
+        self.completion_tokens = (self.completion_tokens or 0) + sum(len(answer.token_ids) for answer in answers)
+        self.finish_reasons += [answer.finish_reason or "abort" for answer in answers]
+        if output.time_to_first_token_s is not None:
+            self.ttft_s = max(self.ttft_s or 0.0, output.time_to_first_token_s)
+        for answer in answers:
+            self._stats.add(answer.speculation)
+        self.tokens_per_step = self._stats.mean_acceptance_length
+
+    def fields(self) -> dict[str, Any]:
+        """What is worth writing, in the order above."""
+        known = {key: value for key, value in asdict(self).items() if not key.startswith("_")}
+        rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in known.items()}
+        return {key: value for key, value in rounded.items() if value not in (None, [])}
+
+
+_current: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)
+
+
+def begin(record: RequestRecord) -> None:
+    """Make it the record of the request that runs here, for `current`."""
+    _current.set(record)
+
+
+def current() -> RequestRecord | None:
+    """The record of the request that runs here; None outside of requests."""
+    return _current.get()
+
+
+def write(record: RequestRecord, *, routine: bool) -> None:
+    """The one line of a request that has ended.
+
+    Args:
+        routine: a probe or a file of the page; where all went well that is not worth a line at level ``info``.
+    """
+    status = record.status or 0
+    level = logging.ERROR if status == 500 else logging.DEBUG if routine and status < 400 else logging.INFO
+    log.log(level, "request", extra={"fields": record.fields()})
+
+
+def write_error(error: BaseException, *, message: bool) -> None:
+    """An error that nobody expected, with the request's id and where it came from.
+
+    Args:
+        message: also what it says, which may quote a prompt.
+    """
+    record = current()
+    where = [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)]
+    fields: dict[str, Any] = {
+        "request_id": record.request_id if record is not None else None,
+        "error": type(error).__name__,
+        "message": str(error) if message else "withheld; --log-prompts shows it",
+        "where": " < ".join(reversed(where)),
+    }
+    log.error("a request failed", extra={"fields": fields})
+
+
+def configure_logging(settings: ServeSettings) -> None:
+    """Send everything to stderr in the format that was asked for."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(settings.log_format))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+
+
+def formatter(kind: Literal["text", "json"]) -> logging.Formatter:
+    """The formatter of that name."""
+    return _Json() if kind == "json" else _Text()
+
+
+class _Text(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        pairs = [f"{key}={_word(value)}" for key, value in getattr(record, "fields", {}).items()]
+        return " ".join([super().formatMessage(record), *pairs])
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _word(value: Any) -> str:
+    """A value as one word, quoted where it has blanks or anything that could end the line."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

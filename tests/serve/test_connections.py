@@ -1,0 +1,185 @@
+"""Connections that come in crowds, that never say what they want, and that never read what they asked for."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from forerun.errors import ArgumentError
+from forerun.serve import running
+from serve.conftest import Live, counters, serving, wait_for
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@contextmanager
+def connected(live: Live, *, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    """A raw connection."""
+    address = urlsplit(live.url)
+    with socket.socket() as connection:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(20)
+        connection.connect((address.hostname, address.port))
+        yield connection
+
+
+def everything(connection: socket.socket) -> tuple[int, str, dict[str, Any]]:
+    """Status, headers and JSON of an answer after which the server closes."""
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode().lower(), json.loads(body)
+
+
+def healthy(connection: socket.socket) -> bool:
+    """Asks once more on the same connection."""
+    received = b""
+    while not received.endswith(b'"}'):
+        received += connection.recv(4096)
+    return received.startswith(b"HTTP/1.1 200")
+
+
+def posted(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (
+            len(content),
+            content,
+        )
+    )
+
+
+def test_more_connections_than_allowed_are_told_to_come_back(checkpoint: Path) -> None:
+    with serving(checkpoint, max_connections=10) as small:
+        with ExitStack() as stack:
+            kept = [stack.enter_context(connected(small)) for _ in range(10)]
+            for connection in kept:
+                connection.sendall(HEALTH)
+                assert healthy(connection)
+            with connected(small) as late:
+                late.sendall(HEALTH)
+                status, head, body = everything(late)
+            assert status == 503 and "retry-after: 1" in head and "connection: close" in head
+            assert body["error"]["code"] == "too_many_connections" and body["error"]["type"] == "server_error"
+            kept[0].sendall(HEALTH)
+            assert healthy(kept[0]), "who is in stays in"
+        wait_for(lambda: small.get("/health").status_code == 200)
+
+
+def test_a_crowd_is_answered_to_the_last(checkpoint: Path) -> None:
+    """300 connections at once against a limit of 20: every one gets a whole answer, nobody is hung up on."""
+    statuses = list[int]()
+    with serving(checkpoint, max_connections=20) as small, ExitStack() as stack:
+        crowd = [stack.enter_context(connected(small)) for _ in range(300)]
+        with selectors.DefaultSelector() as waiting:
+            for connection in crowd:
+                connection.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                waiting.register(connection, selectors.EVENT_READ)
+            while waiting.get_map():
+                for key, _ in waiting.select(timeout=20):
+                    assert isinstance(key.fileobj, socket.socket)
+                    waiting.unregister(key.fileobj)
+                    statuses.append(everything(key.fileobj)[0])
+        assert len(statuses) == 300 and set(statuses) == {200, 503}
+        assert small.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nX-Slow: ",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+    ],
+    ids=["nothing", "half a header", "half a body"],
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_a_request_that_does_not_arrive_is_given_up(hasty: Live, sent: bytes, second: bool) -> None:
+    if second and not sent:
+        pytest.skip("a connection may rest between requests")
+    with connected(hasty) as connection:
+        if second:
+            connection.sendall(HEALTH)
+            assert healthy(connection)
+        connection.sendall(sent)
+        status, _, body = everything(connection)
+    assert status == 408 and body["error"]["code"] == "request_timeout"
+    assert hasty.session.in_flight == 0
+
+
+def test_an_answer_may_take_longer_than_a_request(hasty: Live) -> None:
+    with connected(hasty) as connection:
+        connection.sendall(posted({"prompt": "the", "max_tokens": 150, "ignore_eos": True, "n": 4}))
+        received = b""
+        while b'"usage"' not in received:
+            received += (piece := connection.recv(65536))
+            assert piece, received
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\xfc\r\n\r\n", b"GET /health HTTP/1.1\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"]
+)
+def test_what_is_not_http_gets_the_envelope_too(live: Live, sent: bytes) -> None:
+    with connected(live) as connection:
+        connection.sendall(sent)
+        status, _, body = everything(connection)
+    assert status == 400 and body["error"]["code"] == "invalid_http"
+
+
+@pytest.fixture(scope="module")
+def hasty(checkpoint: Path) -> Iterator[Live]:
+    """A server that waits for nobody."""
+    with serving(checkpoint, receive_timeout_s=0.25) as running_one:
+        yield running_one
+
+
+def test_who_reads_nothing_loses_the_row_and_then_the_connection(checkpoint: Path) -> None:
+    wordy = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "n": 4, "logprobs": 20, "stream": True}
+    with serving(checkpoint, send_buffer=4096, stream_buffer=8, send_timeout_s=0.5) as impatient:
+        with connected(impatient, receive_buffer=2048) as deaf:
+            deaf.sendall(posted(wordy))
+            wait_for(lambda: counters(impatient).get('vllm:request_success_total{finished_reason="abort"}') == 4)
+            llm = impatient.session.engine.llm
+            wait_for(lambda: not llm.engine.busy and impatient.session.in_flight == 0)
+            assert counters(impatient)["forerun:answers_admitted_total{}"] == 4
+            received = b""
+            while piece := deaf.recv(65536):
+                received += piece
+            assert received and b"[DONE]" not in received, "cut in the middle"
+        assert impatient.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
+
+
+def test_who_reads_slowly_is_served(checkpoint: Path) -> None:
+    with (
+        serving(checkpoint, send_buffer=4096, stream_buffer=1000, send_timeout_s=1.0) as patient,
+        connected(patient, receive_buffer=2048) as slow,
+    ):
+        slow.sendall(posted({"prompt": "the", "max_tokens": 60, "ignore_eos": True, "logprobs": 20, "stream": True}))
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            received += (piece := slow.recv(2048))
+            assert piece
+        assert b"data: [DONE]" in received
+
+
+def test_limits_of_the_machine_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = list[tuple[int, int]]()
+    monkeypatch.setattr(running.resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(running.resource, "setrlimit", lambda _, limits: raised.append(limits))
+    running.allow_files(1000)
+    assert raised == []
+    running.allow_files(2000)
+    assert raised == [(2000, 4096)]
+    with pytest.raises(ArgumentError, match="lower --max-connections by 904"):
+        running.allow_files(5000)
