@@ -94,7 +94,8 @@ class GrammarCompiler:
             import llguidance.hf
         except ModuleNotFoundError as error:
             raise ArgumentError("structured outputs need llguidance: pip install 'forerun[serve]'") from error
-        self._end_ids = sorted(end_ids)
+        self.tokenizer, self._end_ids = tokenizer, sorted(end_ids)
+        self._added = tokenizer.get_added_vocab()
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self._end_ids)
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
@@ -104,8 +105,15 @@ class GrammarCompiler:
         Raises:
             ArgumentError: llguidance does not accept the schema, expression or grammar; says why.
         """
-        matcher = self._compiled(*_source(wish))
+        matcher = self._compiled(*source(wish))
         return GrammarProcessor(matcher.deep_copy(), prompt_length, self._end_ids)
+
+    def mark(self, text: str) -> str:
+        """How a grammar in Lark's notation names `text`: as a string, or by its token's id where the tokenizer has one
+        special token for it, since llguidance never matches the spelling of those."""
+        token = self._added.get(text)
+        special = token is not None and self._tokenizer.is_special_token(token)
+        return f"<[{token}]>" if special else json.dumps(text, ensure_ascii=False)
 
     def _compile(self, kind: str, text: str) -> Any:
         from llguidance import LLMatcher
@@ -124,8 +132,8 @@ class GrammarCompiler:
         return matcher
 
 
-def _source(wish: StructuredOutputs) -> tuple[str, str]:
-    """Kind and text, as llguidance reads them."""
+def source(wish: StructuredOutputs) -> tuple[str, str]:
+    """Kind (``json``, ``regex`` or ``grammar``) and text, as llguidance reads them."""
     if wish.json is not None:
         return "json", wish.json if isinstance(wish.json, str) else json.dumps(wish.json)
     if wish.json_object:

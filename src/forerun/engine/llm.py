@@ -17,6 +17,7 @@ from forerun.engine.core import Engine
 from forerun.engine.drafting import Drafting
 from forerun.engine.loading import drafter_bytes, load_tokenizer
 from forerun.engine.prompts import Prompt, PromptReader
+from forerun.engine.templates import rendered
 from forerun.errors import ArgumentError, nearest
 from forerun.target import Buckets, Target
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
@@ -185,12 +186,30 @@ class LLM:
         """`chat`, a chunk per step."""
         return self.stream(self.chat_prompt(messages), sampling_params, speculative=speculative, trace=trace)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The conversation as the model wants to read it: text and token ids, ending where the answer begins."""
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template: Any,
+    ) -> dict[str, Any]:
+        """The conversation as the model wants to read it: text and token ids, ending where the answer begins.
+
+        Args:
+            tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
+            template: more variables of the chat template, e.g. ``enable_thinking=False``.
+
+        Raises:
+            ArgumentError: there is no template, or it refuses the conversation.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = rendered(self.tokenizer, messages, tools, template)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def grammar_mark(self, text: str) -> str:
+        """How a grammar (`StructuredOutputs.grammar`) names `text` for this model's tokenizer, which may have a special
+        token for it."""
+        return self._reader.grammars.mark(text)
 
     def submit(
         self,

@@ -121,11 +121,16 @@ class PromptReader:
         """Structured outputs as one more processor, the last one; one for each answer, whose path it follows."""
         if params.structured_outputs is None:
             return params
-        processor = self._grammars.processor(params.structured_outputs, prompt_length)
+        processor = self.grammars.processor(params.structured_outputs, prompt_length)
         return replace(params, logits_processors=(*params.logits_processors, processor))
 
     @cached_property
-    def _grammars(self) -> GrammarCompiler:
+    def grammars(self) -> GrammarCompiler:
+        """What makes processors of structured outputs, for this tokenizer.
+
+        Raises:
+            ArgumentError: no tokenizer, or llguidance is not installed.
+        """
         if self.tokenizer is None:
             raise ArgumentError("structured outputs need a tokenizer")
         return GrammarCompiler(self.tokenizer, self.vocab_size, sorted(self.end_ids()))

@@ -5,20 +5,52 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.serve.dialect import Dialect, reasoning_tokens
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol import answers
 from forerun.serve.protocol.common import Sampling
+from forerun.serve.protocol.messages import MessageWriter
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
-from forerun.types import CompletionOutput, OutputToken, RequestOutput
+from forerun.types import CompletionOutput, OutputToken, RequestOutput, StreamChunk
 
 
-class Writer(ABC):
-    """Writes one request's answer, as a stream or as a whole.
+class AnswerWriter(ABC):
+    """Writes one request's answer, as a stream or as a whole."""
+
+    marks_end: ClassVar[bool] = True
+    """A stream ends with OpenAI's ``[DONE]``."""
+
+    @property
+    @abstractmethod
+    def streams(self) -> bool:
+        """Whether a stream was asked for."""
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether anything has been written."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
+
+    @abstractmethod
+    def events(self, tagged: Tagged) -> Iterator[dict[str, Any]]:
+        """What is sent for one chunk."""
+
+    @abstractmethod
+    def closing_events(self) -> Iterator[dict[str, Any]]:
+        """What is sent behind the last chunk."""
+
+
+class Writer(AnswerWriter):
+    """Writes the choices of a completion.
 
     Args:
         body: what was asked.
@@ -37,8 +69,11 @@ class Writer(ABC):
         """Choice -> characters sent."""
         self._outputs: dict[int, RequestOutput] = {}
 
+    @property
+    def streams(self) -> bool:
+        return self.body.stream
+
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that is not streamed."""
         choices = [
             self.choice(job * self.body.n + answer.index, output, answer)
             for job, output in enumerate(outputs)
@@ -47,7 +82,6 @@ class Writer(ABC):
         return {**self._head(self.kind), "choices": choices, **self._closing(outputs)}
 
     def events(self, tagged: Tagged) -> Iterator[dict[str, Any]]:
-        """What is sent for one chunk."""
         chunk, index = tagged.chunk, tagged.job * self.body.n + tagged.chunk.index
         if index not in self._begun:
             self._begun[index] = 0
@@ -55,8 +89,7 @@ class Writer(ABC):
         if chunk.output is not None:
             self._outputs[tagged.job] = chunk.output
         if chunk.text or chunk.finish_reason is not None or (self.wants_logprobs and chunk.tokens):
-            delta = self.delta(index, chunk.text, chunk.tokens, self._begun[index])
-            yield from self._events_of([{**delta, "finish_reason": chunk.finish_reason}])
+            yield from self._events_of(self.delta(index, chunk, self._begun[index]))
             self._begun[index] += len(chunk.text)
 
     def closing_events(self) -> Iterator[dict[str, Any]]:
@@ -68,7 +101,6 @@ class Writer(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether anything has been written."""
         return bool(self._begun)
 
     @property
@@ -85,8 +117,12 @@ class Writer(ABC):
         """Deltas before the first token of a choice."""
 
     @abstractmethod
-    def delta(self, index: int, text: str, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any]:
-        """One piece of a choice; `offset`: characters sent before it."""
+    def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
+        """A chunk of a choice, one delta or none; `offset`: characters of it before this chunk."""
+
+    def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
+        """Tokens that are reasoning; None where the model does none."""
+        return None
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -97,7 +133,9 @@ class Writer(ABC):
 
     def _closing(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "usage": answers.usage(outputs, predicted=self.body.prediction is not None),
+            "usage": answers.usage(
+                outputs, predicted=self.body.prediction is not None, reasoning=self.reasoning(outputs)
+            ),
             "metrics": answers.metrics(outputs),
         }
         if self.body.return_speculation_trace:
@@ -107,30 +145,66 @@ class Writer(ABC):
         return found
 
 
+class _Stream:
+    """One choice of a chat: its reader and the message that comes out of it."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.reader = dialect.reader()
+        self.message = MessageWriter(dialect.new_id)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The engine's reason, or that the model waits for what its calls bring."""
+        return "tool_calls" if reason == "stop" and self.message.calls else reason
+
+
 class ChatWriter(Writer):
-    """``chat.completion`` and ``chat.completion.chunk``."""
+    """``chat.completion`` and ``chat.completion.chunk``.
+
+    Args:
+        dialect: how the answers are to be read.
+    """
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatRequest
+
+    def __init__(self, body: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase, dialect: Dialect) -> None:
+        super().__init__(body, model, tokenizer)
+        self._dialect = dialect
+        self._streams = defaultdict[int, _Stream](lambda: _Stream(dialect))
 
     @property
     def wants_logprobs(self) -> bool:
         return self.body.logprobs
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        stream = _Stream(self._dialect)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": stream.message.message(stream.reader.whole(answer.text)),
             "logprobs": self._logprobs(answer.tokens),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": stream.finish_reason(answer.finish_reason),
         }
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def delta(self, index: int, text: str, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": text} if text else {}, "logprobs": self._logprobs(tokens)}
+    def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
+        stream = self._streams[index]
+        pieces = stream.reader.feed(chunk.text)
+        if chunk.finish_reason is not None:
+            pieces += stream.reader.close()
+        logprobs, reason = self._logprobs(chunk.tokens), stream.finish_reason(chunk.finish_reason)
+        if not pieces and logprobs is None and reason is None:
+            return []
+        delta = stream.message.delta(pieces)
+        return [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+
+    def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
+        if self._dialect.marks is None:
+            return None
+        answered = [answer for output in outputs for answer in output.outputs]
+        return sum(reasoning_tokens(self._dialect, answer.text, answer.tokens) for answer in answered)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         return answers.chat_logprobs(tokens, self.tokenizer) if self.wants_logprobs else None
@@ -159,8 +233,9 @@ class CompletionWriter(Writer):
         echoed = self._echoed(index)
         return [{"index": index, "text": echoed, "logprobs": None, "finish_reason": None}] if echoed else []
 
-    def delta(self, index: int, text: str, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": self._logprobs(tokens, offset)}
+    def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(chunk.tokens, offset)
+        return [{"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}]
 
     def _echoed(self, index: int) -> str:
         if not self.body.echo:

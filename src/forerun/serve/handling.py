@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
 
+from forerun.serve.dialect import Dialect, dialect_of
 from forerun.serve.protocol.common import Sampling
 from forerun.serve.protocol.errors import ApiError, bad_request
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
@@ -26,16 +27,24 @@ class Tagged:
     chunk: StreamChunk
 
 
-def chat_jobs(session: Session, body: ChatRequest) -> list[Job]:
-    """The one job of a chat request.
+def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], Dialect]:
+    """The one job of a chat request, and how its answers are to be read.
 
     Raises:
         ApiError: beyond the limits, or refused by the engine.
     """
-    prompt = session.engine.llm.chat_prompt([message.plain() for message in body.messages])
+    llm = session.engine.llm
+    assert llm.tokenizer is not None, "the server loads a model with its tokenizer"
+    dialect = dialect_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return [_job(session, body, prompt, _params(session, body, limit, top))]
+    params = _params(session, body, limit, top)
+    params = replace(
+        params,
+        structured_outputs=dialect.constrained(body, params.structured_outputs, llm.grammar_mark),
+        skip_special_tokens=params.skip_special_tokens and not dialect.hides_marks(llm.tokenizer),
+    )
+    return [_job(session, body, dialect.prompt, params)], dialect
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:

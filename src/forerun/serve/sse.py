@@ -11,8 +11,9 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(data: Mapping[str, Any]) -> str:
-    """One event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One event; its ``type``, where it has one, is its name, too."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 async def with_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

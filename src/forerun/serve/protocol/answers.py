@@ -18,21 +18,23 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not know."""
 
 
-def usage(outputs: Sequence[RequestOutput], *, predicted: bool) -> dict[str, Any]:
-    """Token counts; those of the client's prediction where it sent one."""
+def usage(outputs: Sequence[RequestOutput], *, predicted: bool, reasoning: int | None = None) -> dict[str, Any]:
+    """Token counts; those of the client's prediction where it sent one, and of reasoning where the model does any."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
     }
+    details = {} if reasoning is None else {"reasoning_tokens": reasoning}
     if predicted:
         stats = pooled(outputs)
-        counts["completion_tokens_details"] = {
-            "accepted_prediction_tokens": stats.num_accepted_draft_tokens,
-            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_draft_tokens,
-        }
+        details["accepted_prediction_tokens"] = stats.num_accepted_draft_tokens
+        details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
+    if details:
+        counts["completion_tokens_details"] = details
     return counts
 
 

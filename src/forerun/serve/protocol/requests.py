@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from forerun.serve.protocol.common import Sampling, Strict, TextPart, joined
+from forerun.serve.protocol.tools import NamedChoice, Tool, ToolCall, ToolChoice
 
 
 class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
+    """Only an assistant's may be missing, where it has called tools."""
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """An assistant's."""
+    tool_call_id: str | None = None
+    """Of the call that a tool's message answers."""
+    reasoning_content: str | None = None
+    """An assistant's; whether the model reads it again is its template's choice."""
+    reasoning: str | None = None
+    """The same under vLLM's newer name."""
+    refusal: None = None
+    """Clients send it back as they got it."""
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates read it; templates know no developer, who is their system."""
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": joined(self.content), **named}
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls may have none")
+        if self.role != "assistant" and self.tool_calls is not None:
+            raise ValueError("only an assistant's message has tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("a message of role 'tool' needs tool_call_id, and no other has one")
+        return self
+
+    def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
+        """As chat templates read it; templates know no developer, who is their system.
+
+        Args:
+            text_arguments: the arguments of calls as JSON text, and no content as None; else an object and "".
+        """
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        found["content"] = joined(self.content) if self.content is not None else None if text_arguments else ""
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
+        reasoning = self.reasoning_content or self.reasoning
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
+        return found | {key: value for key, value in more.items() if value is not None}
 
 
 class ChatRequest(Sampling):
@@ -31,6 +61,29 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1)] | None = None
+    tool_choice: ToolChoice | None = None
+    """None is ``auto`` where there are tools."""
+    parallel_tool_calls: bool = True
+    """False: at most one call."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: further variables of the chat template, such as ``enable_thinking``."""
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is shown: none where it must not call any."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that it may call: the one that `tool_choice` names, or all."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        return [tool for tool in self.offered if named in (None, tool.function.name)]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

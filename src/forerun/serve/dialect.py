@@ -1,0 +1,205 @@
+"""What a model's answers hold besides text: reasoning and tool calls, as its chat template shows or the operator says.
+
+Makes a request's messages into a prompt, its wishes into one grammar, and its answers into pieces. Knows no HTTP and no
+shape of an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forerun.engine.grammar import source
+from forerun.engine.llm import LLM
+from forerun.errors import ArgumentError
+from forerun.serve.protocol.errors import bad_request
+from forerun.serve.protocol.requests import ChatRequest
+from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
+from forerun.serve.settings import ServeSettings
+from forerun.serve.tools import FORMATS, Lark, ToolFormat, format_of
+from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps
+from forerun.types import OutputToken, StructuredOutputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TAKES_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """How the answers to one request are written."""
+
+    prompt: dict[str, Any]
+    """The conversation as the model reads it, `LLM.chat_prompt`."""
+    format: ToolFormat | None = None
+    """Of tool calls; None where the model may not make any."""
+    marks: Marks | None = None
+    """Of reasoning; None where the model does none, or the template has already ended it."""
+    inside: bool = False
+    """The answer begins within the reasoning."""
+
+    def reader(self) -> AnswerReader:
+        """For one answer."""
+        return AnswerReader(self)
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        assert self.format is not None, "who calls has a format"
+        return self.format.new_id()
+
+    def hides_marks(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether marks that must be seen are special tokens, which are left out of texts."""
+        wanted = [] if self.format is None else [self.format.mark, *self.format.marks]
+        wanted += [] if self.marks is None else [self.marks.open, self.marks.close]
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        return not special.isdisjoint(wanted)
+
+    def constrained(
+        self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
+    ) -> StructuredOutputs | None:
+        """What the answer must look like, reasoning and calls included; None where it may be anything.
+
+        Args:
+            own: what the request wants its text to look like.
+            mark: how a grammar names a mark (`LLM.grammar_mark`); only asked for if there is a grammar.
+
+        Raises:
+            ApiError: wishes that cannot be met together.
+        """
+        if own is not None and body.must_call:
+            raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
+        strict = self.format is not None and any(function.strict for function in self.format.functions)
+        calls = body.must_call or strict or (self.format is not None and (not body.parallel_tool_calls or own))
+        if not calls and (own is None or self.marks is None):
+            return own
+        lark = Lark(mark)
+        content = None if own is None else lark.rule(_written(own))
+        if self.format is not None:
+            content = self._calls(body, lark, content)
+        assert content is not None, "calls or a form of the text"
+        return StructuredOutputs(grammar=lark.text(f"{self._thinking(lark)} {content}"))
+
+    def _calls(self, body: ChatRequest, lark: Lark, content: str | None) -> str:
+        assert self.format is not None
+        try:
+            return self.format.grammar(lark, forced=body.must_call, many=body.parallel_tool_calls, content=content)
+        except ArgumentError as error:
+            raise bad_request(str(error), "tools") from error
+
+    def _thinking(self, lark: Lark) -> str:
+        if self.marks is None:
+            return ""
+        thought = lark.until(self.marks.close)
+        if self.inside:
+            return f"{thought} BLANKS"
+        return lark.rule(f"({lark.mark(self.marks.open)} {thought} BLANKS)?")
+
+
+class AnswerReader(PieceReader):
+    """Reads one answer: reasoning first, then text and calls."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(self._read)
+        self._dialect = dialect
+        self.reasoning_end = 0
+        """Characters that the reasoning takes, with its marks, once it has been read."""
+
+    def _read(self, text: Incoming) -> Steps[None]:
+        dialect = self._dialect
+        if dialect.marks is not None:
+            yield from read_reasoning(text, dialect.marks, inside=dialect.inside)
+            self.reasoning_end = text.at
+        if dialect.format is not None:
+            yield from dialect.format.read(text)
+        else:
+            yield from text.rest(Kind.CONTENT)
+
+    def whole(self, text: str) -> list[Piece]:
+        """The pieces of a complete text."""
+        return [*self.feed(text), *self.close()]
+
+
+def dialect_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Dialect:
+    """The prompt of a chat request and how its answers are written.
+
+    Raises:
+        ApiError: tools for a model that cannot be given any, or a choice that is none.
+        ArgumentError: the chat template refuses the conversation.
+    """
+    _check_choice(body)
+    template = _template(llm.tokenizer, bool(body.offered))
+    tools = [tool.plain() for tool in body.offered]
+    kind = format_of(settings.tool_call_parser, template)
+    if tools and not _TAKES_TOOLS.search(template):
+        raise bad_request("the chat template of this model takes no tools", "tools")
+    if tools and kind is None:
+        raise _no_parser(settings.tool_call_parser)
+    text_arguments = kind is not None and kind.text_arguments
+    messages = [message.plain(text_arguments=text_arguments) for message in body.messages]
+    try:
+        prompt = llm.chat_prompt(messages, tools or None, **(body.chat_template_kwargs or {}))
+    except TypeError as error:
+        raise bad_request(f"not a variable of the chat template: {error}", "chat_template_kwargs") from error
+    marks = marks_of(settings.reasoning_parser, template)
+    if marks is not None and prompt["prompt"].rstrip().endswith(marks.close):
+        marks = None
+    functions = [tool.function.function() for tool in body.callable_tools]
+    return Dialect(
+        prompt=prompt,
+        format=kind(template, functions) if kind is not None and functions else None,
+        marks=marks,
+        inside=marks is not None and begins_inside(marks, prompt["prompt"]),
+    )
+
+
+def reasoning_tokens(dialect: Dialect, text: str, tokens: Sequence[OutputToken]) -> int:
+    """How many tokens of an answer are reasoning, marks included."""
+    reader = dialect.reader()
+    reader.whole(text)
+    place = count = 0
+    while count < len(tokens) and place < reader.reasoning_end:
+        place += len(tokens[count].text)
+        count += 1
+    return count
+
+
+def _written(form: StructuredOutputs) -> str:
+    """A form as the body of a rule in Lark's notation."""
+    kind, text = source(form)
+    return {"json": f"%json {text}", "regex": f"/{_escaped(text)}/", "grammar": f"%lark {{\n{text}\n}}"}[kind]
+
+
+def _escaped(regex: str) -> str:
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase | None, with_tools: bool) -> str:
+    """The text of the chat template, empty where there is none: the prompt's maker says so."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return ""
+    template: str = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+    return template
+
+
+def _check_choice(body: ChatRequest) -> None:
+    names = [tool.function.name for tool in body.tools or []]
+    if len(set(names)) < len(names):
+        raise bad_request("two tools have the same name", "tools")
+    if body.tool_choice not in (None, "none") and not names:
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if body.must_call and not body.callable_tools:
+        raise bad_request("tool_choice names a function that is not among the tools", "tool_choice")
+
+
+def _no_parser(parser: str) -> Exception:
+    known = ", ".join(FORMATS)
+    if parser == "none":
+        return bad_request("this server was started with --tool-call-parser none; it reads no tool calls", "tools")
+    return bad_request(
+        "the chat template of this model shows no known format of tool calls; if it has one, start the server with "
+        f"--tool-call-parser and one of {known}",
+        "tools",
+    )

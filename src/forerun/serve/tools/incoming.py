@@ -1,0 +1,246 @@
+"""Text that arrives in pieces, read through a cursor; and the JSON in it. Knows no format of calls.
+
+A reader is a generator that yields `Piece`s, and None where it needs more text. What it decides depends on the text and
+never on where the text was cut, so a streamed answer and a whole one are read by the same lines to the same pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+T = TypeVar("T")
+_SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
+
+
+class Kind(Enum):
+    """What a piece of an answer is."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    CALL = "call"
+    """A call begins; the text is the function's name."""
+    ARGUMENTS = "arguments"
+    """More of the JSON text of the last call's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer."""
+
+    kind: Kind
+    text: str
+
+
+Steps = Generator[Piece | None, None, T]
+"""A reader in progress: pieces, None for "more text, please", and a result at the end."""
+
+
+class Incoming:
+    """The text so far and how far it has been read."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        """Characters read."""
+        self.ended = False
+        """Nothing will be added."""
+
+    def until(self, mark: str, kind: Kind, *, drop_end: bool = False) -> Steps[int | None]:
+        """Pass the text on up to `mark`, which is read too; the blanks before it are held back.
+
+        Args:
+            drop_end: if the mark never comes, blanks at the end are dropped.
+
+        Returns:
+            Where the text that was held back begins; None where the text ended without the mark.
+        """
+        while True:
+            found = self.text.find(mark, self.at)
+            if found < 0 and self.ended:
+                yield from self._pass(self._before_blanks(len(self.text)) if drop_end else len(self.text), kind)
+                self.at = len(self.text)
+                return None
+            end = self._before_blanks(found if found >= 0 else len(self.text) - _overlap(self.text, mark))
+            yield from self._pass(end, kind)
+            if found >= 0:
+                self.at = found + len(mark)
+                return end
+            yield None
+
+    def rest(self, kind: Kind) -> Steps[None]:
+        """Pass all that comes on."""
+        while True:
+            yield from self._pass(len(self.text), kind)
+            if self.ended:
+                return
+            yield None
+
+    def starts(self, mark: str) -> Steps[bool]:
+        """Read `mark` if it comes next."""
+        while True:
+            here = self.text[self.at : self.at + len(mark)]
+            if here == mark:
+                self.at += len(mark)
+                return True
+            if self.ended or not mark.startswith(here):
+                return False
+            yield None
+
+    def opens(self, mark: str) -> Steps[bool]:
+        """`starts` behind blanks."""
+        yield from self.skip_blanks()
+        return (yield from self.starts(mark))
+
+    def skip_blanks(self) -> Steps[None]:
+        """Read white space."""
+        while (yield from self.next()).isspace():
+            self.at += 1
+
+    def next(self) -> Steps[str]:
+        """The next character, unread; empty at the end."""
+        while self.at >= len(self.text) and not self.ended:
+            yield None
+        return self.text[self.at : self.at + 1]
+
+    def matching(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read the longest text that matches, character by character's decision: `pattern` is ``[...]*``."""
+        while True:
+            match = pattern.match(self.text, self.at)
+            assert match is not None, "the pattern matches the empty text"
+            if match.end() < len(self.text) or self.ended:
+                self.at = match.end()
+                return match.group()
+            yield None
+
+    def up_to(self, mark: str) -> Steps[str | None]:
+        """Read the text up to `mark`, and the mark; None, with nothing read, where it never comes."""
+        while True:
+            found = self.text.find(mark, self.at)
+            if found >= 0:
+                start, self.at = self.at, found + len(mark)
+                return self.text[start:found]
+            if self.ended:
+                return None
+            yield None
+
+    def json_value(self) -> Steps[None]:
+        """Pass the JSON value that comes next on as `Kind.ARGUMENTS`, as it arrives, unchecked. The text's end ends it
+        too."""
+        first = yield from self.next()
+        if first not in ('"', "{", "["):
+            yield from self._pass_scalar()
+            return
+        scan = _Scan()
+        while not scan.done:
+            yield from self._pass(scan.run(self.text, self.at), Kind.ARGUMENTS)
+            if not scan.done:
+                if self.ended:
+                    return
+                yield None
+
+    def json_string(self) -> Steps[str | None]:
+        """Read a JSON string; None where there is none, or where it never ends."""
+        if (yield from self.next()) != '"':
+            return None
+        raw = yield from collected(self.json_value())
+        try:
+            return str(json.loads(raw, strict=False))
+        except ValueError:
+            return None
+
+    def _pass_scalar(self) -> Steps[None]:
+        scalar = yield from self.matching(_SCALAR)
+        if scalar:
+            yield Piece(Kind.ARGUMENTS, scalar)
+
+    def _pass(self, end: int, kind: Kind) -> Steps[None]:
+        if end > self.at:
+            piece = Piece(kind, self.text[self.at : end])
+            self.at = end
+            yield piece
+
+    def _before_blanks(self, end: int) -> int:
+        while end > self.at and self.text[end - 1].isspace():
+            end -= 1
+        return end
+
+
+class _Scan:
+    """Finds the end of a JSON string, array or object by its brackets and quotes."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def run(self, text: str, at: int) -> int:
+        """Where the value ends, or the end of the text if it goes on."""
+        for place in range(at, len(text)):
+            self._read(text[place])
+            if self.done:
+                return place + 1
+        return len(text)
+
+    def _read(self, character: str) -> None:
+        if self._quoted:
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._quoted = True
+        else:
+            self._depth += (character in "{[") - (character in "}]")
+        self.done = self._depth == 0 and not self._quoted
+
+
+class PieceReader:
+    """Runs a reader over a text that arrives in pieces.
+
+    Args:
+        read: makes the reader; it must read to the end of the text.
+    """
+
+    def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
+        self._incoming = Incoming()
+        self._steps = read(self._incoming)
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain now that `text` has come."""
+        self._incoming.text += text
+        return self._run()
+
+    def close(self) -> list[Piece]:
+        """What is left now that nothing will come."""
+        self._incoming.ended = True
+        return self._run()
+
+    def _run(self) -> list[Piece]:
+        found: list[Piece] = []
+        for piece in self._steps:
+            if piece is None:
+                break
+            if found and found[-1].kind is piece.kind is not Kind.CALL:
+                found[-1] = Piece(piece.kind, found[-1].text + piece.text)
+            else:
+                found.append(piece)
+        return found
+
+
+def collected(steps: Steps[None]) -> Steps[str]:
+    """The text of all pieces, none of which is passed on."""
+    text = ""
+    for piece in steps:
+        if piece is None:
+            yield None
+        else:
+            text += piece.text
+    return text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)

@@ -1,0 +1,43 @@
+"""``{"name": ..., "parameters": {...}}`` and nothing else, or behind ``<|python_tag|>``: Llama 3.1 and 3.2."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.errors import ArgumentError
+from forerun.serve.tools.base import Lark, ToolFormat
+from forerun.serve.tools.calls import read_call
+from forerun.serve.tools.incoming import Incoming, Steps
+
+
+class Llama3Json(ToolFormat):
+    """An answer that begins with a call is one; several are separated by semicolons. Without a mark only the names of
+    functions that there are tell a call from an answer in JSON."""
+
+    name: ClassVar[str] = "llama3_json"
+    signs: ClassVar[tuple[str, ...]] = ('{"name": function name, "parameters":',)
+    mark: ClassVar[str] = "<|python_tag|>"
+
+    def read_opening(self, text: Incoming) -> Steps[bool]:
+        return (yield from self.read_calls(text))
+
+    def read_calls(self, text: Incoming) -> Steps[bool]:
+        names = {function.name for function in self.functions}
+        called = False
+        while (yield from read_call(text, names)):
+            called = True
+            yield from text.opens(";")
+        return called
+
+    def grammar(self, lark: Lark, *, forced: bool, many: bool, content: str | None = None) -> str:
+        if content is not None:
+            raise ArgumentError("models that write calls as plain JSON cannot have a response_format beside tools")
+        calls = lark.rule(self.block(lark, many=many))
+        if forced:
+            return calls
+        return lark.rule(f"{calls} | {lark.mark(self.mark)} {calls} | /([^{{](.|\\n)*)?/")
+
+    def block(self, lark: Lark, *, many: bool) -> str:
+        calls = (f'{self._json_call(lark, function, "parameters")} "}}"' for function in self.functions)
+        one = lark.rule(" | ".join(calls))
+        return f'{one} ("; " {one})*' if many else one

@@ -1,0 +1,63 @@
+"""``[TOOL_CALLS]``: Mistral's, with a JSON list of calls behind it, or since version 11 with ``name[ARGS]{...}``."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import ClassVar
+
+from forerun.serve.tools.base import Lark, ToolFormat, literal
+from forerun.serve.tools.calls import read_arguments, read_call
+from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
+
+ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[\w.-]*")
+_ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+class Mistral(ToolFormat):
+    """A list behind one mark, or a mark before each call."""
+
+    name: ClassVar[str] = "mistral"
+    signs: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+    mark: ClassVar[str] = "[TOOL_CALLS]"
+    marks: ClassVar[tuple[str, ...]] = (ARGS, CALL_ID)
+
+    def read_calls(self, text: Incoming) -> Steps[bool]:
+        if not (yield from text.opens("[")):
+            return (yield from self._read_named(text))
+        called = False
+        while (yield from read_call(text)):
+            called = True
+            yield from text.opens(",")
+        if called:
+            yield from text.opens("]")
+        return called
+
+    def block(self, lark: Lark, *, many: bool) -> str:
+        if ARGS in self.template:
+            calls = " | ".join(
+                f"{literal(function.name)} {lark.mark(ARGS)} {lark.json(function.parameters, strict=function.strict)}"
+                for function in self.functions
+            )
+            one = lark.rule(calls)
+            return f"{one} ({lark.mark(self.mark)} {one})*" if many else one
+        one = lark.rule(" | ".join(f'{self._json_call(lark, function)} "}}"' for function in self.functions))
+        return f'"[" {one} (", " {one})* "]"' if many else f'"[" {one} "]"'
+
+    def new_id(self) -> str:
+        """Nine letters or digits: Mistral's templates refuse anything else."""
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+    def _read_named(self, text: Incoming) -> Steps[bool]:
+        yield from text.skip_blanks()
+        name = yield from text.matching(_NAME)
+        if (yield from text.starts(CALL_ID)):
+            yield from text.matching(_NAME)
+        yield from text.starts(ARGS)
+        yield from text.skip_blanks()
+        if not name or (yield from text.next()) != "{":
+            return False
+        yield Piece(Kind.CALL, name)
+        yield from read_arguments(text)
+        return True

@@ -1,0 +1,148 @@
+"""``/v1/responses`` through the official client: whole, streamed event by event, with calls, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from forerun.serve.protocol.responses import ResponsesRequest
+from serve.conftest import NAME, Live, serving, with_template
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{% endfor %}\n{% endfor %}assistant: "
+)
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def caller(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serving(with_template(checkpoint, tmp_path_factory.mktemp("caller"), TEMPLATE)) as running:
+        yield running
+
+
+@pytest.fixture
+def official(caller: Live) -> OpenAI:
+    return caller.client()
+
+
+def streamed(client: OpenAI, **asked: Any) -> tuple[list[Any], Any]:
+    """All events and the response of the last one; numbers and order are checked."""
+    events = list(client.responses.create(model=NAME, stream=True, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    return events, events[-1].response
+
+
+def test_a_text(caller: Live, official: OpenAI) -> None:
+    asked: dict[str, Any] = {"input": "the cat", "instructions": "sat", "max_output_tokens": 9, "temperature": 0}
+    whole = official.responses.create(model=NAME, **asked)
+    prompt = [{"role": "system", "content": "sat"}, {"role": "user", "content": "the cat"}]
+    chat = official.chat.completions.create(model=NAME, messages=prompt, temperature=0, max_tokens=9)  # type: ignore[arg-type]
+    assert whole.output_text == chat.choices[0].message.content and chat.usage and whole.usage
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 9)
+    assert whole.status == "incomplete" and whole.incomplete_details and whole.instructions == "sat"
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    events, response = streamed(official, **asked)
+    assert response.output_text == whole.output_text and events[-1].type == "response.incomplete"
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == whole.output_text and len(deltas) > 1
+    others = [event.type.removeprefix("response.") for event in events if event not in deltas]
+    assert others[2:-1] == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+
+
+def test_a_call_and_what_it_brought(official: OpenAI) -> None:
+    asked: dict[str, Any] = {"tools": [TOOL], "parallel_tool_calls": False, "max_output_tokens": 100}
+    choice = {"tool_choice": {"type": "function", "name": "weather"}}
+    first = official.responses.create(model=NAME, input="the cat", **choice, **asked)
+    [call] = first.output
+    assert call.type == "function_call" and json.loads(call.arguments)["unit"] in ("C", "F")
+    assert first.status == "completed" and first.output_text == ""
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "20"}
+    conversation: Any = [{"role": "user", "content": "the cat"}, *first.output, result]
+    second = official.responses.create(model=NAME, input=conversation, tools=[TOOL], max_output_tokens=3)
+    assert second.usage is not None and second.usage.output_tokens == 3
+    events, response = streamed(official, input="the cat", tool_choice="required", **asked)
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert done.arguments == "".join(pieces) == response.output[0].arguments
+    assert events[-1].type == "response.completed" and json.loads(done.arguments)["unit"] in ("C", "F")
+
+
+def test_reasoning_is_an_item_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(with_template(checkpoint, tmp_path, TEMPLATE + "<think>")) as running:
+        events, response = streamed(running.client(), input="the cat", max_output_tokens=6)
+    [item] = response.output
+    text = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert item.type == "reasoning" and item.content[0].text == text
+    assert response.usage.output_tokens_details.reasoning_tokens == 6
+
+
+def test_the_form_of_the_text(official: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    answer = official.responses.create(model=NAME, input="the cat", text=form, max_output_tokens=60)
+    assert json.loads(answer.output_text) == {"a": 1} and answer.status == "completed"
+
+
+def test_an_earlier_response_becomes_one_message() -> None:
+    parts = [{"type": "output_text", "text": "Hm", "annotations": []}]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": parts},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "one"},
+    ]
+    user, assistant, tool = ResponsesRequest.model_validate({"input": items}).chat().messages
+    assert user.plain() == {"role": "user", "content": "ab"}
+    assert assistant.plain() == {
+        "role": "assistant",
+        "content": "Hm",
+        "reasoning_content": "why",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}},
+            {"id": "2", "type": "function", "function": {"name": "g", "arguments": {"x": 1}}},
+        ],
+    }
+    assert tool.plain() == {"role": "tool", "content": "one", "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("param", "more"),
+    [
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("store", {"store": True}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
+        ("input", {"input": []}),
+        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("temperature", {"temperature": 3}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused(caller: Live, param: str, more: dict[str, Any], stream: bool) -> None:
+    answer = caller.post("/v1/responses", {"input": "x", "stream": stream, **more})
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)

@@ -1,0 +1,401 @@
+"""Tool calls: read from any text however it is cut, forced by grammars, and offered through the official client."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import BadRequestError, OpenAI
+from transformers import AutoTokenizer
+
+from forerun import LLM, SamplingParams
+from forerun.engine.grammar import GrammarCompiler
+from forerun.errors import ArgumentError
+from forerun.serve.protocol.messages import MessageWriter
+from forerun.serve.settings import ServeSettings
+from forerun.serve.tools import FORMATS, Function, Lark, format_of
+from forerun.serve.tools.base import NO_PARAMETERS
+from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from forerun.serve.tools.incoming import Kind, Piece, PieceReader
+from forerun.types import StructuredOutputs
+from serve.conftest import NAME, Live, serving, with_template
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}, "deep": {"type": "boolean"}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+WEATHER, CLOCK = Function("weather", SCHEMA, strict=True), Function("clock", {"type": "object", "properties": {}})
+CLOSED = Function("clock", NO_PARAMETERS)
+PARIS = {"city": 'Paris, "F" {x}', "days": 2}
+JSON = json.dumps(PARIS)
+HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>'
+LLAMA = f'{{"name": "weather", "parameters": {JSON}}}'
+MISTRAL = f'{{"name": "weather", "arguments": {JSON}}}'
+XML = (
+    f"<tool_call>\n<function=weather>\n<parameter=city>\n{PARIS['city']}\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{PARIS['city']}</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+FENCED = f"{CALLS}{CALL}function{SEPARATOR}weather\n```json\n{JSON}\n```{CALL_END}{CALLS_END}"
+PLAIN = f"{CALLS}{CALL}weather{SEPARATOR}{JSON}{CALL_END}\n{CALL}clock{SEPARATOR}{{}}{CALL_END}{CALLS_END}"
+ONE, TWO = [("weather", PARIS)], [("weather", PARIS), ("clock", {})]
+NOW = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", f"Let me see.\n\n{HERMES}\n{NOW}\n", "Let me see.", TWO),
+    ("hermes", f"{HERMES} and so on", " and so on", ONE),
+    ("hermes", '<tool_call>{"arguments": {"a": "}"}, "id": 7, "name": "f"}</tool_call>', "", [("f", {"a": "}"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}\n{"name": "g"}</tool_call>', "", [("f", {}), ("g", {})]),
+    ("hermes", "a < b, and <tool_call is no mark\n", "a < b, and <tool_call is no mark\n", []),
+    ("hermes", "see <tool_call>nothing</tool_call>", "see <tool_call>nothing</tool_call>", []),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
+    ("hermes", '<tool_call> {"name": "f', '<tool_call> {"name": "f', []),
+    ("mistral", f"[TOOL_CALLS] [{MISTRAL}, {{\"name\": \"clock\", \"arguments\": {{}}}}]", "", TWO),
+    ("mistral", f"Yes[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{{}}", "Yes", TWO),
+    ("mistral", f"[TOOL_CALLS]weather{JSON}", "", ONE),
+    ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+    ("llama3_json", f'{LLAMA}; {{"name": "clock", "parameters": {{}}}}', "", TWO),
+    ("llama3_json", f"Well <|python_tag|>{LLAMA}", "Well", ONE),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    ("llama3_json", f"text {LLAMA}", f"text {LLAMA}", []),
+    ("qwen3_coder", f"Hm\n{XML}", "Hm", ONE),
+    ("qwen3_coder", "<tool_call>\n<function=clock>\n</function>\n</tool_call>", "", [("clock", {})]),
+    ("qwen3_coder", "<tool_call>\n<fun", "<tool_call>\n<fun", []),
+    ("glm45", f"{GLM}\n<tool_call>clock\n</tool_call>", "", TWO),
+    ("glm45", "<tool_call>what is this?</tool_call>", "<tool_call>what is this?</tool_call>", []),
+    ("deepseek_v3", f"So: {FENCED}", "So:", ONE),
+    ("deepseek_v3", PLAIN, "", TWO),
+    ("deepseek_v3", f"{CALLS}{CALL}nothing", f"{CALLS}{CALL}nothing", []),
+]  # fmt: skip
+FUNCTIONS = [Function("weather", {"type": "object", "properties": {"city": {"type": "string"}}}), CLOCK]
+FRAGMENTS = sorted({part for _, text, _, _ in TEXTS for part in (text, text[: len(text) // 2], text[-9:])})
+
+
+def reader(name: str) -> PieceReader:
+    return PieceReader(FORMATS[name]("", FUNCTIONS).read)
+
+
+def read(name: str, *pieces: str) -> list[Piece]:
+    """All pieces of a text that comes in these parts, runs of one kind joined."""
+    one = reader(name)
+    found = [piece for part in pieces for piece in one.feed(part)] + one.close()
+    joined: list[Piece] = []
+    for piece in found:
+        if joined and joined[-1].kind is piece.kind is not Kind.CALL:
+            joined[-1] = Piece(piece.kind, joined[-1].text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
+class TestTexts:
+    def test_content_and_calls(self, name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+        message = MessageWriter(lambda: "id").message(read(name, text))
+        found = [call["function"] for call in message.get("tool_calls", [])]
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+        assert (message["content"] or "") == content and (message["content"] is None) == (bool(calls) and not content)
+
+    def test_wherever_it_is_cut(self, name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+        whole = read(name, text)
+        assert read(name, *text) == whole
+        for cut in range(len(text)):
+            assert read(name, text[:cut], text[cut:]) == whole, cut
+
+    def test_a_text_that_breaks_off(self, name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+        """As at max_tokens: no error, no call that was none, and what was certain before stays."""
+        for cut in range(len(text)):
+            found = [piece.text for piece in read(name, text[:cut]) if piece.kind is Kind.CALL]
+            assert found == [call for call, _ in calls][: len(found)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    parts=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text('{}[]",:<> \n\\atn', max_size=6)), max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_malformed_texts_however_they_are_cut(name: str, parts: list[str], seed: int) -> None:
+    text, draw = "".join(parts), random.Random(seed)
+    cuts = sorted(draw.sample(range(len(text) + 1), min(len(text), draw.randrange(8))))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(name, *pieces) == read(name, text)
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    one = reader("hermes")
+    assert one.feed('<tool_call>{"name": "weather", "arguments": {"ci') == [
+        Piece(Kind.CALL, "weather"),
+        Piece(Kind.ARGUMENTS, '{"ci'),
+    ]
+    assert one.feed('ty": 1') == [Piece(Kind.ARGUMENTS, 'ty": 1')]
+    assert one.feed("}}</tool_") == [Piece(Kind.ARGUMENTS, "}")] and one.feed("call>") == []
+
+
+TEMPLATES = {
+    "hermes": '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>',
+    "qwen3_coder": "<tool_call><function=f><parameter=p></parameter></function></tool_call>",
+    "glm45": "<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value></tool_call>",
+    "mistral": '{{ "[TOOL_CALLS] [" }}',
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary of argument name}',
+    "deepseek_v3": CALLS,
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_template_shows_the_format(name: str) -> None:
+    assert format_of("auto", TEMPLATES[name]) is FORMATS[name]
+    assert format_of(name, "") is FORMATS[name] and format_of("none", TEMPLATES[name]) is None
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    """The tiny model, offline."""
+    return LLM(str(checkpoint), dtype="float32", max_num_seqs=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def marked(checkpoint: Path) -> GrammarCompiler:
+    """Grammars for a tokenizer that has special tokens for every mark, as the models' own tokenizers have."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    marks = {mark for kind in FORMATS.values() for mark in (kind.mark, *kind.marks)}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    return GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+
+def spelled(compiler: GrammarCompiler, grammar: str, text: str) -> str:
+    """The beginning of a text that a grammar allows."""
+    tokenizer = compiler.tokenizer
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    valid = compiler.processor(StructuredOutputs(grammar=grammar), 0).valid([], ids)
+    return str(tokenizer.decode(ids[:valid]))
+
+
+VERSIONS = [(name, "") for name in sorted(FORMATS)] + [("mistral", "[ARGS]"), ("deepseek_v3", "```json")]
+
+
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize(("name", "template"), VERSIONS)
+def test_whatever_a_grammar_forces_is_a_call(llm: LLM, name: str, template: str, many: bool) -> None:
+    """A random model at temperature 1.5, with drafts: what comes out reads back as calls that obey their schemas."""
+    kind = FORMATS[name](template, [WEATHER, CLOSED])
+    lark = Lark(llm.grammar_mark)
+    wish = StructuredOutputs(grammar=lark.text(kind.grammar(lark, forced=True, many=many)))
+    params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=wish) for seed in (1, 2)]
+    for output in llm.generate(["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}):
+        answer = output.outputs[0]
+        one = PieceReader(kind.read)
+        message = MessageWriter(kind.new_id).message([*one.feed(answer.text), *one.close()])
+        calls = [call["function"] for call in message["tool_calls"]]
+        assert many or (len(calls) == 1 and answer.finish_reason == "stop")
+        for call in calls if answer.finish_reason == "stop" else calls[:-1]:
+            assert obeys(call["name"], json.loads(call["arguments"]))
+
+
+def obeys(name: str, arguments: dict[str, Any]) -> bool:
+    if name == "clock":
+        return True
+    return (
+        name == "weather" and arguments.pop("unit") in ("C", "F") and arguments in ({}, {"deep": True}, {"deep": False})
+    )
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("name", "template"), VERSIONS)
+def test_a_strict_function_is_obeyed_behind_the_mark_only(
+    llm: LLM, marked: GrammarCompiler, name: str, template: str, special: bool
+) -> None:
+    kind = FORMATS[name](template, [WEATHER, CLOSED])
+    tokenizer = marked.tokenizer if special else llm.tokenizer
+    assert tokenizer is not None
+    compiler = marked if special else GrammarCompiler(tokenizer, len(tokenizer), [0])
+    lark = Lark(compiler.mark)
+    grammar = lark.text(kind.grammar(lark, forced=False, many=True))
+    free, call = 'no { call < at all: {"a": 1}', CALLS_WRITTEN[name, template]
+    lead = "" if name == "llama3_json" else free
+    assert spelled(compiler, grammar, free) == free
+    assert spelled(compiler, grammar, lead + call) == lead + call
+    place = call.rindex("C")
+    assert spelled(compiler, grammar, f"{lead}{call[:place]}X{call[place + 1 :]}") == lead + call[:place]
+
+
+DEGREES = '{"unit": "C"}'
+CALLS_WRITTEN = {
+    ("hermes", ""): f'<tool_call>\n{{"name": "weather", "arguments": {DEGREES}}}\n</tool_call>',
+    ("qwen3_coder", ""): "<tool_call>\n<function=weather>\n<parameter=unit>\nC\n</parameter>\n"
+    "</function>\n</tool_call>",
+    ("glm45", ""): "<tool_call>weather\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>",
+    ("mistral", ""): f'[TOOL_CALLS][{{"name": "weather", "arguments": {DEGREES}}}]',
+    ("mistral", "[ARGS]"): f"[TOOL_CALLS]weather[ARGS]{DEGREES}",
+    ("llama3_json", ""): f'{{"name": "weather", "parameters": {DEGREES}}}',
+    ("deepseek_v3", ""): f"{CALLS}{CALL}weather{SEPARATOR}{DEGREES}{CALL_END}{CALLS_END}",
+    ("deepseek_v3", "```json"): f"{CALLS}{CALL}function{SEPARATOR}weather\n```json\n{DEGREES}\n```"
+    f"{CALL_END}{CALLS_END}",
+}  # fmt: skip
+
+
+def test_strings_that_a_field_cannot_enforce_are_refused() -> None:
+    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]}
+    with pytest.raises(ArgumentError, match="'pattern' cannot be enforced"):
+        kind = FORMATS["qwen3_coder"]("", [Function("f", pattern, strict=True)])
+        kind.grammar(Lark(json.dumps), forced=True, many=False)
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments.unit }}){% endfor %}\n{% endfor %}assistant: "
+)
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "How warm", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+ASK: Any = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def caller(checkpoint: Path, draft_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of the tiny model with a template that knows tools, and a draft model."""
+    folder = with_template(checkpoint, tmp_path_factory.mktemp("caller"), TEMPLATE)
+    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4}
+    with serving(folder, speculative=drafter, max_n=3) as running:
+        yield running
+
+
+def ask(live: Live, **more: Any) -> Any:
+    """The whole answer, and the same streamed: they must agree."""
+    asked = {"model": NAME, "messages": ASK, "tools": TOOLS, "max_tokens": 100, "temperature": 1.2, "seed": 3, **more}
+    whole = live.client().chat.completions.create(**asked)
+    content, calls, reasons = "", list[Any](), list[Any]()
+    for chunk in live.client().chat.completions.create(**asked, stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                assert call.index == len(calls) and call.type == "function"
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+    message = whole.choices[0].message
+    assert calls == [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
+    assert content == (message.content or "") and reasons == [whole.choices[0].finish_reason]
+    return whole.choices[0]
+
+
+class TestServer:
+    def test_a_named_function_is_called(self, caller: Live) -> None:
+        choice = ask(caller, tool_choice=NAMED, parallel_tool_calls=False)
+        [call] = choice.message.tool_calls
+        assert call.function.name == "weather" and obeys("weather", json.loads(call.function.arguments))
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None and call.id.startswith("call_")
+
+    def test_a_required_call_is_one_of_the_functions(self, caller: Live) -> None:
+        names = set()
+        for seed in range(6):
+            choice = ask(caller, tool_choice="required", parallel_tool_calls=False, seed=seed, temperature=2)
+            [call] = choice.message.tool_calls
+            assert obeys(call.function.name, json.loads(call.function.arguments))
+            names.add(call.function.name)
+        assert names == {"weather", "clock"}
+
+    def test_several_calls(self, caller: Live) -> None:
+        """The end made unlikely, the model calls until it may not go on; the last call is cut off."""
+        tokenizer = caller.session.engine.llm.tokenizer
+        assert tokenizer is not None
+        choice = ask(caller, tool_choice="required", logit_bias={str(tokenizer.eos_token_id): -100}, max_tokens=150)
+        assert len(choice.message.tool_calls) > 1 and choice.finish_reason == "length"
+        assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls)
+        for call in choice.message.tool_calls[:-1]:
+            assert obeys(call.function.name, json.loads(call.function.arguments))
+
+    def test_a_model_that_does_not_call_writes_text(self, caller: Live) -> None:
+        choice = ask(caller, max_tokens=12)
+        assert choice.message.tool_calls is None and choice.message.content and choice.finish_reason == "length"
+
+    def test_a_strict_function_or_the_form_of_the_text(self, caller: Live) -> None:
+        strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+        ask(caller, tools=strict, max_tokens=12)
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
+        choice = ask(caller, response_format=form)
+        calls = choice.message.tool_calls or []
+        assert [obeys(call.function.name, json.loads(call.function.arguments)) for call in calls] or (
+            json.loads(choice.message.content) == {"a": 1}
+        )
+
+    def test_a_conversation_with_results(self, caller: Live) -> None:
+        """The model's message goes back as the client got it; templates read arguments as an object."""
+        client = caller.client()
+        first = client.chat.completions.create(
+            model=NAME, messages=ASK, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False, max_tokens=100
+        )
+        message = first.choices[0].message
+        assert message.tool_calls is not None
+        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}
+        messages: Any = [*ASK, message, result]
+        second = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=4)
+        arguments = message.tool_calls[0].function.arguments  # type: ignore[union-attr]
+        prompt = (
+            f"weather clock user: the cat\nassistant: weather({json.loads(arguments)['unit']})\ntool: 20\nassistant: "
+        )
+        tokenizer = caller.session.engine.llm.tokenizer
+        assert tokenizer is not None and second.usage is not None
+        assert second.usage.prompt_tokens == len(tokenizer.encode(prompt))
+
+    def test_none_hides_the_tools(self, caller: Live) -> None:
+        plain = caller.client().chat.completions.create(model=NAME, messages=ASK, max_tokens=4)
+        hidden = caller.client().chat.completions.create(
+            model=NAME, messages=ASK, tools=TOOLS, tool_choice="none", max_tokens=4
+        )
+        assert hidden.usage and plain.usage and hidden.usage.prompt_tokens == plain.usage.prompt_tokens
+
+    @pytest.mark.parametrize(
+        ("param", "more"),
+        [
+            ("tool_choice", {"tools": None, "tool_choice": "required"}),
+            ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "other"}}}),
+            ("tool_choice", {"tool_choice": "required", "response_format": {"type": "json_object"}}),
+            ("tools", {"tools": [*TOOLS, *TOOLS]}),
+            ("tools", {"tools": [{"type": "function", "function": {"name": "a<b"}}]}),
+            ("messages", {"messages": [{"role": "tool", "content": "x"}]}),
+            ("messages", {"messages": [{"role": "user", "content": None}]}),
+        ],
+    )
+    def test_what_is_refused(self, caller: Live, param: str, more: dict[str, Any]) -> None:
+        body = {"model": NAME, "messages": ASK, "tools": TOOLS, **more}
+        answer = caller.post("/v1/chat/completions", {key: value for key, value in body.items() if value is not None})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)
+
+    def test_a_schema_that_no_grammar_takes(self, caller: Live) -> None:
+        odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}]
+        answer = caller.post("/v1/chat/completions", {"messages": ASK, "tools": tools, "tool_choice": "required"})
+        assert answer.status_code == 400 and "not accepted" in answer.json()["error"]["message"]
+
+    def test_a_model_without_tools(self, live: Live, client: OpenAI) -> None:
+        with pytest.raises(BadRequestError, match="takes no tools") as caught:
+            client.chat.completions.create(model=NAME, messages=ASK, tools=TOOLS)
+        assert caught.value.param == "tools"
+
+
+def test_the_operators_choice_wins(checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_template(checkpoint, tmp_path, TEMPLATE)
+    with serving(folder, tool_call_parser="mistral") as running:
+        choice = ask(running, tool_choice=NAMED, parallel_tool_calls=False)
+        assert len(choice.message.tool_calls[0].id) == 9, "Mistral's templates want nine characters"
+    with serving(folder, tool_call_parser="none") as running, pytest.raises(BadRequestError, match="parser none"):
+        ask(running)
+    with pytest.raises(ArgumentError, match="Did you mean 'hermes'"):
+        ServeSettings(model_name="x", tool_call_parser="hermess")
