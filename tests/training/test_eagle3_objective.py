@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forerun.training import unrolled
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
-from forerun.training.unrolled import unrolled_attention
+from forerun.training.unrolled import blocks_of, unrolled_attention
 from forerun.types import LAST_HIDDEN
 from training.ttt import batch_of, head, model, tokens
 
@@ -32,13 +32,13 @@ def plain_attention(
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_attention_and_its_gradients_equal_the_plain_ones(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unrolled, "QUERY_BLOCK", 5)
+    monkeypatch.setitem(unrolled.QUERY_BLOCK, "cpu", 5)
     generator = torch.Generator().manual_seed(0)
     documents = torch.tensor([[0] * 7 + [1] * 6, [0] * 3 + [1] * 8 + [-1] * 2])
     shapes = [(2, 4, 13, 8)] + [(2, 2, 13, 8)] * (2 + 2 * steps)
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     own = list(zip(given[3::2], given[4::2], strict=True))
-    ours = unrolled_attention(given[0], given[1], given[2], own, documents)
+    ours = unrolled_attention(given[0], given[1], given[2], own, blocks_of(documents))
     theirs = plain_attention(given[0], given[1], given[2], own, documents)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     flow = torch.randn(ours.shape, generator=generator, dtype=torch.float64)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from forerun.cli import main
 
 if __name__ == "__main__":
-    for words in json.loads(sys.argv[1]):
+    for port, words in json.loads(sys.argv[1]):
+        # A port for each: on the same one a process may meet the group that the other is about to leave.
+        os.environ["MASTER_PORT"] = str(port)
         code = main(words)
         if code:
             sys.exit(code)

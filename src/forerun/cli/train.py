@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 from rich import box
@@ -12,9 +12,6 @@ from rich.table import Table
 
 from forerun.cli import console
 from forerun.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from forerun.training.run import Run
 
 train = App(name="train", help="Train a draft head for your own model.")
 
@@ -66,13 +63,11 @@ def eagle3(
     place = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
         run = assemble(recipe, place)
-        if dry_run:
-            _show_plan(run, json)
-            return 0
-        outcome = train_head(run, place)
+        outcome = run.plan() if dry_run else train_head(run, place)
         if place.first:
-            _show_outcome(outcome, json)
-        return 130 if outcome["interrupted"] else 0
+            (_show_plan if dry_run else _show_outcome)(outcome, json)
+        place.wait()  # who leaves while another still talks to him takes the other down (gloo aborts)
+        return 130 if outcome.get("interrupted") else 0
     finally:
         place.close()
 
@@ -87,8 +82,7 @@ def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:
     return None, list(words)
 
 
-def _show_plan(run: Run, json: bool) -> None:
-    plan = run.plan()
+def _show_plan(plan: dict[str, Any], json: bool) -> None:
     if json:
         console.write_json(plan)
         return

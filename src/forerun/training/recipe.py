@@ -77,7 +77,8 @@ class TrainRecipe:
     target_dtype: str = "bfloat16"
     """Of the frozen target."""
     target_parallel: str = "none"
-    """With several processes: ``fsdp`` spreads the target's layers over them, where it does not fit one device."""
+    """With several processes, where the target does not fit one device: ``fsdp`` gives each a part of every layer's
+    weights, ``tp`` a part of its computation (transformers' ``tp_plan``)."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
@@ -91,8 +92,8 @@ class TrainRecipe:
             raise ArgumentError(
                 f"mode is 'online' or 'offline', got {self.mode!r}.{nearest(self.mode, ('online', 'offline'))}"
             )
-        if self.target_parallel not in ("none", "fsdp"):
-            raise ArgumentError(f"target_parallel is 'none' or 'fsdp', got {self.target_parallel!r}")
+        if self.target_parallel not in ("none", "fsdp", "tp"):
+            raise ArgumentError(f"target_parallel is 'none', 'fsdp' or 'tp', got {self.target_parallel!r}")
         if (self.mode == "offline") != (self.features is not None):
             raise ArgumentError("mode=offline and features=DIRECTORY belong together: give both or neither")
 

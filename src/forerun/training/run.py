@@ -18,7 +18,6 @@ from forerun import demo
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
-from forerun.target.parts import base_of, layers_of
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.packing import PackedWindows
 from forerun.training.data.store import PreparedData
@@ -32,6 +31,7 @@ from forerun.training.fresh import fresh_head, head_config
 from forerun.training.loop import Parallel, state, tracker, train
 from forerun.training.objectives.eagle3 import Eagle3Objective, FrozenTarget
 from forerun.training.recipe import TrainRecipe, to_plain
+from forerun.training.target import load_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +88,17 @@ class OnlineBatches:
     source: OnlineFeatures
     device: torch.device
     steps_per_epoch: int
+    together: bool = False
+    """Whether a pass of the target needs all processes, with the same tokens (tensor parallel)."""
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """The rank's share of a step."""
-        return self.source.features(self.windows.batch(step, rank, world).to(self.device))
+        """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
+        mine = None
+        for member in range(world) if self.together else (rank,):
+            found = self.source.features(self.windows.batch(step, member, world).to(self.device))
+            mine = found if member == rank else mine
+        assert mine is not None
+        return mine
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,7 +122,7 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
     Raises:
         ForerunError: whatever does not fit together.
     """
-    model, tokenizer = _load_target(recipe, place)
+    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, place)
     data = PreparedData.open(recipe.data, tokenizer=tokenizer)
     head = _head(recipe, model, data).to(model.device)
     settings = dataclasses.replace(
@@ -141,31 +148,6 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
     )
 
 
-def _load_target(recipe: TrainRecipe, place: Parallel) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
-    from forerun.target.load import LoadOptions, open_model, read_config
-
-    name = demo.resolve(recipe.target)
-    options = LoadOptions(dtype=recipe.target_dtype, device=str(place.device))
-    model = open_model(name, options, read_config(name, options), quiet=True)
-    model.requires_grad_(False)
-    if recipe.target_parallel == "fsdp" and place.world > 1:
-        _shard(model, place)
-    return model, AutoTokenizer.from_pretrained(name)
-
-
-def _shard(model: Any, place: Parallel) -> None:
-    """Spread the frozen layers over all processes, each gathered when it runs; embedding and output head stay whole."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(place.device.type, (place.world,))
-    _, layers = layers_of(base_of(model), model.config.get_text_config().num_hidden_layers)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-
-
 def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> EagleHead:
     if recipe.draft.start is not None:
         if recipe.draft.options or recipe.draft.vocab_size is not None:
@@ -185,7 +167,13 @@ def _batches(
     epoch = windows.steps_per_epoch(world)
     if recipe.mode == "online":
         source = OnlineFeatures(model, head.config.boundaries)
-        return OnlineBatches(windows=windows, source=source, device=model.device, steps_per_epoch=epoch)
+        return OnlineBatches(
+            windows=windows,
+            source=source,
+            device=model.device,
+            steps_per_epoch=epoch,
+            together=recipe.target_parallel == "tp",
+        )
     assert recipe.features is not None
     wanted = wanted_manifest(
         demo.resolve(recipe.target), tokenizer, windows.data, head.config.boundaries, head.config.target_hidden_size
@@ -226,7 +214,6 @@ def train_head(run: Run, place: Parallel) -> dict[str, Any]:
     )
     weights = output / "best" if result.best is not None else result.checkpoint
     outcome: dict[str, Any] = {
-        "head": None,
         "steps": result.steps,
         "tokens": result.tokens,
         "loss": result.loss,
@@ -235,6 +222,4 @@ def train_head(run: Run, place: Parallel) -> dict[str, Any]:
         "seconds": result.seconds,
         "interrupted": result.interrupted,
     }
-    if place.first:
-        outcome["head"] = str(run.export(weights))
-    return outcome
+    return outcome | {"head": place.on_first(lambda: str(run.export(weights)))}

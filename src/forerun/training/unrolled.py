@@ -1,23 +1,56 @@
 """Attention of training-time test (EAGLE-3, arXiv 2503.01840): every step sees the first step's past and its own line.
 
 At step t the query of index i looks at all keys of step 0 up to i in its document, and at the keys that index i itself
-produced in the steps 1..t. Blocks of queries at a time; nothing of size S x S is kept for the backward pass, which
-computes the probabilities once more. Knows no head and no loss.
+produced in the steps 1..t. Blocks of queries at a time; the probabilities are not kept for the backward pass, which
+computes them once more. Knows no head and no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 256
+QUERY_BLOCK = {"cpu": 64, "cuda": 256}
+"""Queries at a time: on a CPU few enough that their probabilities stay in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Queries that are computed together, and what they see of step 0."""
+
+    queries: slice
+    """n of them."""
+    keys: slice
+    """m of them: from the first that any of the queries sees to the last."""
+    hidden: Tensor
+    """(B, n, m) bool: pairs that do not see each other."""
+
+
+def blocks_of(documents: Tensor) -> list[Block]:
+    """The blocks of `documents` (B, S), int64, rising from left to right within a row, -1 for padding at its end.
+
+    Their masks together take at most B x S x S bytes; all steps and layers share them.
+    """
+    length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
+    index = torch.arange(length, device=documents.device)
+    blocks = []
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        same = documents == documents[:, first : first + 1]
+        lowest = int(torch.where(same, index, length).min())
+        queries, keys = slice(first, last), slice(lowest, last)
+        future = index[keys] > index[queries, None]
+        foreign = documents[:, None, keys] != documents[:, queries, None]
+        blocks.append(Block(queries=queries, keys=keys, hidden=foreign | future))
+    return blocks
 
 
 def unrolled_attention(
-    query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], documents: Tensor
+    query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[Block]
 ) -> Tensor:
     """Attention of one unrolled step.
 
@@ -25,74 +58,76 @@ def unrolled_attention(
         query: (B, heads, S, D), rotated.
         key: (B, groups, S, D) of step 0, rotated; value: the same shape.
         own: keys and values of the steps 1..t, shaped like `key`.
-        documents: (B, S) int64, rising from left to right within a row, -1 for padding at its end.
+        blocks: of the documents, from `blocks_of`.
 
     Returns:
         (B, S, heads, D)
     """
     # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    own = [(line_key.to(value.dtype), line_value.to(value.dtype)) for line_key, line_value in own]
-    lines = torch.stack([torch.stack(pair) for pair in own]) if own else key.new_zeros(0, 2, *key.shape)
-    attended: Tensor = _Unrolled.apply(query, key, value, lines, documents)  # type: ignore[no-untyped-call]
+    flat = [part.to(value.dtype) for line in own for part in line]
+    attended: Tensor = _Unrolled.apply(blocks, query, key, value, *flat)  # type: ignore[no-untyped-call]
     return attended.transpose(1, 2)
 
 
 class _Unrolled(torch.autograd.Function):
-    """Flash-style: keeps the output and the normaliser of each query, recomputes the rest."""
+    """Flash-style: keeps the output and the scores of the own line, recomputes the rest."""
 
     @staticmethod
-    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, documents: Tensor) -> Tensor:
-        grouped = _grouped(query, key)
-        keys, values = own.unbind(1)
-        output = torch.empty_like(grouped)
-        normalizers = grouped.new_empty(grouped.shape[:-1], dtype=torch.float32)
-        lines = _lines(grouped, keys)
-        for block, seen, hidden in _blocks(documents):
-            scores = _scores(grouped[..., block, :], key[:, :, seen], hidden)
-            near = lines[..., block]
-            normalizer = scores.logsumexp(-1)
-            if len(near):
-                normalizer = torch.logaddexp(normalizer, near.logsumexp(0))
-            law = torch.exp(scores - normalizer.unsqueeze(-1)).to(value.dtype)
-            mixed = _times(law, value[:, :, seen])
-            for line, line_value in zip(near, values, strict=True):
-                weight = torch.exp(line - normalizer).to(value.dtype).unsqueeze(-1)
-                mixed = mixed + weight * line_value[:, :, None, block]
-            output[..., block, :] = mixed
-            normalizers[..., block] = normalizer
-        context.save_for_backward(query, key, value, own, documents, output, normalizers)
+    def forward(
+        context: Any, blocks: Sequence[Block], query: Tensor, key: Tensor, value: Tensor, *own: Tensor
+    ) -> Tensor:
+        grouped = _grouped(query, key) * query.shape[-1] ** -0.5
+        lines = _lines(grouped, own[::2])
+        output, weights = torch.empty_like(grouped), torch.empty_like(lines)
+        for block in blocks:
+            law, weights[..., block.queries, :] = _law(grouped, key, lines, block)
+            output[..., block.queries, :] = _times(law.to(value.dtype), value[:, :, block.keys])
+        for weight, line_value in zip(weights.to(value.dtype).unsqueeze(-2).unbind(-1), own[1::2], strict=True):
+            output.addcmul_(weight, line_value.unsqueeze(2))
+        context.blocks = blocks
+        context.save_for_backward(query, key, value, lines, output, *own)
         return output.view(query.shape)
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, own, documents, output, normalizers = context.saved_tensors
-        keys, values = own.unbind(1)
-        grouped, gradient = _grouped(query, key), _grouped(upstream[0], key)
+        query, key, value, lines, output, *own = context.saved_tensors
         scale = query.shape[-1] ** -0.5
-        inner = (gradient.float() * output.float()).sum(-1)
-        query_grad = torch.empty_like(grouped)
-        key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
-        own_grad = torch.zeros_like(own)
-        lines = _lines(grouped, keys)
-        for block, seen, hidden in _blocks(documents):
-            part, flow = grouped[..., block, :], gradient[..., block, :]
-            law = torch.exp(_scores(part, key[:, :, seen], hidden) - normalizers[..., block].unsqueeze(-1))
-            value_grad[:, :, seen] += _folded(law.to(value.dtype)).transpose(-1, -2) @ _folded(flow)
-            pull = _times(flow, value[:, :, seen].transpose(-1, -2)).float() - inner[..., block].unsqueeze(-1)
-            pull = pull.mul_(law).mul_(scale).to(key.dtype)
-            block_grad = _times(pull, key[:, :, seen])
-            key_grad[:, :, seen] += _folded(pull).transpose(-1, -2) @ _folded(part)
-            for step in range(len(keys)):
-                line_key, line_value = keys[step][:, :, None, block], values[step][:, :, None, block]
-                weight = torch.exp(lines[step][..., block] - normalizers[..., block])
-                own_grad[step, 1][:, :, block] = (weight.to(flow.dtype).unsqueeze(-1) * flow).sum(2)
-                line_pull = ((flow * line_value).float().sum(-1) - inner[..., block]) * weight * scale
-                line_pull = line_pull.to(part.dtype).unsqueeze(-1)
-                block_grad = block_grad + line_pull * line_key
-                own_grad[step, 0][:, :, block] = (line_pull * part).sum(2)
-            query_grad[..., block, :] = block_grad
-        return query_grad.view(query.shape), key_grad, value_grad, own_grad, None
+        grouped, gradient = _grouped(query, key) * scale, _grouped(upstream[0], key)
+        inner = (gradient.float() * output.float()).sum(-1, keepdim=True)
+        query_grad, weights = torch.empty_like(grouped), torch.empty_like(lines)
+        wide = torch.promote_types(key.dtype, torch.float32)  # many blocks add to the same keys
+        key_grad, value_grad = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for block in context.blocks:
+            law, weights[..., block.queries, :] = _law(grouped, key, lines, block)
+            part, flow = grouped[..., block.queries, :], gradient[..., block.queries, :]
+            value_grad[:, :, block.keys] += _folded(law.to(value.dtype)).transpose(-1, -2) @ _folded(flow)
+            pull = _times(flow, value[:, :, block.keys].transpose(-1, -2)).float()
+            pull = pull.sub_(inner[..., block.queries, :]).mul_(law).to(key.dtype)
+            query_grad[..., block.queries, :] = _times(pull, key[:, :, block.keys])
+            key_grad[:, :, block.keys] += _folded(pull).transpose(-1, -2) @ _folded(part)
+        own_grad: list[Tensor] = []
+        for weight, line_key, line_value in zip(weights.unsqueeze(-2).unbind(-1), own[::2], own[1::2], strict=True):
+            pull = (gradient * line_value.unsqueeze(2)).float().sum(-1, keepdim=True)
+            pull = pull.sub_(inner).mul_(weight).to(key.dtype)
+            query_grad.addcmul_(pull, line_key.unsqueeze(2))
+            own_grad += [(pull * grouped).sum(2), (weight.to(value.dtype) * gradient).sum(2)]
+        return (
+            None,
+            query_grad.mul_(scale).view(query.shape),
+            key_grad.to(key.dtype),
+            value_grad.to(value.dtype),
+            *own_grad,
+        )
+
+
+def _law(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Probabilities of a block's queries, float32: (B, groups, R, n, m) over step 0, (.., t) over their own line."""
+    scores = _times(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
+    scores = scores.masked_fill_(block.hidden[:, None, None], -torch.inf)
+    seen = scores.shape[-1]
+    law = torch.softmax(torch.cat([scores, lines[..., block.queries, :]], -1), -1)
+    return law[..., :seen], law[..., seen:]
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:
@@ -111,29 +146,8 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     return product.view(*left.shape[:4], right.shape[-1])
 
 
-def _scores(query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
-    """(B, groups, R, n, m) float32; -inf where `hidden` (B, n, m)."""
-    scores = _times(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).float()
-    return scores.masked_fill_(hidden[:, None, None], -torch.inf)
-
-
-def _lines(grouped: Tensor, keys: Tensor) -> Tensor:
-    """(t, B, groups, R, S) float32: each query with the keys of its own index."""
-    scale = grouped.shape[-1] ** -0.5
-    if not len(keys):
-        return grouped.new_empty(0, *grouped.shape[:-1], dtype=torch.float32)
-    return torch.stack([(grouped * key.unsqueeze(2)).float().sum(-1) * scale for key in keys])
-
-
-def _blocks(documents: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the keys that any of them sees, and the pairs (B, n, m) that do not see each other."""
-    length = documents.shape[1]
-    index = torch.arange(length, device=documents.device)
-    for first in range(0, length, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, length)
-        same = documents == documents[:, first : first + 1]
-        lowest = int(torch.where(same, index, length).min())
-        block, seen = slice(first, last), slice(lowest, last)
-        future = index[seen] > index[block, None]
-        foreign = documents[:, None, seen] != documents[:, block, None]
-        yield block, seen, foreign | future
+def _lines(grouped: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """(B, groups, R, S, t) float32: each scaled query with the keys of its own index."""
+    if not keys:
+        return grouped.new_empty(*grouped.shape[:-1], 0, dtype=torch.float32)
+    return torch.stack([(grouped * key.unsqueeze(2)).float().sum(-1) for key in keys], -1)

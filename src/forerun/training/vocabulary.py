@@ -1,8 +1,10 @@
 """The loss over a vocabulary, in chunks of rows: logits are never alive for more than one chunk, forward or backward.
 
 A plain ``cross_entropy(hidden @ weight.T, law)`` keeps several (R, V) tensors for the backward pass, and on a CPU
-moving them costs more than all matrix products. Here gradients are formed in the forward pass, while a chunk's logits
-are in the cache. Knows nothing of models: hidden states and head weights come in, a scalar goes out.
+moving them costs more than all matrix products. Here gradients are formed in the forward pass, in the memory of the
+logits and block by block, so that what lies between two products stays in the processor's cache; rows that follow the
+same state of the teacher share its law. Knows nothing of models: hidden states and head weights come in, a scalar goes
+out.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK_ELEMENTS = 1 << 21
-"""Logits alive at once: 8 MB in float32."""
+CHUNK_ELEMENTS = 1 << 23
+"""Logits alive at once, the operand of the matrix products: 16 MB in bfloat16."""
+BLOCK_ELEMENTS = 1 << 18
+"""Of these, what a processor core turns into gradients at a time: 1 MB in float32, as much as its own cache holds."""
 
 
 class Divergence(StrEnum):
@@ -35,7 +39,7 @@ class Teacher:
     """Where soft targets come from: their logits are formed chunk by chunk, like the student's."""
 
     hidden: Tensor
-    """(R, Ht): the teacher's states after its final norm."""
+    """(R / G, Ht): the teacher's states after its final norm; G rows of the student in a row follow the same one."""
     weight: Tensor
     """(V, Ht): the rows of its head for the student's vocabulary."""
     bias: Tensor | None = None
@@ -45,13 +49,18 @@ class Teacher:
     softcap: float | None = None
     """``cap * tanh(logits / cap)``, where the model has one."""
 
-    def law(self, rows: Tensor) -> Tensor:
-        """(r, V) float32, renormalised over the student's vocabulary."""
-        logits = functional.linear(self.hidden[rows].to(self.weight.dtype), self.weight, self.bias)
-        logits = logits.float().mul_(self.scale)
+    def logits(self, states: Tensor) -> Tensor:
+        """(r, V), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor capped."""
+        return functional.linear(self.hidden[states].to(self.weight.dtype), self.weight, self.bias)
+
+    def law(self, logits: Tensor) -> Tensor:
+        """(.., V) -> (.., V) float32, renormalised over the student's vocabulary."""
+        logits = logits.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap).mul_(self.softcap)
-        return torch.softmax(logits, -1, out=logits)
+        return torch.softmax(logits, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +70,7 @@ class VocabularyLoss:
     loss: Tensor
     """Scalar, nats, with gradients."""
     agrees: Tensor
-    """(R,) float32: 1 where both have the same likeliest token; 0 for hard targets that it misses."""
+    """(R,) float32, as the rows: 1 where both have the same likeliest token; 0 for hard targets that it misses."""
     overlap: Tensor
     """(R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is kept."""
 
@@ -92,7 +101,7 @@ def soft_loss(
         hidden: (R, H), the student's states as its head reads them.
         weight: (V, H), the student's head; gets a gradient if it asks for one.
         row_weights: (R,) float32; rows of weight 0 cost nothing.
-        teacher: gives the target law of every row.
+        teacher: gives the target law of every row, or of every G rows.
         decay: of the KL share of `Divergence.LK`, per unit of acceptance.
     """
     target = _Target(weights=row_weights, teacher=teacher, ids=None, share=1.0, divergence=divergence, decay=decay)
@@ -129,27 +138,30 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, target: _Target) -> tuple[Tensor, Tensor, Tensor]:
-        kept = target.weights.nonzero().squeeze(1)
+        group = len(hidden) // len(target.teacher.hidden) if target.teacher is not None else 1
+        states, factors = hidden.view(-1, group, hidden.shape[-1]), target.weights.view(-1, group, 1)
         device = hidden.device.type
         working = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         head = weight.detach().to(working)
-        hidden_grad = torch.zeros_like(hidden)
+        hidden_grad = torch.zeros_like(states)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        agrees, overlap = target.weights.new_zeros(len(hidden)), target.weights.new_zeros(len(hidden))
-        for rows in torch.split(kept, max(1, CHUNK_ELEMENTS // weight.shape[0])):
-            inputs = hidden[rows].to(working)
-            logits = (inputs @ head.T).float()
-            losses, agrees[rows], overlap[rows] = _loss_and_gradient(logits, rows, target)
-            loss += losses
-            gradient = logits.to(working)
-            hidden_grad[rows] = (gradient @ head).to(hidden_grad.dtype)
+        figures = target.weights.new_zeros(3, *states.shape[:2])
+        kept = factors.flatten(1).any(1).nonzero().squeeze(1)
+        size = max(1, CHUNK_ELEMENTS // (group * weight.shape[0]))
+        for chosen in torch.split(kept, size) if len(kept) else ():
+            inputs, shares = states[chosen].to(working), factors[chosen]
+            logits = (inputs.flatten(0, 1) @ head.T).view(len(chosen), group, weight.shape[0])
+            figures[:, chosen] = _become_gradients(logits, chosen, target)
+            gradient = logits.flatten(0, 1)
+            # A row's factor goes to the narrow side of both products.
+            hidden_grad[chosen] = ((gradient @ head).view_as(inputs) * shares).to(hidden_grad.dtype)
             if weight_grad is not None:
-                weight_grad += gradient.T @ inputs
-        context.save_for_backward(hidden_grad, *(() if weight_grad is None else (weight_grad,)))
+                weight_grad += gradient.T @ (inputs * shares).to(working).flatten(0, 1)
+        losses, agrees, overlap = figures.flatten(1).masked_fill_(target.weights == 0, 0.0)
+        context.save_for_backward(hidden_grad.view_as(hidden), *(() if weight_grad is None else (weight_grad,)))
         context.weight_dtype = weight.dtype
         context.mark_non_differentiable(agrees, overlap)
-        return loss, agrees, overlap
+        return torch.dot(losses, target.weights), agrees, overlap
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,44 +170,65 @@ class _ChunkedLoss(torch.autograd.Function):
         return saved[0] * upstream[0].to(saved[0].dtype), weight_grad, None
 
 
-def _loss_and_gradient(logits: Tensor, rows: Tensor, target: _Target) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted loss of one chunk, agreement and overlap; `logits` (r, V) is overwritten with its gradient."""
-    factors = target.weights[rows]
-    normalizer, best = logits.logsumexp(-1), logits.argmax(-1)
-    law = target.teacher.law(rows) if target.teacher is not None and target.share else None
-    ids = target.ids[rows] if target.ids is not None else None
-    losses = normalizer.clone()
+def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor:
+    """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block.
+
+    Returns:
+        (3, n, G) float32: losses, agreement, overlap.
+    """
+    size, group, vocabulary = logits.shape
+    followed = target.teacher.logits(chosen) if target.teacher is not None and target.share else None
+    ids = target.ids.view(-1, group)[chosen] if target.ids is not None else None
+    cores = torch.get_num_threads() if logits.device.type == "cpu" else size
+    step = max(1, cores * BLOCK_ELEMENTS // (group * vocabulary))
+    found = []
+    for start in range(0, size, step):
+        block = slice(start, start + step)
+        law = target.teacher.law(followed[block, None]) if target.teacher is not None and followed is not None else None
+        wide = logits[block].float()
+        found.append(_loss_and_gradient(wide, law, ids[block] if ids is not None else None, target))
+        logits[block] = wide
+    return torch.cat(found, 1)
+
+
+def _loss_and_gradient(logits: Tensor, law: Tensor | None, ids: Tensor | None, target: _Target) -> Tensor:
+    """(3, n, G): losses, agreement, overlap of `logits` (n, G, V) float32, which are overwritten with their gradient.
+
+    `law` (n, 1, V), the teacher's; `ids` (n, G), the true tokens.
+    """
+    best = logits.argmax(-1, keepdim=True)
+    losses = logits.gather(-1, best).squeeze(-1)
     if law is not None:
-        losses -= target.share * torch.linalg.vecdot(law, logits)
+        losses -= target.share * (logits @ law.transpose(1, 2)).squeeze(-1)
     if ids is not None:
-        losses -= (1 - target.share) * logits.gather(1, ids[:, None]).squeeze(1)
-    torch.exp(logits.sub_(normalizer[:, None]), out=logits)  # the student's law
-    overlap = torch.minimum(logits, law).sum(-1) if law is not None else torch.zeros_like(losses)
-    agrees = best.eq(law.argmax(-1) if law is not None else _given(ids)).float()
+        losses -= (1 - target.share) * logits.gather(-1, ids[..., None]).squeeze(-1)
+    student = torch.softmax(logits, -1, out=logits)
+    losses -= student.gather(-1, best).squeeze(-1).log()
+    overlap = torch.minimum(student, law).sum(-1) if law is not None else torch.zeros_like(losses)
+    agrees = best.squeeze(-1).eq(law.argmax(-1) if law is not None else _given(ids)).float()
     if target.divergence is Divergence.CROSS_ENTROPY:
         if law is not None:
-            logits.sub_(law, alpha=target.share)
+            student.sub_(law, alpha=target.share)
         if ids is not None:
-            logits.scatter_add_(1, ids[:, None], torch.full_like(normalizer[:, None], target.share - 1))
+            student.scatter_add_(-1, ids[..., None], torch.full_like(losses[..., None], target.share - 1))
     else:
         assert law is not None
-        losses = _acceptance(logits, law, losses, overlap, target)
-    logits.mul_(factors[:, None])
-    return (losses * factors).sum(), agrees, overlap
+        losses = _acceptance(student, law, losses, overlap, target)
+    return torch.stack([losses, agrees, overlap])
 
 
 def _acceptance(student: Tensor, law: Tensor, cross: Tensor, overlap: Tensor, target: _Target) -> Tensor:
-    """The LK losses (r,); `student` (r, V) is overwritten with the gradient of the logits."""
+    """The LK losses (n, G); `student` (n, G, V) is overwritten with the gradient of the logits."""
     below = student < law
     pull = torch.where(below, student, 0.0)
     towards = pull - student * pull.sum(-1, keepdim=True)  # the gradient of the overlap
     if target.divergence is Divergence.LK_LOG:
         safe = overlap.clamp_min(1e-6)
-        student.copy_(towards.div_(-safe[:, None]))
+        student.copy_(towards.div_(-safe[..., None]))
         return safe.log().neg()
     share = torch.exp(-target.decay * overlap)
     entropy = torch.special.entr(law).sum(-1)
-    student.sub_(law).mul_(share[:, None]).sub_(towards.mul_((1 - share)[:, None]))
+    student.sub_(law).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
     mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)
     return mixed
 

@@ -72,6 +72,11 @@ class Parallel:
         """True for the one process that writes files and talks."""
         return self.rank == 0
 
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.world > 1:
+            dist.barrier()
+
     def close(self) -> None:
         """Leave the group of processes; call it once, at the end of the program."""
         if self.world > 1 and dist.is_initialized():

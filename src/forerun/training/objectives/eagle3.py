@@ -20,7 +20,7 @@ from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.training.loop.objective import LossReport
-from forerun.training.unrolled import unrolled_attention
+from forerun.training.unrolled import Block, blocks_of, unrolled_attention
 from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, soft_loss
 from forerun.types import LAST_HIDDEN
 
@@ -124,7 +124,7 @@ class Eagle3Objective:
         found = self._loss(steps, weights, last)
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         survives = torch.ones(last.shape[:2], device=last.device)
-        parts = zip(steps, found.agrees.view_as(weights), found.overlap.view_as(weights), strict=True)
+        parts = zip(steps, found.agrees, found.overlap, strict=True)
         for step, agrees, overlap in parts:
             survives = survives * agrees
             # A token that the head cannot name counts as missed.
@@ -138,15 +138,16 @@ class Eagle3Objective:
         tokens = batch.batch
         features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
         past: list[tuple[Tensor, ...]] = []
+        blocks = blocks_of(tokens.documents)
         for step in range(self.settings.steps):
             ids = _ahead(tokens.tokens, step + 1, 0)
-            result = self._advance(ids, features, tokens.positions + step, tokens.documents, past)
+            result = self._advance(ids, features, tokens.positions + step, blocks, past)
             past.append(tuple(result[2:]))
             features = result[0]
             yield Unrolled(step=step, output=result[1], counted=_counted(tokens, step))
 
     def _advance(
-        self, ids: Tensor, features: Tensor, positions: Tensor, documents: Tensor, past: list[tuple[Tensor, ...]]
+        self, ids: Tensor, features: Tensor, positions: Tensor, blocks: Sequence[Block], past: list[tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step."""
         flat = [tensor for step in past for tensor in step]
@@ -159,7 +160,7 @@ class Eagle3Objective:
             def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                 own.extend((key, value))
                 line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
-                return unrolled_attention(query, line[0][0], line[0][1], line[1:], documents)
+                return unrolled_attention(query, line[0][0], line[0][1], line[1:], blocks)
 
             embeds = self.embed(ids).to(features.dtype)
             result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
@@ -180,25 +181,29 @@ class Eagle3Objective:
         return frozen
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
-        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht)."""
-        ahead = torch.stack([_ahead(last, step.step + 1, 0.0) for step in steps]).flatten(0, 2)
+        """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht).
+
+        Arranged by the predicted token: there all steps follow the same law of the target.
+        """
         rows = self.head.token_ids if self.head.config.reduced_vocabulary else slice(None)
         teacher = Teacher(
-            hidden=ahead,
+            hidden=last.flatten(0, 1),
             weight=self.target.lm_head.detach()[rows],
             bias=None if self.target.bias is None else self.target.bias.detach()[rows],
             scale=self.target.scale,
             softcap=self.target.softcap,
         )
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
-        return soft_loss(
-            torch.stack([step.output for step in steps]).flatten(0, 2),
-            student,
-            weights.flatten(),
-            teacher,
-            self.settings.divergence,
-            self.settings.lk_decay,
+        moved = [(_behind(step.output, step.step + 1), _behind(weights[step.step], step.step + 1)) for step in steps]
+        outputs, shares = (torch.stack(parts, 2) for parts in zip(*moved, strict=True))
+        found = soft_loss(
+            outputs.flatten(0, 2), student, shares.flatten(), teacher, self.settings.divergence, self.settings.lk_decay
         )
+        agrees, overlap = (
+            torch.stack([_ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
+            for values in (found.agrees, found.overlap)
+        )
+        return VocabularyLoss(loss=found.loss, agrees=agrees, overlap=overlap)
 
     @torch.no_grad()
     def _reachable_rows(self, last: Tensor) -> Tensor | None:
@@ -220,6 +225,12 @@ def _ahead(values: Tensor, steps: int, fill: float) -> Tensor:
     if steps < values.shape[1]:
         moved[:, : values.shape[1] - steps] = values[:, steps:]
     return moved
+
+
+def _behind(values: Tensor, steps: int) -> Tensor:
+    """(B, S, ..) moved `steps` to the right; what is missing on the left is 0."""
+    kept = values[:, : max(0, values.shape[1] - steps)]
+    return torch.cat([torch.zeros_like(values[:, : values.shape[1] - kept.shape[1]]), kept], 1)
 
 
 def _counted(batch: TokenBatch, step: int) -> Tensor:
