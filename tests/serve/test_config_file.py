@@ -66,6 +66,11 @@ def test_flags_win_over_the_environment_and_that_over_the_file(file: Path, monke
     assert parsed()["settings"].api_keys == (), "deploy/compose.yaml passes an empty variable on"
 
 
+def test_the_example_is_understood() -> None:
+    found = parsed("--config", str(Path(__file__).parents[2] / "deploy" / "server.yaml"))
+    assert found["settings"].log_format == "json" and found["speculation"].config() == {"method": "suffix"}
+
+
 def test_toml(tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
     path.write_text(TOML)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import selectors
 import socket
 from collections.abc import Iterator
@@ -144,20 +146,34 @@ def hasty(checkpoint: Path) -> Iterator[Live]:
         yield running_one
 
 
-def test_who_reads_nothing_loses_the_row_and_then_the_connection(checkpoint: Path) -> None:
-    wordy = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "n": 4, "logprobs": 20, "stream": True}
+WORDY = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "n": 4, "logprobs": 5}
+
+
+def test_a_stream_that_nobody_reads_loses_its_rows(checkpoint: Path) -> None:
     with serving(checkpoint, send_buffer=4096, stream_buffer=8, send_timeout_s=0.5) as impatient:
         with connected(impatient, receive_buffer=2048) as deaf:
-            deaf.sendall(posted(wordy))
+            deaf.sendall(posted({**WORDY, "stream": True}))
             wait_for(lambda: counters(impatient).get('vllm:request_success_total{finished_reason="abort"}') == 4)
             llm = impatient.session.engine.llm
             wait_for(lambda: not llm.engine.busy and impatient.session.in_flight == 0)
             assert counters(impatient)["forerun:answers_admitted_total{}"] == 4
-            received = b""
-            while piece := deaf.recv(65536):
-                received += piece
-            assert received and b"[DONE]" not in received, "cut in the middle"
         assert impatient.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
+
+
+def test_an_answer_that_nobody_reads_is_cut_off(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with (
+        serving(checkpoint, send_buffer=4096, send_timeout_s=0.3) as impatient,
+        connected(impatient, receive_buffer=2048) as deaf,
+    ):
+        deaf.sendall(posted(WORDY))
+        wait_for(lambda: "its connection was cut" in caplog.text)
+        received = b""
+        while piece := deaf.recv(1 << 20):
+            received += piece
+        head, _, body = received.partition(b"\r\n\r\n")
+        [length] = re.findall(rb"content-length: (\d+)", head.lower())
+        assert len(body) < int(length), "cut in the middle"
 
 
 def test_who_reads_slowly_is_served(checkpoint: Path) -> None:
@@ -175,8 +191,8 @@ def test_who_reads_slowly_is_served(checkpoint: Path) -> None:
 
 def test_limits_of_the_machine_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = list[tuple[int, int]]()
-    monkeypatch.setattr(running.resource, "getrlimit", lambda _: (1024, 4096))
-    monkeypatch.setattr(running.resource, "setrlimit", lambda _, limits: raised.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
     running.allow_files(1000)
     assert raised == []
     running.allow_files(2000)

@@ -110,7 +110,10 @@ class Metrics:
             self._per_position.labels(self._model, str(position)).inc(count)
 
     def _counter(self, name: str, help_text: str, *labels: str, prefix: str = "vllm") -> Counter:
-        return Counter(f"{prefix}:{name}", help_text, ["model_name", *labels], registry=self.registry)
+        counter = Counter(f"{prefix}:{name}", help_text, ["model_name", *labels], registry=self.registry)
+        if not labels:
+            counter.labels(self._model)  # there from the start, at 0
+        return counter
 
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(f"vllm:{name}", help_text, ["model_name"], registry=self.registry, buckets=_SECONDS)

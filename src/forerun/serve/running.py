@@ -6,7 +6,7 @@ A model that cannot be loaded ends it too.
 from __future__ import annotations
 
 import asyncio
-import resource
+import sys
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -30,7 +30,9 @@ class _Server(uvicorn.Server):
         self._session = session
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._session.state is State.DRAINING or self._session.in_flight == 0:
+        """The first signal drains, after which the process ends with 0; a second one ends it by the signal."""
+        if self._session.state is State.DRAINING:
+            self.force_exit = True
             super().handle_exit(sig, frame)
             return
         self._session.state = State.DRAINING
@@ -69,11 +71,15 @@ def run(session: Session, *, host: str, port: int) -> None:
 
 
 def allow_files(count: int) -> None:
-    """Raise the soft limit of open files to `count` where it is lower.
+    """Raise the soft limit of open files to `count` where it is lower. Windows has none.
 
     Raises:
         ArgumentError: the hard limit is lower, too.
     """
+    if sys.platform == "win32":
+        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and count > hard:
         raise ArgumentError(

@@ -1,0 +1,262 @@
+"""Whatever is sent, the answer is one that the OpenAPI description names, in OpenAI's envelope, and never a 500."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
+from forerun.serve.protocol.responses import ResponsesRequest
+from serve.conftest import NAME, Live, counters, serving, wait_for
+
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the extra dev")
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BOUNDED = settings(
+    derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
+)
+OFTEN = settings(BOUNDED, max_examples=120)
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: Path, draft_checkpoint: Path) -> Iterator[Live]:
+    """Answers shortly, so that many can be asked for."""
+    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 2}
+    limits = {"max_tokens": 3, "max_n": 2, "max_body_bytes": 20_000, "receive_timeout_s": 5.0}
+    with serving(checkpoint, speculative=drafter, **limits) as running:
+        yield running
+        assert running.session.state.value == "ready"
+        wait_for(lambda: running.session.in_flight == 0 and not running.session.engine.llm.engine.busy)
+        found = counters(running)
+        ended = sum(value for name, value in found.items() if name.startswith("vllm:request_success_total"))
+        assert found["forerun:answers_admitted_total{}"] == ended + found["forerun:answers_refused_total{}"]
+        assert "error" not in {name.split('"')[1] for name in found if name.startswith("vllm:request_success_total")}
+
+
+@pytest.fixture(scope="module")
+def described(small: Live) -> Any:
+    return schemathesis.openapi.from_dict(small.get("/openapi.json").json())
+
+
+def routes(live: Live) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = live.get("/openapi.json").json()["paths"]
+    return found
+
+
+def test_the_description_is_honest(live: Live, checkpoint: Path) -> None:
+    assert {path for path, methods in routes(live).items() if "post" in methods} == set(POSTS)
+    for path, methods in routes(live).items():
+        for method, operation in methods.items():
+            expected = {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"}
+            assert method == "get" or set(operation["responses"]) == expected, path
+            assert "422" not in operation["responses"] and "security" not in operation
+    with serving(checkpoint, api_keys=("secret",)) as locked:
+        schema = locked.get("/openapi.json", headers={"authorization": "Bearer secret"}).json()
+    assert schema["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            assert ("security" in operation) == path.startswith(("/v1", "/tokenize", "/detokenize")), path
+
+
+POSTS = (CHAT, TEXT, RESPONSES, "/tokenize", "/detokenize")
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=str)
+@pytest.mark.parametrize("path", POSTS)
+def test_requests_made_from_the_description(small: Live, described: Any, path: str, mode: Any) -> None:
+    checks = schemathesis.checks
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_headers_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    @BOUNDED
+    @given(case=described[path]["POST"].as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        case.call_and_validate(
+            base_url=small.url,
+            timeout=60,
+            checks=[
+                checks.not_a_server_error,
+                status_code_conformance,
+                content_type_conformance,
+                response_headers_conformance,
+                response_schema_conformance,
+            ],
+        )
+
+    ask()
+
+
+def check(answer: httpx.Response) -> None:
+    """No 500, and errors in their envelope."""
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"], answer.text
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert "server_error" not in answer.text, answer.text
+
+
+def send(live: Live, path: str, content: Any, **headers: str) -> httpx.Response:
+    headers = {"content-type": "application/json", **{key.replace("_", "-"): value for key, value in headers.items()}}
+    return httpx.post(live.url + path, content=content, headers=headers, timeout=60)
+
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
+"""Half surrogate pairs and zero bytes, too."""
+NUMBERS = st.one_of(
+    st.integers(),
+    st.sampled_from([10**30, -(10**30), 2**31, 2**63, 2**64, -(2**63) - 1, 10**4000]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([1e308, 5e-324, -0.0]),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, ANY_TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(ANY_TEXT, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@OFTEN
+@given(path=st.sampled_from(POSTS), content=st.binary(max_size=200))
+def test_bytes(small: Live, path: str, content: bytes) -> None:
+    answer = send(small, path, content)
+    check(answer)
+    assert answer.status_code == 400
+
+
+@OFTEN
+@given(path=st.sampled_from(POSTS), value=VALUES)
+def test_json(small: Live, path: str, value: Any) -> None:
+    check(send(small, path, json.dumps(value)))
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "the cat"}]},
+    TEXT: {"prompt": "the cat"},
+    RESPONSES: {"input": "the cat"},
+}
+FIELDS = {
+    CHAT: sorted(ChatRequest.model_fields),
+    TEXT: sorted(CompletionRequest.model_fields),
+    RESPONSES: sorted(ResponsesRequest.model_fields),
+}
+
+
+@settings(OFTEN, max_examples=200)
+@given(data=st.data(), path=st.sampled_from((CHAT, TEXT, RESPONSES)), stream=st.booleans())
+def test_one_parameter_is_odd(small: Live, data: st.DataObject, path: str, stream: bool) -> None:
+    body = {**PLAIN[path], "model": NAME, "stream": stream}
+    for name in data.draw(st.lists(st.sampled_from(FIELDS[path]), min_size=1, max_size=2, unique=True)):
+        body[name.rstrip("_")] = data.draw(VALUES)
+    check(send(small, path, json.dumps(body)))
+
+
+ODD_FORMS = [
+    {"regex": "(" * 200},
+    {"regex": "a{1,100000}b{1,100000}"},
+    {"regex": "[" + "\\u0000-" * 5},
+    {"grammar": "start: start"},
+    {"grammar": "start: " + "(" * 3000},
+    {"json": {"type": "nonsense"}},
+    {"json": {"$ref": "#"}},
+    {"json": {"$ref": "http://example.com/schema.json"}},
+    {"json": '{"a'},
+    {"json": {"type": "string", "pattern": "(?<=x)y"}},
+    {"json": {"type": "object", "properties": {"x": {"$ref": "#/properties/x"}}}},
+    {"choice": []},
+    {"choice": [""]},
+    {"choice": ["\u0000", "\U0010ffff"]},
+]
+
+
+@pytest.mark.parametrize("form", ODD_FORMS, ids=lambda form: json.dumps(form)[:40])
+def test_forms_that_no_grammar_engine_takes(small: Live, form: dict[str, Any]) -> None:
+    check(send(small, TEXT, json.dumps({"prompt": "x", "structured_outputs": form})))
+
+
+REFUSED = [
+    b'{"prompt": "x", "prompt": "y"}',
+    b'{"prompt": "x", "speculative": {"enabled": true, "enabled": false}}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "stop": ["\\udfff"]}',
+    b'{"\\ud800": 1}',
+    b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "temperature": 1e999}',
+    b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    b"[" * 15_000,
+    b'{"prompt": ' + b"[" * 9_000 + b"]" * 9_000 + b"}",
+    b"\xff\xfe{\x00}\x00",
+    b'{"prompt": "\xed\xa0\x80"}',
+    b'{"prompt": "x"}{"prompt": "y"}',
+    b"\xef\xbb\xbf{}",
+]
+
+
+@pytest.mark.parametrize("content", REFUSED, ids=lambda content: repr(content[:40]))
+def test_json_that_is_refused(small: Live, content: bytes) -> None:
+    answer = send(small, TEXT, content)
+    check(answer)
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "multipart/form-data; boundary=x", "application/xml", "", "x", "a/b;;="]
+)
+def test_other_kinds_of_content(small: Live, kind: str) -> None:
+    answer = send(small, TEXT, b'{"prompt": "x"}', content_type=kind)
+    check(answer)
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip", "nonsense"])
+def test_compressed_bodies(small: Live, coding: str) -> None:
+    answer = send(small, TEXT, b'{"prompt": "x"}', content_encoding=coding)
+    check(answer)
+    assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_media_type"
+
+
+@BOUNDED
+@given(pieces=st.lists(st.binary(min_size=1, max_size=4000), max_size=12))
+def test_bodies_in_chunks(small: Live, pieces: list[bytes]) -> None:
+    answer = send(small, TEXT, iter([b'{"prompt": "', *pieces, b'"}']))
+    check(answer)
+    assert answer.status_code == (413 if sum(map(len, pieces)) + 14 > 20_000 else answer.status_code)
+
+
+def quoted(path: str) -> str:
+    return "/" + quote(path, safe="")
+
+
+HEADERS = st.dictionaries(
+    st.sampled_from(
+        ["authorization", "x-request-id", "accept", "origin", "range", "te", "cookie", "expect", "upgrade"]
+    ),
+    st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"), max_size=30),
+    max_size=3,
+)
+
+
+@BOUNDED
+@given(
+    headers=HEADERS,
+    method=st.sampled_from(["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE"]),
+    path=st.one_of(st.sampled_from([*POSTS, "/", "/health", "/v1/models"]), st.text(max_size=20).map(quoted)),
+)
+def test_other_methods_paths_and_headers(small: Live, headers: dict[str, str], method: str, path: str) -> None:
+    raw = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
+    answer = httpx.request(method, small.url + path, headers=raw, timeout=60)
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400 and method != "HEAD":
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
