@@ -23,6 +23,8 @@ class Entry:
     summary: str
     needs_training: bool = False
     lossless: bool = True
+    adapts: bool = False
+    """Its weights can be trained while it serves: `Drafter.trainable`."""
     copies: bool = False
     """Proposals are given nodes that were looked up, without a forward pass: `auto` asks at every step."""
 
@@ -66,6 +68,7 @@ DRAFTERS: dict[str, Entry] = {
     "draft_model": Entry(
         path="forerun.drafters.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
+        adapts=True,
     ),
     "tli": Entry(
         path="forerun.drafters.tli:TliDrafter",

@@ -69,6 +69,14 @@ class Drafter:
         """The layer boundaries whose hidden states the drafter reads."""
         return frozenset()
 
+    @property
+    def trainable(self) -> Any:
+        """The causal LM whose weights online adaptation may exchange between steps; None: there is nothing to train.
+
+        Such a drafter computes a row anew that is truncated to 0 and then extended by less than the whole text.
+        """
+        return None
+
     def extend(self, context: DraftContext) -> None:
         """Rows gained committed tokens: a prompt (chunk), a reused prefix, or the accepted path and the next token."""
 

@@ -80,6 +80,11 @@ class DraftModelDrafter(Drafter):
         self._check_vocabulary(setup)
         self._rows: dict[int, _Row] = {}
 
+    @property
+    def trainable(self) -> Any:
+        # The methods that build on this one share weights with the target, or read another vocabulary.
+        return self.model.model if type(self) is DraftModelDrafter else None
+
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
 

@@ -126,6 +126,8 @@ class AsyncLLM:
             self._driver.cancel()
         self._fail(RuntimeError("the engine was closed"))
         await asyncio.to_thread(self._worker.shutdown)
+        if self.llm.adaptation is not None:
+            await asyncio.to_thread(self.llm.adaptation.close)
 
     def _leave(self, request_id: str) -> None:
         del self._queues[request_id]

@@ -6,7 +6,7 @@ Knows configurations, groups and controllers; does not know requests' text or sc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -143,6 +143,15 @@ class Drafting:
                 active.controller.forget(rows, lengths)
             else:
                 active.drafter.truncate(rows, lengths)
+
+    def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
+        """Put something around the drafters of a configuration; what they propose and are shown then passes through."""
+        active = self._active[key]
+        if active.controller is None:
+            active.drafters = [(name, around(drafter)) for name, drafter in active.drafters]
+            return
+        for arm in active.controller.arms:
+            arm.drafter.drafter = around(arm.drafter.drafter)
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
         """Add a finished answer's counts; warn once where acceptance is at the level of chance."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
+from forerun.engine.adapting.settings import AdaptConfig, adapt_config
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
 from forerun.engine.core import Engine
 from forerun.engine.drafting import Drafting
@@ -24,6 +25,8 @@ from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from forerun.engine.adapting import Adaptation
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class LLM:
         seed: for requests that bring none; None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes).
+        adapt: let the drafter learn while it serves (`draft_model` alone): True, or fields of `AdaptConfig`.
         check: verify the step's invariants while running (slow).
         loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
             repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
@@ -82,6 +86,7 @@ class LLM:
         max_num_seqs: int = 8,
         seed: int | None = None,
         reproducible: bool = False,
+        adapt: AdaptConfig | Mapping[str, Any] | bool | None = None,
         check: bool = False,
         **loading: Any,
     ) -> None:
@@ -91,6 +96,7 @@ class LLM:
         _refuse_unknown(loading)
         _check_sizes(max_model_len, max_num_seqs)
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
+        adapting = adapt_config(adapt, self.speculative)
         headroom = MAX_SPECULATIVE_TOKENS + 1
         model = resolve(model) if isinstance(model, str | Path) else model
         self.target = Target.load(
@@ -120,7 +126,7 @@ class LLM:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
         self.engine = Engine(self.target, Drafting(setup, nodes=most), check=check)
-        self.engine.drafting.ensure(self.speculative)
+        self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         self._ids = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
 
@@ -231,6 +237,17 @@ class LLM:
         """End a request and free its rows; unknown ids are ignored."""
         self.engine.abort(request_id)
         self._inbox.pop(request_id, None)
+
+    def _adapt(self, config: AdaptConfig | None, key: str | None) -> Adaptation | None:
+        """What trains the configured drafter in the background; None where nobody asked for it."""
+        if config is None or key is None:
+            return None
+        from forerun.engine.adapting import Adaptation
+
+        adaptation = Adaptation(config, self.target, self.tokenizer)
+        self.engine.drafting.wrap(key, adaptation.around)
+        adaptation.start(self)
+        return adaptation
 
     def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
         if speculative is None or speculative is True:

@@ -67,7 +67,7 @@ class Adaptation:
         tokenizer: saved with the drafter; None: nothing is.
 
     Raises:
-        ForerunError: from `around`: the directory belongs to another target, or the drafter's weights cannot be trained.
+        ForerunError: from `around`: the directory belongs to another target, or the weights cannot be trained.
     """
 
     def __init__(self, config: AdaptConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:

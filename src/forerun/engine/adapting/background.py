@@ -76,9 +76,10 @@ class Background:
             log.debug("adaptation", exc_info=True)
 
     def turn(self) -> bool:
-        """Whatever there is to do now; False where that was nothing."""
-        if not self._drafter.settled:
-            return False
+        """Whatever there is to do now; False where that was nothing.
+
+        A candidate is made while the last swap is still being watched; it is offered when that one has proved itself.
+        """
         if self._drafter.rollbacks > self._rollbacks:
             self._roll_back()
             return True
@@ -99,6 +100,9 @@ class Background:
             weights = ready(self._model, self.learner.twin.state_dict())
             if self._model.device.type == "cuda":
                 torch.cuda.current_stream(self._model.device).synchronize()
+        while not self._drafter.settled:
+            if self._ending.wait(_LOOK_S):
+                return False
         if self._drafter.rollbacks > self._rollbacks:
             return True
         self.learner.keep()

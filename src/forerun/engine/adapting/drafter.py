@@ -1,10 +1,10 @@
 """A drafter whose weights change between steps: passes everything on, exchanges weights, writes down, watches.
 
-All of it runs in the engine's thread but `offer`. Key-value caches are left as they are when weights change: the keys of
-running rows are then those of the former weights, which can cost a little acceptance until the answer ends, where
+All of it runs in the engine's thread but `offer`. Key-value caches are left as they are when weights change: the keys
+of running rows are then those of the former weights, which can cost a little acceptance until the answer ends, where
 running all contexts again would cost every running answer a pause at once. What is drafted from them is recorded with
-the law that it was drawn from like any draft, so answers cannot tell. Rows that outlive their answer, as a reused prefix
-does, are computed anew when they are cut.
+the law that it was drawn from like any draft, so answers cannot tell. A row that outlives its answer, as a reused
+prefix does, is computed anew when it is cut: one that serves for weeks would else stay what the first weights made.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class AdaptedDrafter(Drafter):
     @property
     def requires(self) -> frozenset[Signal]:
         return self.drafter.requires
+
+    @property
+    def remembers(self) -> bool:
+        return self.drafter.remembers
 
     @property
     def settled(self) -> bool:
@@ -107,6 +111,6 @@ class AdaptedDrafter(Drafter):
         assert self._former is not None, "only a swap is watched"
         exchange(self._former)
         self._former, self._changes = None, self._changes + 1
-        self.watch.rolled_back()
         self.rollbacks += 1
+        self.watch.rolled_back()  # last: whoever sees that nothing is watched must see the rollback too
         log.warning("adaptation: acceptance fell after a swap; the former weights of the drafter are back")

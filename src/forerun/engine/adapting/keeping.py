@@ -78,8 +78,8 @@ class Keeper:
         record = _read(path / RECORD)
         if record.get("target") != self._target:
             raise CheckpointError(
-                f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); give another "
-                "directory, or remove this one"
+                f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
+                "give another directory, or remove this one"
             )
         return Kept(path=path, version=int(record["version"]), state=_weights(path), record=record)
 

@@ -1,8 +1,8 @@
 """Trains a float32 copy of the draft model on collected pieces and judges what came out. No thread, no clock, no file.
 
-The loss is the forward divergence KL(target, draft) over the tokens that were kept and one event for all others, at the
-request's temperature; positions where a draft was rejected weigh most. A candidate is judged by its expected acceptance,
-sum over x of min(target(x), draft(x)), on pieces that were held back, before and after.
+The loss is the forward divergence KL(target, draft) over the tokens that were kept and one event for all others, at
+the request's temperature; positions where a draft was rejected weigh most. A candidate is judged by its expected
+acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after.
 Source: Online Speculative Decoding (arXiv 2310.07177).
 """
 
@@ -30,6 +30,8 @@ LEAST_HELD = 64
 """Fewest held back positions that can judge one."""
 _TINY = 1.0e-6
 _CLIP = 1.0
+_RECOVERY, _LEAST_RATE = 1.25, 64
+"""What a kept candidate multiplies a lowered rate by; the rate given is never divided by more than this."""
 
 Pause = Callable[[], bool]
 """Called between pieces of work; True: give up, someone wants to end."""
@@ -67,6 +69,7 @@ class Learner:
         self._trained = 0
         self._served = self.state()
         self._former = self._served
+        self._rate = config.learning_rate
         self._optimizer = self._fresh_optimizer()
         self.updates = 0
         """Steps of the optimizer."""
@@ -90,16 +93,20 @@ class Learner:
         return None if candidate is None else Trial(served=served, candidate=candidate)
 
     def keep(self) -> None:
-        """The candidate serves from now on."""
+        """The candidate serves from now on; the rate recovers."""
         self._former, self._served = self._served, self.state()
+        self._rate = min(self._config.learning_rate, self._rate * _RECOVERY)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate
 
     def discard(self) -> None:
-        """Back to the weights that serve; the optimizer forgets."""
+        """Back to the weights that serve; the optimizer forgets, and goes on at half the rate."""
         self.twin.load_state_dict(self._served)
+        self._rate = max(self._config.learning_rate / _LEAST_RATE, self._rate / 2)
         self._optimizer = self._fresh_optimizer()
 
     def roll_back(self) -> None:
-        """The weights before the last `keep` serve again."""
+        """The weights before the last `keep` serve again, as after `discard`."""
         self._served = self._former
         self.discard()
 
@@ -175,7 +182,7 @@ class Learner:
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         self.twin.zero_grad(set_to_none=True)
-        return torch.optim.AdamW(self.twin.parameters(), lr=self._config.learning_rate, weight_decay=0.0)
+        return torch.optim.AdamW(self.twin.parameters(), lr=self._rate, weight_decay=0.0)
 
 
 def plain_twin(model: Any, state: dict[str, Tensor] | None = None) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.controller.auto import arms_of
 from forerun.errors import ArgumentError, nearest
 
 
@@ -28,7 +27,7 @@ class AdaptConfig:
     directory: Path | None = None
     """Where accepted weights are kept, and where a later start goes on; None: they end with the process."""
     learning_rate: float = 1.0e-4
-    """Of AdamW, per step, constant."""
+    """Of AdamW, per step. A candidate that was worse halves it, those that are kept let it recover."""
     memory_bytes: int = 64 * 2**20
     """Most bytes of collected positions; the oldest give way. Weights and optimizer come on top."""
     top_k: int = 32
@@ -81,8 +80,24 @@ class AdaptConfig:
             raise ArgumentError(f"adapt: a value has the wrong type ({error}); given {values}") from error
 
 
-def refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
-    """Raise ArgumentError unless one of the configured drafters has weights that can be trained while it serves."""
+def adapt_config(
+    given: AdaptConfig | Mapping[str, Any] | bool | None, speculative: SpeculativeConfig | None
+) -> AdaptConfig | None:
+    """What was asked for, None where nothing was.
+
+    Raises:
+        ArgumentError: an unknown or impossible value, or no configured drafter has weights that can be trained while it
+            serves.
+    """
+    config = AdaptConfig.parse(given)
+    if config is not None:
+        _refuse_unless_adaptable(speculative)
+    return config
+
+
+def _refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
+    from forerun.engine.controller.auto import arms_of
+
     able = [name for name, entry in DRAFTERS.items() if entry.adapts]
     advice = f"drafters that can adapt: {', '.join(able)}"
     if config is None:

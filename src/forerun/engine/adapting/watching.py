@@ -49,7 +49,7 @@ class Watch:
         return self._before is not None
 
     def saw(self, verdicts: Sequence[Verdict]) -> Sentence:
-        """Count a step; WORSE is said once, then nothing is watched any longer."""
+        """Count a step; after WORSE the former weights must come back, and `rolled_back` be called."""
         accepted = sum(len(verdict.path) + (verdict.kind is Source.DRAFT) for verdict in verdicts)
         judged = accepted + sum(verdict.kind is Source.RECOVERED for verdict in verdicts)
         self._recent.append((accepted, judged))
