@@ -16,7 +16,6 @@ from forerun.drafters import DRAFTERS
 from forerun.engine.adapting import AdaptationStats
 from forerun.engine.llm import Speculative
 from forerun.errors import ForerunError
-from forerun.serve.adapting import AdaptationMetrics
 from forerun.serve.account import Account
 from forerun.serve.adapting import AdaptationMetrics
 from forerun.serve.metrics import Metrics
@@ -213,7 +212,6 @@ class Session:
         }
         for name, (help_text, read) in gauges.items():
             self.metrics.watch(name, help_text, partial(self._read, read))
-        self.metrics.registry.register(AdaptationMetrics(self.settings.model_name, self._adaptation))
         counters: dict[str, tuple[str, Callable[[AsyncLLM], float]]] = {
             "num_preemptions": ("Times an answer gave its row back.", lambda engine: engine.llm.engine.preemptions),
             "prefix_cache_queries": ("Prompt tokens looked up.", lambda engine: engine.llm.engine.prefix_queries),
