@@ -149,9 +149,14 @@ function append(pane, moment) {
     pane.append(shown(token.text, token.source === "draft" ? "accepted" : token.source, moment, node));
   });
   const ghosts = moment.nodes.filter((node) => !node.accepted && !node.scout).slice(0, 12);
-  for (const node of ghosts) pane.append(shown(node.text.replace(/\n/g, "↵"), "rejected", moment, node));
+  for (const node of ghosts) pane.append(shown(folded(node.text), "rejected", moment, node));
   pane.scrollTop = pane.scrollHeight;
 }
+
+// A token that was not kept must not break the lines of those that were.
+const folded = (text) => text.replace(/\n+/g, "↵").replace(/[ \t]{2,}/g, "␣");
+
+const counted = (count) => `${count} token${count === 1 ? "" : "s"}`;
 
 function shown(text, kind, moment, node) {
   const span = made("span", { class: `token ${kind}` }, text);
@@ -170,7 +175,7 @@ function drawRuler(answer) {
   const most = Math.max(...answer.moments.map((moment) => moment.tokens.length), 1);
   const bars = answer.moments.map((moment, index) => made("button", {
     type: "button", class: moment.nodes.length ? "drafted" : "", style: `height:${(100 * moment.tokens.length) / most}%`,
-    "aria-label": `step ${index}: ${moment.tokens.length} tokens`, onclick: () => choose(index),
+    "aria-label": `step ${index}: ${counted(moment.tokens.length)}`, onclick: () => choose(index),
   }, `+${moment.tokens.length}`));
   at("ruler").replaceChildren(...bars);
 }
@@ -190,7 +195,7 @@ function drawPositions(counts) {
 function choose(index) {
   [...at("ruler").children].forEach((bar, other) => bar.setAttribute("aria-current", other === index));
   const moment = result.fast.moments[index];
-  at("step-title").textContent = index ? `Step ${index}: ${moment.tokens.length} tokens` : "First token";
+  at("step-title").textContent = index ? `Step ${index}: ${counted(moment.tokens.length)}` : "First token";
   drawTree(moment);
 }
 
