@@ -1,0 +1,290 @@
+"""The whole: answers stay the target's while weights change, what was learned is kept, gone on from, and undone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from adaptation.conftest import pieces
+from contract.harness import (
+    LEVEL,
+    PROMPTS,
+    VARIANTS,
+    as_prompts,
+    expected,
+    model,
+    p_value,
+    relative,
+    sample,
+    tokens_of,
+    word_tokenizer,
+)
+from forerun import LLM, SamplingParams
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.engine.adapting.background import Background
+from forerun.engine.adapting.collecting import Collector
+from forerun.engine.adapting.drafter import AdaptedDrafter
+from forerun.engine.adapting.keeping import Keeper
+from forerun.engine.adapting.learning import Learner
+from forerun.engine.adapting.pieces import Store
+from forerun.engine.adapting.settings import AdaptConfig
+from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.controller import Nominal
+from forerun.engine.drafting import Drafting
+from forerun.target import Target
+from forerun.target.swapping import Weights, exchange, ready
+from forerun.types import Budget, Draft
+
+WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]
+
+
+class Fickle(AdaptedDrafter):
+    """Takes other weights before every proposal."""
+
+    other: Weights | None = None
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        assert self.other is not None
+        if self.settled:
+            self.offer(self.other)
+        draft = super().propose(context, budget)
+        assert self._former is not None
+        self.other = self._former
+        self.watch.rolled_back()  # nothing is watched: the weights shall go on changing
+        return draft
+
+
+def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: Any) -> tuple[LLM, AdaptedDrafter]:
+    """The tiny target with a drafter that adapts, but for the thread."""
+    config = {"method": "draft_model", "model": drafts, "num_speculative_tokens": 3, **options}
+    llm = LLM(
+        model(),
+        tokenizer=False,
+        speculative_config=config,
+        max_num_seqs=rows,
+        max_model_len=64,
+        self_check=False,
+    )
+    made = list[AdaptedDrafter]()
+
+    def around(drafter: Drafter) -> Drafter:
+        collector = Collector(Store(2**20), top_k=4, held_every=8, readable=12)
+        made.append(cls(drafter, collector, Throttle(1.0, threading.Event())))
+        return made[0]
+
+    llm.engine.drafting.wrap(llm.engine.drafting.ensure(llm.speculative) or "", around)
+    return llm, made[0]
+
+
+@pytest.mark.parametrize("label", ["chain", "tree", "greedy-k-tree"])
+def test_the_law_holds_while_weights_change_at_every_step(label: str) -> None:
+    options = next(one for one in VARIANTS["draft_model"] if one.label == label).options
+    mine = copy.deepcopy(relative())
+    llm, drafter = engine(mine, Fickle, rows=64, **{**options, "model": mine})
+    assert isinstance(drafter, Fickle)
+    drafter.other = ready(mine, copy.deepcopy(relative(0.3)).state_dict())
+    assert p_value(sample(llm, 1000), expected()) > LEVEL
+    assert drafter.swaps > 20
+
+
+def test_greedy_answers_are_equal_while_weights_change() -> None:
+    mine = copy.deepcopy(relative())
+    llm, drafter = engine(mine, Fickle)
+    assert isinstance(drafter, Fickle)
+    drafter.other = ready(mine, copy.deepcopy(relative(0.3)).state_dict())
+    params = SamplingParams(temperature=0, max_tokens=40)
+    plain = llm.generate(as_prompts(PROMPTS), params, speculative=False)
+    assert tokens_of(llm.generate(as_prompts(PROMPTS), params)) == tokens_of(plain)
+    assert drafter.swaps > 10
+
+
+def test_weights_that_draft_worse_go_again() -> None:
+    mine = copy.deepcopy(relative())
+    llm, drafter = engine(mine, AdaptedDrafter)
+    before = copy.deepcopy(mine.state_dict())
+    params = [SamplingParams(temperature=0.9, max_tokens=40, seed=seed) for seed in range(40)]
+
+    def answer() -> list[list[int]]:
+        return tokens_of(llm.generate(as_prompts(PROMPTS * 8), params))
+
+    while drafter.watch._judged < 1500:
+        answer()
+    good = drafter.watch.acceptance
+    bad = {name: torch.randn_like(value) for name, value in before.items()}
+    drafter.offer(ready(mine, bad))
+    answer()
+    assert drafter.swaps == 1 and drafter.rollbacks == 1 and drafter.settled
+    assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
+    for _ in range(3):
+        answer()
+    assert drafter.watch.acceptance == pytest.approx(good, abs=0.08) and drafter.rollbacks == 1
+
+
+class Prompt(AdaptedDrafter):
+    """Takes what it is offered at once."""
+
+    def offer(self, weights: Weights) -> None:
+        super().offer(weights)
+        self._take(weights)
+
+
+def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prompt, Store]:
+    config, ending = AdaptConfig(learning_rate=3e-3, fresh_pieces=8, round_pieces=16), threading.Event()
+    store, throttle = Store(2**20), Throttle(1.0, ending)
+    drafter = Prompt(Drafter(), Collector(store, top_k=4, held_every=8, readable=12), throttle)
+    keeper = Keeper(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
+    learner = Learner(drafts, config)
+    options: dict[str, Any] = {"config": config, "throttle": throttle, "ending": ending, "keeper": keeper}
+    return Background(drafter, drafts, learner, store, **options), drafter, store
+
+
+def test_a_round_trains_swaps_and_saves_and_a_rollback_undoes_all_of_it(
+    tmp_path: Path, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    work, drafter, store = background(tmp_path, draft)
+    original = copy.deepcopy(draft.state_dict())
+    assert not work.turn(), "nothing was collected"
+    for one in [*pieces(target, 7), *pieces(target, 8, seed=1, held=True)]:
+        store.add(one)
+    assert not work.turn(), "too little is new"
+    store.add(pieces(target, 1, seed=2)[0])
+    assert work.turn() and drafter.swaps == 1 and work.version == 1 and work.trial.better
+    learned = copy.deepcopy(draft.state_dict())
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest").state_dict()
+    assert all(torch.equal(stored[name], value) for name, value in learned.items())
+    assert not torch.equal(learned["lm_head.weight"], original["lm_head.weight"])
+    record = json.loads((tmp_path / "latest" / "adaptation.json").read_text())
+    assert record["expected_acceptance"] == work.trial.candidate >= record["expected_acceptance_before"]
+    assert not work.turn(), "nothing is new"
+    drafter._roll_back()
+    assert work.turn() and work.version == 0 and not (tmp_path / "latest").exists()
+    for state in (draft.state_dict(), work.learner.state()):
+        assert all(torch.equal(state[name], value) for name, value in original.items())
+
+
+def test_a_worse_candidate_is_thrown_away(
+    tmp_path: Path, target: LlamaForCausalLM, draft: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, drafter, store = background(tmp_path, draft)
+    before = copy.deepcopy(draft.state_dict())
+    for one in [*pieces(target, 8), *pieces(target, 8, seed=1, held=True)]:
+        store.add(one)
+
+    def ruin(self: Learner, chosen: Sequence[object], pause: object) -> bool:
+        with torch.no_grad():
+            for parameter in self.twin.parameters():
+                parameter.normal_()
+        return True
+
+    monkeypatch.setattr(Learner, "_train", ruin)
+    assert work.turn() and work.discarded == 1 and drafter.swaps == 0 and work.version == 0
+    for state in (draft.state_dict(), work.learner.state()):
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+
+
+def adapting(target: Path, drafts: Path | str, folder: Path) -> LLM:
+    drafter = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 4}
+    adapt = {"share": 1.0, "learning_rate": 1e-3, "fresh_pieces": 2, "round_pieces": 8, "directory": folder}
+    return LLM(str(target), dtype="float32", speculative_config=drafter, max_num_seqs=4, max_model_len=200, adapt=adapt)
+
+
+def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
+    checkpoint: Path, draft_checkpoint: Path, tmp_path: Path
+) -> None:
+    llm = adapting(checkpoint, draft_checkpoint, tmp_path)
+    assert llm.adaptation is not None
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    plain = tokens_of(llm.generate(WORDS, params, speculative=False))
+    for _ in range(400):
+        assert tokens_of(llm.generate(WORDS, params)) == plain
+        if llm.adaptation.stats().version >= 2 or not llm.adaptation.stats().running:
+            break
+    llm.adaptation.close()
+    stats = llm.adaptation.stats()
+    assert stats.version >= 1 and stats.swaps >= 2 and stats.examples > stats.rejected_examples > 0
+    assert stats.candidate_acceptance > 0 and stats.updates > 0 and 0 < stats.share <= 1 and not stats.running
+    record = json.loads((tmp_path / "latest" / "adaptation.json").read_text())
+    assert tokens_of(llm.generate(WORDS, params)) == plain, "drafting goes on without it"
+
+    again = adapting(checkpoint, draft_checkpoint, tmp_path)
+    assert again.adaptation is not None and again.adaptation.drafter is not None
+    assert again.adaptation.stats().version >= record["version"]
+    again.adaptation.close()
+    served = again.adaptation.drafter.drafter.trainable.state_dict()
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest").state_dict()
+    assert all(torch.equal(value, stored[name]) for name, value in served.items())
+    drafter = {"method": "draft_model", "model": str(tmp_path / "latest"), "num_speculative_tokens": 4}
+    elsewhere = LLM(str(checkpoint), dtype="float32", speculative_config=drafter, max_model_len=200)
+    assert tokens_of(elsewhere.generate(WORDS, params)) == plain
+
+
+def test_an_error_ends_learning_not_serving(
+    checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for a gradient")
+
+    monkeypatch.setattr(Learner, "attempt", fails)
+    llm = adapting(checkpoint, draft_checkpoint, tmp_path)
+    assert llm.adaptation is not None
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    plain = tokens_of(llm.generate(WORDS, params, speculative=False))
+    for _ in range(100):
+        assert tokens_of(llm.generate(WORDS, params)) == plain
+        if not llm.adaptation.stats().running:
+            break
+    assert not llm.adaptation.stats().running and llm.adaptation.stats().swaps == 0
+
+
+class Noting(Drafter):
+    """Notes what it is told to forget."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], list[int]]] = []
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self.told.append((list(rows), list(lengths)))
+
+
+def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> None:
+    inner = Noting()
+    collector = Collector(Store(2**20), top_k=4, held_every=8, readable=12)
+    drafter = Prompt(inner, collector, Throttle(1.0, threading.Event()))
+    shown = DraftContext(
+        rows=[0, 1], tokens=[[1], [2]], prompt_lengths=[1, 1], fresh=[1, 1], samplers=[], coins=[], signals={}
+    )
+    drafter.extend(shown)
+    drafter.truncate([0], [7])
+    drafter.offer(ready(draft, draft.state_dict()))
+    drafter.truncate([0, 1], [5, 0])
+    drafter.extend(shown)
+    drafter.truncate([0, 1], [4, 4])
+    assert inner.told == [([0], [7]), ([0, 1], [0, 0]), ([0, 1], [4, 4])]
+
+
+def test_the_controllers_drafters_adapt_inside() -> None:
+    setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+    drafting = Drafting(setup, costs=Nominal())
+    config = SpeculativeConfig.parse({"method": "draft_model", "model": copy.deepcopy(relative()), "adaptive": True})
+    key, seen = drafting.ensure(config) or "", list[Drafter]()
+
+    def around(drafter: Drafter) -> Drafter:
+        seen.append(drafter)
+        return Fickle(
+            drafter, Collector(Store(2**20), top_k=4, held_every=8, readable=12), Throttle(1.0, threading.Event())
+        )
+
+    drafting.wrap(key, around)
+    [arm] = drafting._active[key].controller.arms  # type: ignore[union-attr]
+    assert isinstance(arm.drafter.drafter, Fickle) and seen[0].trainable is not None
+    exchange(ready(seen[0].trainable, relative(0.3).state_dict()))

@@ -1,0 +1,128 @@
+"""What is on disk can be drafted with as it stands, whatever happens; kill -9 while it is written included."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from contract.harness import model, relative, word_tokenizer
+from forerun.engine.adapting.keeping import Keeper, fingerprint
+from forerun.errors import CheckpointError
+from forerun.target import Target
+
+KILLS = 6
+
+
+def keeper(folder: Path, target: LlamaForCausalLM | None = None) -> Keeper:
+    held = Target(target or model(), rows=1, slots=32)
+    return Keeper(folder, held, word_tokenizer(), torch.bfloat16)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_ordinary_checkpoint_and_what_it_came_from(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    keeper(tmp_path).save(draft, 3, {"updates": 7, "expected_acceptance": 0.5})
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
+    assert stored.dtype == torch.bfloat16 and draft.dtype == torch.float32
+    for name, value in stored.state_dict().items():
+        assert torch.equal(value, draft.state_dict()[name].bfloat16())
+    assert AutoTokenizer.from_pretrained(tmp_path / "latest").get_vocab() == word_tokenizer().get_vocab()
+    record = json.loads((tmp_path / "latest" / "adaptation.json").read_text())
+    assert record["version"] == 3 and record["updates"] == 7 and record["expected_acceptance"] == 0.5
+    assert record["target"] == fingerprint(Target(model(), rows=1, slots=32)) and record["tokenizer"]["vocabulary"]
+
+
+def test_the_last_two_are_kept_and_a_start_goes_on_from_the_newest(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    assert keeper(tmp_path / "new").resume() is None
+    kept = keeper(tmp_path)
+    for version in (1, 2, 3):
+        kept.save(draft, version, {})
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "latest"]
+    found = keeper(tmp_path).resume()
+    assert found is not None and found.version == 3
+    assert torch.equal(found.state["lm_head.weight"], draft.lm_head.weight.bfloat16().float())
+
+
+def test_what_was_rolled_back_is_not_gone_on_from(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    kept = keeper(tmp_path)
+    kept.save(draft, 1, {})
+    kept.save(draft, 2, {})
+    kept.withdraw(2)
+    found = kept.resume()
+    assert found is not None and found.version == 1 and names(tmp_path) == ["checkpoint-1", "latest"]
+    kept.withdraw(1)
+    assert kept.resume() is None and names(tmp_path) == []
+    kept.withdraw(1)
+
+
+def test_another_targets_drafter_is_refused(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    keeper(tmp_path).save(draft, 1, {})
+    with pytest.raises(CheckpointError, match="another target"):
+        keeper(tmp_path, relative()).resume()
+
+
+def test_a_foreign_or_broken_directory_is_refused(tmp_path: Path, draft: LlamaForCausalLM) -> None:
+    folder = tmp_path / "checkpoint-4"
+    draft.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"adaptation.json cannot be read"):
+        keeper(tmp_path).resume()
+    (folder / "adaptation.json").write_text(json.dumps({"version": 4, "target": fingerprint(Target(model()))}))
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        keeper(tmp_path).resume()
+
+
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, draft: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = keeper(tmp_path)
+    kept.save(draft, 1, {})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        kept.save(draft, 2, {})
+    found = kept.resume()
+    assert found is not None and found.version == 1 and names(tmp_path) == ["checkpoint-1", "latest"]
+
+
+def test_killed_while_it_saves(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "adaptation.saving_forever", str(tmp_path)]
+    rng, kept = random.Random(0), keeper(tmp_path)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        said = 0
+        for _ in range(KILLS):
+            parent.stdin.write("go\n")
+            parent.stdin.flush()
+            child = int(parent.stdout.readline())
+            said = int(parent.stdout.readline())
+            time.sleep(0.03 * rng.random())
+            os.kill(child, signal.SIGKILL)
+            while (line := parent.stdout.readline()) != "dead\n":
+                said = int(line)
+            stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest", dtype=torch.float32)
+            found = kept.resume()
+            assert found is not None and found.version >= said
+            # Every weight of a version is its number: nothing of another one is mixed in.
+            assert all(bool((value == found.version).all()) for value in stored.parameters())
+            assert all(bool((value == found.version).all()) for value in found.state.values())
+            assert not [name for name in names(tmp_path) if name.startswith(".")]
+        parent.stdin.close()
