@@ -285,12 +285,13 @@ def _teach(
 ) -> None:
     for group in groups:
         everyone = sorted((*group.members, *group.listeners))
+        watched = everyone if group.drafter.watches else group.members
         try:
-            if group.members:
-                chosen = [verdicts[index] for index in group.members]
-                context = _lesson(rows, group.members, group.drafter, verdicts, signals)
-                group.drafter.observe(context, chosen, scores.of(group.members))
-            if group.listeners:
+            if watched:
+                chosen = [verdicts[index] for index in watched]
+                context = _lesson(rows, watched, group.drafter, verdicts, signals)
+                group.drafter.observe(context, chosen, scores.of(watched))
+            if len(everyone) > len(watched):
                 context = _lesson(rows, everyone, group.drafter, verdicts, signals)
             if everyone:
                 group.drafter.extend(context)

@@ -23,6 +23,8 @@ from forerun.training.data.identity import TokenizerIdentity
 
 FEW_NODES = 15
 """With the root 16 rows: more are dear on this kind of machine."""
+CHEAP_NODES = 7
+"""With the root 8 rows, which cost hardly more than one: for drafters that always fill their tree."""
 CORPUS_FILES = 400
 """Of the standard library, for the datastore; those that the shipped prompts were cut from are left out."""
 
@@ -46,12 +48,22 @@ def training_free(field: Field) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {
         "ngram": {"method": "ngram", "num_speculative_tokens": field.lookup},
         "suffix": {"method": "suffix", "num_speculative_tokens": FEW_NODES},
-        "recycling": {"method": "recycling", "nodes": FEW_NODES},
+        "recycling": {"method": "recycling", "nodes": CHEAP_NODES},
+        "suffix + recycling": _suffix_and_recycling(),
         "lookahead": {"method": "lookahead", "window": 4, "level": 3, "guesses": 3},
     }
     if field.store is not None:
         found["rest"] = {"method": "rest", "datastore": str(field.store), "nodes": FEW_NODES}
     return found
+
+
+def _suffix_and_recycling() -> Mapping[str, Any]:
+    """Long copies where there are any, likely successors elsewhere, in one tree."""
+    members = [
+        {"method": "suffix", "num_speculative_tokens": CHEAP_NODES},
+        {"method": "recycling", "nodes": CHEAP_NODES},
+    ]
+    return {"method": "merge", "drafters": members, "nodes": CHEAP_NODES}
 
 
 def trained(field: Field) -> dict[str, Mapping[str, Any]]:

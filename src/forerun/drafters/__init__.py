@@ -98,6 +98,7 @@ DRAFTERS: dict[str, Entry] = {
     "recycling": Entry(
         path="forerun.drafters.recycling:RecyclingDrafter",
         summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
+        copies=True,
     ),
     "speed": Entry(
         path="forerun.drafters.speed:SpeedDrafter",

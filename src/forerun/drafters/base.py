@@ -70,6 +70,20 @@ class Drafter:
         return frozenset()
 
     @property
+    def watches(self) -> bool:
+        """Whether `observe` is wanted for every row that the drafter is shown, not only for those it drafted for."""
+        return False
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it.
+
+        The row is then not freed but, later, truncated: to the common beginning, or to 0. Worth it where reading a text
+        is dear; where hidden states are read, a prefix that the target does not run again can be had in no other way.
+        """
+        return bool(self.requires)
+
+    @property
     def trainable(self) -> Any:
         """The causal LM whose weights online adaptation may exchange between steps; None: there is nothing to train.
 

@@ -103,6 +103,11 @@ class RecyclingDrafter(Drafter):
         # Text is learned from until the process ends; the callback must not keep the drafter alive.
         self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
 
+    @property
+    def watches(self) -> bool:
+        """What the target thought likely is worth knowing whoever drafted."""
+        return True
+
     def save(self) -> None:
         """Write the matrix to `path`, atomically; nothing to do without one. OSError if that fails."""
         self.matrix.save()

@@ -78,6 +78,34 @@ def test_siblings_are_not_worth_more_than_their_parent() -> None:
     assert GivenTree.of(draft, 0, lambda stated: stated).worth[-1] == pytest.approx(1.0)
 
 
+def ranked(*nodes: tuple[int, int, float]) -> GivenTree:
+    return GivenTree.of(stack([given(*nodes)]), 0, lambda stated: stated)
+
+
+def test_copies_are_joined_path_by_path() -> None:
+    """A path that two drafters hold is one path, as likely as the likelier of them says; the rest stands beside it."""
+    first = ranked((5, 0, 0.6), (6, 1, 0.5))
+    second = ranked((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
+    tree = GivenTree.joined([first, second], 8)
+    paths = {}
+    for node, (token, parent, _) in enumerate(tree.nodes, start=1):
+        paths[node] = (*paths.get(parent, ()), token)
+    alive = {paths[node]: tree.survival[node] for node in paths}
+    assert alive == pytest.approx({(5,): 0.8, (5, 6): 0.3, (5, 7): 0.4, (9,): 0.1})
+    assert [paths[node] for node in tree.order] == [(5,), (5, 7), (5, 6), (9,)]
+    assert tree.worth == pytest.approx((0, 0.8, 1.2, 1.5, 1.6))
+    builder = tree.builder()
+    assert [round(stated, 6) for stated in builder.confidence] == [round(s, 6) for _, _, s in tree.nodes]
+
+
+def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> None:
+    first, second = ranked((1, 0, 0.3), (2, 1, 0.9)), ranked((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
+    tree = GivenTree.joined([first, second], 3)
+    assert [(token, parent) for token, parent, _ in tree.nodes] == [(1, 0), (3, 0), (4, 2)]
+    alone = GivenTree.joined([second], 8)
+    assert alone.worth == pytest.approx(second.worth), "one tree stays what it is"
+
+
 def test_a_sampled_node_cannot_be_pruned() -> None:
     mixed = given((1, 0, 0.9))
     mixed.set_law(1, LAW)

@@ -9,7 +9,7 @@ gains most. Width 0 is plain decoding. Knows no drafter and no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forerun import tree as trees
 from forerun.tree import TreeBuilder
@@ -25,8 +25,10 @@ class GivenTree:
 
     nodes: tuple[tuple[int, int, float], ...]
     """(token, parent id, stated confidence) of node 1, 2, ..."""
+    survival: tuple[float, ...]
+    """Entry k: probability that the whole path to node k survives; 1 for the root."""
     order: tuple[int, ...]
-    """Node ids by falling probability that the whole path survives; parents come before their children."""
+    """Node ids by falling survival; parents come before their children."""
     worth: tuple[float, ...]
     """Entry n: expected number of accepted tokens if the first n of `order` are submitted."""
 
@@ -45,12 +47,45 @@ class GivenTree:
         survival = [1.0]
         for parent, confidence in zip(parents, stated, strict=True):
             survival.append(survival[parent] * estimate(confidence))
-        order = sorted(range(1, count + 1), key=lambda node: (-survival[node], node))
+        return cls._ranked(list(zip(draft.tokens[row, :count].tolist(), parents, stated, strict=True)), survival)
+
+    @classmethod
+    def joined(cls, trees: Sequence[GivenTree], most: int) -> GivenTree:
+        """Trees of one row as one of at most `most` nodes: a path is as likely as the likeliest of them says."""
+        nodes, survival, there = list[tuple[int, int]](), [1.0], dict[tuple[int, int], int]()
+        for tree in trees:
+            place = {0: 0}
+            for node in tree.order[:most]:
+                token, parent, _ = tree.nodes[node - 1]
+                key = place[parent], token
+                twin = place[node] = there.setdefault(key, len(survival))
+                if twin == len(survival):
+                    survival.append(0.0)
+                    nodes.append((token, key[0]))
+                survival[twin] = max(survival[twin], tree.survival[node])
+        kept = {0: 0}
+        for node in sorted(_by_survival(survival)[:most]):
+            kept[node] = len(kept)
+        alive = [survival[node] for node in kept]
+        named = [(*nodes[node - 1], survival[node] / survival[nodes[node - 1][1]]) for node in kept if node]
+        return cls._ranked([(token, kept[parent], stated) for token, parent, stated in named], alive)
+
+    @classmethod
+    def _ranked(cls, nodes: Sequence[tuple[int, int, float]], survival: Sequence[float]) -> GivenTree:
+        order = _by_survival(survival)
         return cls(
-            nodes=tuple(zip(draft.tokens[row, :count].tolist(), parents, stated, strict=True)),
+            nodes=tuple(nodes),
+            survival=tuple(survival),
             order=tuple(order),
-            worth=_worth(parents, survival, order),
+            worth=_worth([parent for _, parent, _ in nodes], survival, order),
         )
+
+    def builder(self) -> TreeBuilder:
+        """The tree as it is proposed."""
+        made = TreeBuilder()
+        for token, parent, stated in self.nodes:
+            made.add(token, parent, confidence=stated)
+        return made
 
 
 def prunable(draft: Draft, row: int) -> bool:
@@ -59,6 +94,11 @@ def prunable(draft: Draft, row: int) -> bool:
     if getattr(draft, "resume", None) is not None or (draft.scouts is not None and bool(draft.scouts[row].any())):
         return False
     return all(kind == Drawn.GIVEN for kind in draft.drawn[row, :count].tolist())
+
+
+def _by_survival(survival: Sequence[float]) -> list[int]:
+    """Node ids, the likeliest first; of equals the one that came first, so parents precede their children."""
+    return sorted(range(1, len(survival)), key=lambda node: (-survival[node], node))
 
 
 def _worth(parents: Sequence[int], survival: Sequence[float], order: Sequence[int]) -> tuple[float, ...]:
@@ -89,19 +129,6 @@ def best_width(worths: Sequence[Sequence[float]], *, times: Sequence[float], goo
         if gain > best_gain + 1e-12:
             best, best_gain = width, gain
     return best
-
-
-def select(draft: Draft, rows: Sequence[int]) -> Draft:
-    """Some rows of a draft, in that order."""
-    if list(rows) == list(range(len(draft.counts))):
-        return draft
-    chosen = list(rows)
-    picked = {
-        name: value[chosen]
-        for name in ("tokens", "parents", "counts", "drawn", "laws", "confidence", "scouts")
-        if (value := getattr(draft, name)) is not None
-    }
-    return replace(draft, **picked)
 
 
 def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:

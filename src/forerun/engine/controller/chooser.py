@@ -20,9 +20,10 @@ _MOST_ARMS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """The best draft that lies ready for a row."""
+    """What lies ready for a row."""
 
     arm: int
+    """The drafter that most of it comes from."""
     worth: Sequence[float]
     """Entry n: expected accepted tokens if its n best nodes are submitted."""
     width: int

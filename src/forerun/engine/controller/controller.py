@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from forerun import tree as trees
-from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune, select
+from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune
 from forerun.engine.controller.arm import Arm
 from forerun.engine.controller.chooser import Copy, choose
 from forerun.engine.controller.costs import StepCosts
@@ -77,7 +77,7 @@ class Controller:
         plain = self.costs.times(moment.batch, moment.context, 0)[0]
         self._ask(moment, plain)
         moment.times = self.costs.times(moment.batch, moment.context, self._widest(moment))
-        moment.goodput = self.goodput.factor * moment.batch / moment.times[0]
+        moment.factor = self.goodput.factor
         moment.copies = self._copies(moment)
         for asked, ms in zip(moment.asked, self._asking_ms, strict=True):
             useful = any(copy.arm == asked.arm and copy.width for copy in moment.copies.values())
@@ -154,14 +154,13 @@ class Controller:
         depths = [min(arm.limit, moment.limits[member]) for member in wanted]
         draft = arm.drafter.propose(context, Budget(nodes=[self._nodes] * len(wanted), depth=depths))
         trees.check(draft, self._vocabulary)
-        places = {member: place for place, member in enumerate(wanted)}
         counts = draft.counts.tolist()
         found = {
             member: self._tree(draft, place, arm, context.rows[place])
-            for member, place in places.items()
+            for place, member in enumerate(wanted)
             if counts[place] and prunable(draft, place)
         }
-        return Asked(arm=index, draft=draft, places=places, trees=found)
+        return Asked(arm=index, trees=found)
 
     @staticmethod
     def _tree(draft: Draft, place: int, arm: Arm, row: int) -> GivenTree:
@@ -169,28 +168,28 @@ class Controller:
 
     def _widest(self, moment: Moment) -> int:
         """Nodes of the widest pass that this step may come to."""
-        copied = max((len(tree.order) for asked in moment.asked for tree in asked.trees.values()), default=0)
+        copied = min(self._nodes, sum(max(map(_size, asked.trees.values()), default=0) for asked in moment.asked))
         deepest = max(moment.limits, default=0)
         others = [arm.sizes.expected(min(arm.limit, deepest)) for arm in self.arms if not arm.copies and deepest > 0]
         return max(1, copied, *others)
 
     def _copies(self, moment: Moment) -> dict[int, Copy]:
-        """For each member the draft that gains most, its time shared by the rows of the step."""
-        goodput, best = moment.goodput / moment.batch, dict[int, tuple[float, Copy]]()
-        for asked in moment.asked:
-            for member, tree in asked.trees.items():
+        """For each member the trees of all that copy as one, and what of it pays; the time is shared by all rows."""
+        goodput, found = moment.goodput / moment.batch, dict[int, Copy]()
+        for member in range(len(moment.rows)):
+            own = [(asked.arm, asked.trees[member]) for asked in moment.asked if member in asked.trees]
+            if own:
+                tree = moment.copied[member] = GivenTree.joined([tree for _, tree in own], self._nodes)
                 width = best_width([tree.worth], times=moment.times, goodput=goodput)
-                gain = tree.worth[width] - goodput * moment.times[width]
-                if member not in best or gain > best[member][0]:
-                    best[member] = gain, Copy(arm=asked.arm, worth=tree.worth, width=width)
-        return {member: copy for member, (_, copy) in best.items()}
+                main = max(own, key=lambda pair: pair[1].worth[min(width, len(pair[1].worth) - 1)])
+                found[member] = Copy(arm=main[0], worth=tree.worth, width=width)
+        return found
 
     def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
         chosen = moment.chosen(arm, index)
         draft, depths = None, [min(arm.limit, moment.limits[member]) for member in chosen]
         if arm.copies and chosen:
-            asked = next(asked for asked in moment.asked if asked.arm == index)
-            draft = select(asked.draft, [asked.places[member] for member in chosen])
+            draft = trees.stack([moment.copied[member].builder() for member in chosen])
         elif chosen:
             offer = next(offer for offer in moment.offers if offer.arm == index)
             depths = [min(offer.depth, limit) for limit in depths]
@@ -207,15 +206,18 @@ class Controller:
     def _rank(self, moment: Moment, draft: Draft) -> None:
         """The trees of the members that were given a draft, ranked."""
         counts = draft.counts.tolist()
-        for member, arm_index in moment.choice.copies.items():
-            asked = next(asked for asked in moment.asked if asked.arm == arm_index)
-            if counts[moment.members[member]] and member in asked.trees:
-                moment.trees[member] = asked.trees[member]
+        for member in moment.choice.copies:
+            if counts[moment.members[member]]:
+                moment.trees[member] = moment.copied[member]
         for member, arm_index in moment.choice.offers.items():
             place, arm = moment.members[member], self.arms[arm_index]
             on_trial = arm.switch.trying(moment.rows[member].row)  # which would teach nothing without its nodes
             if counts[place] and not on_trial and prunable(draft, place):
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
+
+
+def _size(tree: GivenTree) -> int:
+    return len(tree.nodes)
 
 
 def _begin(rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> Moment:

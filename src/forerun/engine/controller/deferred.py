@@ -48,6 +48,10 @@ class Deferred(Drafter):
     def requires(self) -> frozenset[Signal]:
         return self.drafter.requires
 
+    @property
+    def watches(self) -> bool:
+        return self.drafter.watches
+
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
         for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):

@@ -9,7 +9,6 @@ from forerun.engine.controller.admission import GivenTree
 from forerun.engine.controller.arm import Arm
 from forerun.engine.controller.chooser import Choice, Copy, Offer
 from forerun.step import Row
-from forerun.types import Draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +16,6 @@ class Asked:
     """What one copying drafter proposed, before anybody was chosen."""
 
     arm: int
-    draft: Draft
-    places: Mapping[int, int]
-    """Member -> row of `draft`."""
     trees: Mapping[int, GivenTree]
     """Member -> its tree, where it has nodes."""
 
@@ -40,14 +36,16 @@ class Moment:
     """By member: most tokens on a path; 0 where nothing may be drafted."""
     times: list[float] = field(default_factory=list)
     """Entry n: a pass over n drafted nodes per row, and the host work, ms."""
-    goodput: float = 0.0
-    """Tokens per ms of the whole step that decoding yields of late."""
+    factor: float = 1.0
+    """Tokens per time that decoding yields of late, over plain decoding's."""
     asked: list[Asked] = field(default_factory=list)
+    copied: dict[int, GivenTree] = field(default_factory=dict)
+    """Member -> the trees of all that copy, as one."""
     copies: dict[int, Copy] = field(default_factory=dict)
     offers: list[Offer] = field(default_factory=list)
     choice: Choice = field(default_factory=lambda: Choice(copies={}, offers={}))
     trees: dict[int, GivenTree] = field(default_factory=dict)
-    """Member -> the given tree that a drafter which was not asked beforehand proposed."""
+    """Member -> the given tree that is proposed, wherever it comes from."""
     counts: list[int] = field(default_factory=list)
     """By member: nodes drafted, scouts included, before any was taken away."""
     pruned: set[int] = field(default_factory=set)
@@ -56,6 +54,11 @@ class Moment:
     """Member -> how many of the committed tokens its given tree held, before any node was taken away."""
     width: int = 0
     """Drafted nodes of the widest row of the pass."""
+
+    @property
+    def goodput(self) -> float:
+        """Tokens per ms of the whole step that decoding yields of late."""
+        return self.factor * self.batch / self.times[0]
 
     def offer(self, member: int) -> Offer | None:
         """The offer that was taken for a member."""

@@ -28,8 +28,8 @@ def depth_times(arm: Arm, moment: Moment, costs: StepCosts, deepest: int) -> lis
 def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int) -> Offer | None:
     """The drafter's offer to the rows that it is on for, or on trial for; None where there are none.
 
-    A drafter that is on counts as no worse than plain decoding: when to give up is the switch's business, which is
-    patient, and not that of a noisy estimate.
+    Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is the
+    switch's business, which is patient, and not that of a noisy estimate. Where copies yield more, its time is dear.
     """
     members = [
         member
@@ -48,7 +48,7 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int)
     times = depth_times(arm, moment, costs, max(limits.values()))
     depth = best_depth(list(curves.values()), times)
     extra = times[depth.tokens] - times[0]
-    patience = moment.goodput * extra / len(members) + _TIE * depth.ratio
+    patience = moment.batch * extra / moment.times[0] / len(members) + _TIE * depth.ratio
     tokens = {}
     for member, curve in curves.items():
         row = moment.rows[member].row
