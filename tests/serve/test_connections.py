@@ -77,15 +77,16 @@ def test_more_connections_than_allowed_are_told_to_come_back(checkpoint: Path) -
             kept[0].sendall(HEALTH)
             assert healthy(kept[0]), "who is in stays in"
         wait_for(lambda: small.get("/health").status_code == 200)
+        assert counters(small)['forerun:connections_refused_total{code="too_many_connections"}'] == 1
 
 
 def test_a_crowd_is_answered_to_the_last(checkpoint: Path) -> None:
     """300 connections at once against a limit of 20: every one gets a whole answer, nobody is hung up on."""
     statuses = list[int]()
     with serving(checkpoint, max_connections=20) as small, ExitStack() as stack:
-        crowd = [stack.enter_context(connected(small)) for _ in range(300)]
         with selectors.DefaultSelector() as waiting:
-            for connection in crowd:
+            for _ in range(300):
+                connection = stack.enter_context(connected(small))
                 connection.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
                 waiting.register(connection, selectors.EVENT_READ)
             while waiting.get_map():
@@ -174,6 +175,7 @@ def test_an_answer_that_nobody_reads_is_cut_off(checkpoint: Path, caplog: pytest
         head, _, body = received.partition(b"\r\n\r\n")
         [length] = re.findall(rb"content-length: (\d+)", head.lower())
         assert len(body) < int(length), "cut in the middle"
+        assert counters(impatient)['forerun:connections_refused_total{code="unread"}'] == 1
 
 
 def test_who_reads_slowly_is_served(checkpoint: Path) -> None:

@@ -98,6 +98,13 @@ def test_requests_made_from_the_description(small: Live, described: Any, path: s
     ask()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+def test_what_is_not_odd_is_answered(small: Live, path: str, stream: bool) -> None:
+    """Otherwise the tests below would prove nothing."""
+    assert small.post(path, {**PLAIN[path], "stream": stream}).status_code == 200
+
+
 def check(answer: httpx.Response) -> None:
     """No 500, and errors in their envelope."""
     assert answer.status_code < 500, answer.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -28,12 +29,13 @@ class Connection(H11Protocol):
 
     Args:
         limits: `max_connections`, `receive_timeout_s` and `send_timeout_s` count here.
+        count: told the code of every refusal.
         keywords: what uvicorn gives every protocol.
     """
 
-    def __init__(self, *, limits: ServeSettings, **keywords: Any) -> None:
+    def __init__(self, *, limits: ServeSettings, count: Callable[[str], None], **keywords: Any) -> None:
         super().__init__(**keywords)
-        self._limits = limits
+        self._limits, self._count = limits, count
         self._refused = False
         self._arrival: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -101,6 +103,7 @@ class Connection(H11Protocol):
         if left < before:
             self._watch_reader(left)
             return
+        self._count("unread")
         log.info("a client did not read for %g s; its connection was cut", self._limits.send_timeout_s)
         self.transport.abort()
 
@@ -118,6 +121,7 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.transport.is_closing():
             return
+        self._count(error.code or "")
         if begun:
             self.transport.close()
             return

@@ -49,7 +49,10 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], Dialect]:
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     """A job for each prompt; errors as `chat_jobs`."""
-    params = _params(session, body, body.max_tokens, body.logprobs)
+    most, limit = session.settings.max_tokens, body.max_tokens
+    if most is not None and "max_tokens" not in body.model_fields_set:
+        limit = min(limit, most)
+    params = _params(session, body, limit, body.logprobs)
     found = []
     for prompt in body.prompts:
         named = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
@@ -122,7 +125,21 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
     if body.prediction is not None:
         prompt = {**prompt, "prediction": body.prediction.text}
     speculative = session.speculation(body.speculative, predicted=predicted)
-    return Job(prompt=prompt, params=params, speculative=speculative, trace=body.return_speculation_trace)
+    return Job(
+        prompt=prompt,
+        params=params,
+        speculative=speculative,
+        trace=body.return_speculation_trace,
+        timeout_s=_timeout(session, body),
+        client=body.user,
+    )
+
+
+def _timeout(session: Session, body: Sampling) -> float | None:
+    most = session.settings.request_timeout_s
+    if most is not None and body.timeout_s is not None and body.timeout_s > most:
+        raise bad_request(f"timeout_s is at most {most:g} here, got {body.timeout_s:g}", "timeout_s")
+    return most if body.timeout_s is None else body.timeout_s
 
 
 def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

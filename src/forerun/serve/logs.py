@@ -96,6 +96,8 @@ def write_error(error: BaseException, *, message: bool) -> None:
         message: also what it says, which may quote a prompt.
     """
     record = current()
+    if record is not None:
+        record.code = record.code or "internal_error"
     where = [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)]
     fields: dict[str, Any] = {
         "request_id": record.request_id if record is not None else None,

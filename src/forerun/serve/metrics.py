@@ -44,6 +44,7 @@ class Metrics:
         self._refused = self._counter(
             "answers_refused", "Answers that the engine refused after they were taken on.", prefix="forerun"
         )
+        self._hung_up = self._counter("connections_refused", "Connections cut, by reason.", "code", prefix="forerun")
         self._answered = self._counter(
             "http_requests", "Requests by path and status.", "route", "status", prefix="forerun"
         )
@@ -65,6 +66,10 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP request that ended."""
         self._answered.labels(self._model, route, str(status)).inc()
+
+    def hung_up(self, code: str) -> None:
+        """Count a connection that ended without the application: too many, too slow, unread, or no HTTP."""
+        self._hung_up.labels(self._model, code).inc()
 
     def admitted(self, answers: int) -> None:
         """Count answers that were taken on. Each of them ends in `finished`, `dropped` or `refused`."""

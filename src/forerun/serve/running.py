@@ -50,7 +50,7 @@ def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
         build_app(session),
         host=host,
         port=port,
-        http=cast(Any, partial(Connection, limits=session.settings)),
+        http=cast(Any, partial(Connection, limits=session.settings, count=session.metrics.hung_up)),
         ws="none",
         log_config=None,
         access_log=False,
