@@ -254,7 +254,7 @@ class CompletionOutput:
     token_ids: list[int]
     tokens: list[OutputToken]
     finish_reason: str | None
-    """``"stop"``, ``"length"``, ``"abort"``; None while running."""
+    """``"stop"``, ``"length"``, ``"abort"`` (also where its time was up); None while running."""
     stop_reason: int | str | None
     """The stop token id or stop string that ended it; None for the model's own end of text."""
     speculation: SpeculationStats
@@ -276,6 +276,8 @@ class RequestOutput:
     """From the moment the request was queued to its first token."""
     decode_s: float | None = None
     """From the first to the last token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were in the cache already and did not have to be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

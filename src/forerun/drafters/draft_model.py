@@ -81,6 +81,10 @@ class DraftModelDrafter(Drafter):
         self._rows: dict[int, _Row] = {}
 
     @property
+    def remembers(self) -> bool:
+        return True
+
+    @property
     def trainable(self) -> Any:
         # The methods that build on this one share weights with the target, or read another vocabulary.
         return self.model.model if type(self) is DraftModelDrafter else None

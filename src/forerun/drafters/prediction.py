@@ -87,9 +87,9 @@ class PredictionDrafter(Drafter):
         return stack(trees)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """As `Drafter.truncate`; a row that shrinks is aligned anew from its beginning when it is next seen."""
+        """As `Drafter.truncate`; a row that shrinks, or serves another prompt, is aligned anew when it is next seen."""
         for row_id, length in zip(rows, lengths, strict=True):
-            if row_id in self._rows and length < self._rows[row_id].read:
+            if row_id in self._rows and length <= self._rows[row_id].read:
                 del self._rows[row_id]
 
     def _new(self, context: DraftContext, index: int) -> _Row:

@@ -22,7 +22,7 @@ from forerun.types import (
 )
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Request:
     """One prompt and how to answer it."""
 
@@ -33,15 +33,25 @@ class Request:
     """Resolved: no None where there is a neutral value."""
     speculative: SpeculativeConfig | None
     trace: bool
+    client: str | None = None
+    """Whose request it is, where rows are to be shared fairly among clients."""
+    timeout_s: float | None = None
+    """Time from queueing to the end, seconds."""
     answers: list[Answer] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     queued_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that were in the cache already."""
 
     @property
     def finished(self) -> bool:
         return all(answer.finish_reason is not None for answer in self.answers)
+
+    def late(self, now: float) -> bool:
+        """Whether its time is up at `now`, `time.perf_counter`."""
+        return self.timeout_s is not None and self.queued_at is not None and now - self.queued_at >= self.timeout_s
 
     def output(self) -> RequestOutput:
         """What there is so far."""
@@ -55,10 +65,11 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             time_to_first_token_s=first - queued if first is not None and queued is not None else None,
             decode_s=last - first if first is not None and last is not None else None,
+            num_cached_tokens=self.cached_tokens,
         )
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Answer:
     """One of a request's `n` answers."""
 
@@ -74,6 +85,12 @@ class Answer:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    order: int = 0
+    """Rises with every answer that is queued."""
+    preemptions: int = 0
+    """Times that it had to give its row back."""
+    introduced: bool = False
+    """Its drafter has been shown what it holds."""
 
     def absorb(self, emitted: Emitted) -> StreamChunk:
         """Take one step's tokens in, one by one, up to the first that ends the answer."""
@@ -97,6 +114,19 @@ class Answer:
     def abort(self) -> None:
         """End the answer where it stands."""
         self.finish_reason = self.finish_reason or "abort"
+
+    def expire(self) -> StreamChunk:
+        """End the answer because its time is up: a last chunk, with the text that was held back."""
+        self.abort()
+        self.text.add(self.detokenizer.flush())
+        return StreamChunk(
+            request_id=self.request.id,
+            index=self.index,
+            text=self.text.release(final=True),
+            tokens=[],
+            trace=None,
+            finish_reason=self.finish_reason,
+        )
 
     def completion(self) -> CompletionOutput:
         """The answer so far."""

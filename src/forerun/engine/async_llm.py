@@ -59,12 +59,13 @@ class AsyncLLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """`LLM.generate`; cancelling the task aborts its requests."""
         many = as_list(prompts)
         params = as_params(sampling_params, len(many))
         answers = (
-            self._last(self.stream(prompt, own, speculative=speculative, trace=trace))
+            self._last(self.stream(prompt, own, speculative=speculative, trace=trace, timeout_s=timeout_s))
             for prompt, own in zip(many, params, strict=True)
         )
         return list(await asyncio.gather(*answers))
@@ -82,11 +83,15 @@ class AsyncLLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
+        client: str | None = None,
         max_unread: int | None = None,
     ) -> AsyncGenerator[StreamChunk]:
         """`LLM.stream`; leaving the loop early aborts the request.
 
         Args:
+            timeout_s: time from queueing to the end, seconds; see `LLM.generate`.
+            client: rows are shared evenly among those who are named.
             max_unread: chunks kept for a caller who does not read; with one more the request is aborted and the
                 stream ends with an error. None keeps them all.
 
@@ -94,10 +99,11 @@ class AsyncLLM:
             SlowReaderError: more than `max_unread` chunks were waiting.
         """
         params = sampling_params or SamplingParams()
+        keywords = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s, "client": client}
 
         def submit() -> str:
             # Its queue is there before any step can answer: the worker does one thing after the other.
-            request_id = self.llm.submit(prompt, params, speculative=speculative, trace=trace)
+            request_id = self.llm.submit(prompt, params, **keywords)  # type: ignore[arg-type]
             self._queues[request_id] = _Inbox(max_unread)
             return request_id
 

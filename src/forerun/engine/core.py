@@ -1,25 +1,28 @@
-"""The engine: rows that advance unevenly, finish, and are replaced by waiting requests.
+"""The engine: rows that advance unevenly, finish, are replaced by waiting requests, and give way when memory runs out.
 
-Knows rows and requests. Does not know how a prompt became tokens, nor how a step works inside.
+Knows requests, rows and passes. Does not know how a prompt became tokens, how a step works inside, nor who is next:
+that is `scheduling`.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from forerun.engine.answer import Answer, Request
-from forerun.engine.drafting import Drafting
-from forerun.sampling import logprobs_of
+from forerun.engine.drafting import Drafting, Newcomer
+from forerun.engine.prefixes import Prefixes, Seat, Wish
+from forerun.engine.reading import Reading, read
+from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
+from forerun.errors import ArgumentError
 from forerun.step import first_tokens, step
-from forerun.target import Scored, Target
-from forerun.types import Signal, StreamChunk, TokenLogprob
+from forerun.target import Target
+from forerun.types import StreamChunk
 
 
 class Engine:
@@ -29,15 +32,28 @@ class Engine:
         target: its `rows` bound how many answers run at once.
         drafting: the drafters of this engine.
         check: verify the step's invariants (debug mode).
+        scheduling: limits; default: `Scheduling()`.
     """
 
-    def __init__(self, target: Target, drafting: Drafting, *, check: bool = False) -> None:
+    def __init__(
+        self, target: Target, drafting: Drafting, *, check: bool = False, scheduling: Scheduling | None = None
+    ) -> None:
         self.target, self.drafting, self._check = target, drafting, check
-        self._waiting: deque[Answer] = deque()
-        self._running: list[Answer] = []
-        self._free = list(range(target.rows))
+        self.scheduling = Scheduling() if scheduling is None else scheduling
+        self.preemptions = 0
+        """Times that a running answer had to give its row back."""
+        self.prefix_queries = 0
+        """Prompt tokens that were looked up."""
+        self.prefix_hits = 0
+        """Prompt tokens that were found in the cache."""
+        self._order = itertools.count()
         self._requests: dict[str, Request] = {}
-        self._unread: list[tuple[list[Answer], Mapping[Signal, Tensor]]] = []
+        self._waiting: list[Answer] = []
+        self._running: list[Answer] = []
+        self._reading: list[Reading] = []
+        self._unread: list[Reading] = []
+        self._prefixes = Prefixes(target, enabled=self.scheduling.enable_prefix_caching)
+        self._read_last = False
 
     @property
     def busy(self) -> bool:
@@ -55,78 +71,174 @@ class Engine:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue all answers of a request."""
+        """Queue all answers of a request.
+
+        Raises:
+            ArgumentError: an answer could not be held even if it ran alone.
+        """
         request.queued_at = time.perf_counter()
+        most = self.scheduling.kv_cache_tokens
+        needed = max(len(answer.row.tokens) + answer.row.room for answer in request.answers)
+        if most is not None and needed > most:
+            raise ArgumentError(
+                f"prompt and answer need up to {needed} tokens, the cache may hold {most}; lower max_tokens, shorten "
+                "the prompt, or raise kv_cache_tokens"
+            )
+        for answer in request.answers:
+            answer.order = next(self._order)
+        self._requests[request.id] = request
         self._waiting.extend(request.answers)
 
     def abort(self, request_id: str) -> None:
         """End a request's answers and free their rows; unknown ids are ignored, they may just have finished."""
-        for answer in [*self._waiting, *self._running]:
-            if answer.request.id == request_id:
-                answer.abort()
-        self._waiting = deque(answer for answer in self._waiting if answer.finish_reason is None)
+        request = self._requests.pop(request_id, None)
+        for answer in request.answers if request is not None else ():
+            answer.abort()
         self._retire()
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """Admit what fits and emit its first tokens; else advance every running answer. One chunk an answer."""
-        admitted = self._admit()
-        if admitted:
-            chunks = self._prefill(admitted)
-        elif self._running:
-            chunks = self._decode()
-        else:
-            return []
+        """One pass: over prompts, or over the next tokens of all that have been read. One chunk an answer.
+
+        While there are both, they take turns: a long prompt delays the others by a piece, and never its own first
+        token by a decoding step. Answers whose time is up end first, with what there is of them.
+        """
+        chunks = self._expire()
+        self._make_room()
+        self._admit()
+        reading = {answer for text in self._reading for answer in text.answers}
+        decoding = [answer for answer in self._running if answer not in reading]
+        self._read_last = bool(reading) and not (decoding and self._read_last)
+        if self._read_last:
+            chunks += self._read(alone=not decoding)
+        elif decoding:
+            chunks += self._decode(decoding)
         self._retire()
         return self._closed(chunks)
 
-    def _admit(self) -> list[Answer]:
-        admitted = []
-        while self._waiting and self._free:
-            answer = self._waiting.popleft()
-            answer.row.row = heapq.heappop(self._free)
-            admitted.append(answer)
-        self._running.extend(admitted)
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._prefixes):
+            answer = next_in_line(self._waiting, self._running)
+            if not self._fits([*self._running, answer]):
+                break
+            self._waiting.remove(answer)
+            self._seat(answer)
+            self._running.append(answer)
         self._running.sort(key=lambda answer: answer.row.row)
-        self._requests = {answer.request.id: answer.request for answer in self._running}
-        return admitted
+        self._drop_prefixes()
 
-    def _prefill(self, answers: Sequence[Answer]) -> list[StreamChunk]:
-        wants_all = any(answer.request.params.prompt_logprobs is not None for answer in answers)
-        scored = self._run_prompts(answers, wants_all)
-        last = scored.logits
-        if wants_all:
-            ends = torch.tensor([len(answer.row.tokens) - 1 for answer in answers], device=last.device)
-            last = scored.logits[torch.arange(len(answers), device=last.device), ends].unsqueeze(1)
-            self._record_prompt_logprobs(answers, scored)
-        emitted = first_tokens([answer.row for answer in answers], last)
-        self._unread.append((list(answers), scored.signals))
-        return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
+    def _seat(self, answer: Answer) -> None:
+        """Give the answer a row, and what it lacks there to whoever reads the same prompt just now, or to itself."""
+        request = answer.request
+        same = [text for text in self._reading if text.begins and text.answers[0].request is request]
+        if same and not answer.tokens:
+            same[0].answers.append(answer)
+            answer.row.row = self._take(Wish(tokens=())).row
+            return
+        requires = self.drafting.requires(answer.drafter)
+        text = Reading.of(answer, requires)
+        # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
+        whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
+        wanted = () if whole else text.tokens
+        seat = self._take(Wish(tokens=wanted, drafter=answer.drafter, needs_drafter=bool(requires)))
+        answer.row.row, text.done, text.known = seat.row, seat.shared, seat.known
+        self._reading.append(text)
+        if self.scheduling.enable_prefix_caching and not answer.preemptions:
+            self.prefix_queries += len(text.tokens)
+            self.prefix_hits += seat.shared
+            request.cached_tokens = max(request.cached_tokens, seat.shared)
 
-    def _run_prompts(self, answers: Sequence[Answer], all_logits: bool) -> Scored:
-        """Prefill; several answers to one prompt run it once, the others copy its row."""
-        leaders: dict[str, int] = {}
-        for answer in answers:
-            leaders.setdefault(answer.request.id, len(leaders))
-        places = [leaders[answer.request.id] for answer in answers]
-        first = [answers[places.index(place)] for place in range(len(leaders))]
-        scored = self.target.prefill(
-            [answer.row.row for answer in first],
-            [answer.row.tokens for answer in first],
-            signals=frozenset[Signal]().union(*(self.drafting.requires(answer.drafter) for answer in answers)),
-            all_logits=all_logits,
-        )
-        if len(first) == len(answers):
-            return scored
-        for answer, place in zip(answers, places, strict=True):
-            if answer is not first[place]:
-                self.target.copy_row(first[place].row.row, answer.row.row, len(answer.row.tokens))
-        signals = {signal: states[places] for signal, states in scored.signals.items()}
-        return Scored(logits=scored.logits[places], signals=signals)
+    def _take(self, wish: Wish) -> Seat:
+        held = self.target.lengths
+        seat = self._prefixes.seat(wish, {a.row.row: a.row.tokens[: held[a.row.row]] for a in self._running})
+        if seat.drafter is not None:
+            self.drafting.forget(seat.drafter, [seat.row], [seat.known])
+        return seat
 
-    def _decode(self) -> list[StreamChunk]:
+    def _leave(self, answer: Answer, *, keep: bool) -> None:
+        """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
+        row, drafter = answer.row, answer.drafter
+        keep = keep and self._prefixes.enabled
+        held = row.tokens[: self.target.lengths[row.row]] if keep else []
+        remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
+        if drafter is not None and not remembers:
+            self.drafting.forget(drafter, [row.row], [0])
+        self._prefixes.release(row.row, held, drafter if remembers else None)
+        self._running.remove(answer)
+        for text in [*self._reading, *self._unread]:
+            if answer in text.answers:
+                text.answers.remove(answer)
+        self._reading = [text for text in self._reading if text.answers]
+        self._unread = [text for text in self._unread if text.answers]
+        answer.introduced, row.row = False, -1
+
+    def _retire(self) -> None:
+        """Free the rows of answers that ended."""
+        self._waiting = [answer for answer in self._waiting if answer.finish_reason is None]
+        for answer in [answer for answer in self._running if answer.finish_reason is not None]:
+            self._leave(answer, keep=True)
+            if answer.drafter is not None:
+                self.drafting.watch(answer.drafter, answer.stats)
+
+    def _expire(self) -> list[StreamChunk]:
+        """End the answers whose time is up."""
+        now = time.perf_counter()
+        chunks = [answer.expire() for answer in [*self._waiting, *self._running] if answer.request.late(now)]
+        if chunks:
+            self._retire()
+        return chunks
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Before a pass: what the running answers may hold after it fits, or the youngest gives way."""
+        while not self._fits(self._running):
+            answer = youngest(self._running)
+            self._leave(answer, keep=False)
+            answer.preemptions += 1
+            self.preemptions += 1
+            self._waiting.append(answer)
+        self._drop_prefixes()
+
+    def _fits(self, answers: Sequence[Answer]) -> bool:
+        most = self.scheduling.kv_cache_tokens
+        return most is None or sum(map(self._claim, answers)) <= most
+
+    def _claim(self, answer: Answer) -> int:
+        """Tokens that its row may hold after the next step."""
+        row, config = answer.row, answer.request.speculative
+        asked = config.num_speculative_tokens if config is not None else None
+        return len(row.tokens) + min(row.room, 1 + self.drafting.depth(answer.drafter, asked))
+
+    def _drop_prefixes(self) -> None:
+        most = self.scheduling.kv_cache_tokens
+        if most is None:
+            return
+        for row, drafter in self._prefixes.drop(most - sum(map(self._claim, self._running))):
+            self.drafting.forget(drafter, [row], [0])
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def _read(self, *, alone: bool) -> list[StreamChunk]:
+        """The next pieces of prompts, and the first tokens of those that have been read to the end."""
+        limits = self.scheduling
+        texts = pass_of(self._reading, limits.piece, None if alone else limits.max_num_batched_tokens)
+        logits = read(self.target, texts, limits.piece)
+        done = [text for text in texts if text.finished]
+        self._reading = [text for text in self._reading if not text.finished]
+        self._unread += done
+        beginning = [(place, answer) for place, text in enumerate(texts) if text in done for answer in text.answers]
+        beginning = [(place, answer) for place, answer in beginning if not answer.tokens]
+        if not beginning:
+            return []
+        emitted = first_tokens([answer.row for _, answer in beginning], logits[[place for place, _ in beginning]])
+        return [answer.absorb(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
+
+    def _decode(self, answers: Sequence[Answer]) -> list[StreamChunk]:
         self._introduce()
-        answers, began = self._running, time.perf_counter()
+        began = time.perf_counter()
         rows = [answer.row for answer in answers]
         configs = [answer.request.speculative for answer in answers]
         depths = [config.num_speculative_tokens if config is not None else None for config in configs]
@@ -137,27 +249,17 @@ class Engine:
 
     def _introduce(self) -> None:
         """Show drafters the prompts of rows that came in since; after their first tokens, so that these never wait."""
-        for answers, signals in self._unread:
-            for key in {answer.drafter for answer in answers} - {None}:
-                places = [i for i, a in enumerate(answers) if a.drafter == key and a.finish_reason is None]
-                wanted = {signal: signals[signal][places] for signal in self.drafting.requires(key)}
-                if key is not None and places:
-                    self.drafting.introduce(key, [answers[place].row for place in places], wanted)
+        newcomers = defaultdict[str, list[Newcomer]](list)
+        for text in self._unread:
+            states = text.signals()
+            for place, answer in enumerate(text.answers):
+                if answer.drafter is not None:
+                    known = text.known if place == 0 else 0
+                    newcomers[answer.drafter].append(Newcomer(row=answer.row, known=known, states=states))
+                    answer.introduced = True
         self._unread.clear()
-
-    def _retire(self) -> None:
-        """Free the rows of answers that ended."""
-        done = [answer for answer in self._running if answer.finish_reason is not None]
-        if not done:
-            return
-        rows = [answer.row.row for answer in done]
-        self.target.truncate(rows, [0] * len(rows))
-        self.drafting.forget(rows, [0] * len(rows))
-        for answer in done:
-            heapq.heappush(self._free, answer.row.row)
-            if answer.drafter is not None:
-                self.drafting.watch(answer.drafter, answer.stats)
-        self._running = [answer for answer in self._running if answer.finish_reason is None]
+        for key, found in newcomers.items():
+            self.drafting.introduce(key, found)
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
         """The chunks, each finished request's last one carrying its whole output."""
@@ -167,20 +269,7 @@ class Engine:
             request = self._requests[chunk.request_id]
             ends = request.finished and last[chunk.request_id] == place
             closed.append(replace(chunk, output=request.output()) if ends else chunk)
+        for request_id in last:
+            if self._requests[request_id].finished:
+                del self._requests[request_id]
         return closed
-
-    def _record_prompt_logprobs(self, answers: Sequence[Answer], scored: Scored) -> None:
-        for index, answer in enumerate(answers):
-            top = answer.request.params.prompt_logprobs
-            if top is not None and answer.index == 0:
-                tokens = answer.request.prompt_tokens
-                answer.request.prompt_logprobs = _prompt_logprobs(scored.logits[index], tokens, top)
-
-
-def _prompt_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Mapping[int, TokenLogprob] | None]:
-    """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest."""
-    result: list[Mapping[int, TokenLogprob] | None] = [None]
-    for place, token in enumerate(tokens[1:]):
-        chosen, best = logprobs_of(logits[place], token, top)
-        result.append({**best, token: chosen})
-    return result

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
@@ -39,6 +40,17 @@ class _Active:
     def drafter(self) -> Drafter:
         """The one drafter, or the first."""
         return self.drafters[0][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newcomer:
+    """A row whose text its drafter has not been shown."""
+
+    row: Row
+    known: int
+    """First tokens that the drafter still holds from before."""
+    states: Mapping[Signal, Tensor]
+    """(M, H) of the tokens before each of the others; M is one less where none is known."""
 
 
 class Drafting:
@@ -98,8 +110,7 @@ class Drafting:
         for key in dict.fromkeys(key for key in keys if key is not None):
             active = self._active[key]
             members = [index for index, other in enumerate(keys) if other == key]
-            limit = active.config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
-            limits = [limit if depths[index] is None else min(depths[index] or 0, limit) for index in members]
+            limits = [self.depth(key, depths[index]) for index in members]
             if active.controller is not None:
                 groups += active.controller.plan(rows, members, limits)
                 self._planned.append(active.controller)
@@ -126,9 +137,21 @@ class Drafting:
         for controller in self._planned:
             controller.learn(emitted)
 
-    def introduce(self, key: str, rows: Sequence[Row], signals: Mapping[Signal, Tensor]) -> None:
-        """Show drafters the prompts (and first tokens) of rows that are new to them."""
-        fresh = [len(row.tokens) for row in rows]
+    def depth(self, key: str | None, asked: int | None) -> int:
+        """Most tokens on one path that the drafter of a key may draft for a request that `asked` for so many."""
+        if key is None:
+            return 0
+        limit = self._active[key].config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
+        return limit if asked is None else min(asked, limit)
+
+    def introduce(self, key: str, found: Sequence[Newcomer]) -> None:
+        """Show drafters the texts (prompts and first tokens) of rows that are new to them."""
+        rows = [newcomer.row for newcomer in found]
+        fresh = [len(newcomer.row.tokens) - newcomer.known for newcomer in found]
+        signals = {
+            signal: pad_sequence([newcomer.states[signal] for newcomer in found], batch_first=True)
+            for signal in self.requires(key)
+        }
         for name, drafter in self._active[key].drafters:
             wanted = {signal: signals[signal] for signal in drafter.requires}
             try:
@@ -136,13 +159,17 @@ class Drafting:
             except Exception as error:
                 drafter_failed(rows, name, "to read the prompt", error)
 
-    def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows shrank to these lengths, 0 for those that are free."""
-        for active in self._active.values():
-            if active.controller is not None:
-                active.controller.forget(rows, lengths)
-            else:
-                active.drafter.truncate(rows, lengths)
+    def remembers(self, key: str | None) -> bool:
+        """Whether what its drafters hold of a row is worth keeping when the answer has ended."""
+        return key is not None and any(drafter.remembers for _, drafter in self._active[key].drafters)
+
+    def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows that the drafters of a key worked for shrank to these lengths, 0 for those that are free."""
+        active = self._active[key]
+        if active.controller is not None:
+            active.controller.forget(rows, lengths)
+        else:
+            active.drafter.truncate(rows, lengths)
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafters of a configuration; what they propose and are shown then passes through."""

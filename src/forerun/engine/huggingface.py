@@ -113,6 +113,7 @@ class HuggingFaceGenerate:
                 tokenizer=False,
                 speculative_config=self._config,
                 max_num_seqs=rows,
+                enable_prefix_caching=False,
                 max_model_len=max(slots, min(length, context)),
             )
             self._engines[model] = llm

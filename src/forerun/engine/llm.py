@@ -18,9 +18,11 @@ from forerun.engine.core import Engine
 from forerun.engine.drafting import Drafting
 from forerun.engine.loading import drafter_bytes, load_tokenizer
 from forerun.engine.prompts import Prompt, PromptReader
+from forerun.engine.scheduling import Scheduling
 from forerun.engine.templates import rendered
 from forerun.errors import ArgumentError, nearest
 from forerun.target import Buckets, Target
+from forerun.target.model import PIECE
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -60,9 +62,13 @@ class LLM:
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
         max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
         max_num_seqs: answers that run at once (rows of the cache).
+        max_num_batched_tokens: most prompt tokens of a pass while answers are being decoded; None takes 512.
+        enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
+        kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
+            whatever the rows can hold. Answers that do not fit give way and go on later, with the same output.
         seed: for requests that bring none; None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
-            compute the same bits for a chain (drafts are limited to 15 nodes).
+            compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
         adapt: let the drafter learn while it serves (`draft_model` alone): True, or fields of `AdaptConfig`.
         check: verify the step's invariants while running (slow).
         loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
@@ -84,6 +90,9 @@ class LLM:
         device: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        kv_cache_tokens: int | None = None,
         seed: int | None = None,
         reproducible: bool = False,
         adapt: AdaptConfig | Mapping[str, Any] | bool | None = None,
@@ -94,7 +103,12 @@ class LLM:
         if old is not None and speculative_config is not None:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
         _refuse_unknown(loading)
-        _check_sizes(max_model_len, max_num_seqs)
+        _check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
+        scheduling = Scheduling(
+            max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching and not reproducible,
+            kv_cache_tokens=kv_cache_tokens,
+        )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         adapting = adapt_config(adapt, self.speculative)
         headroom = MAX_SPECULATIVE_TOKENS + 1
@@ -109,6 +123,8 @@ class LLM:
             **loading,
         )
         self.max_model_len = min(self.target.max_length, self.target.slots - headroom)
+        if kv_cache_tokens is not None:
+            self.max_model_len = min(self.max_model_len, kv_cache_tokens)
         if max_model_len is not None and max_model_len > self.target.max_length:
             raise ArgumentError(
                 f"max_model_len {max_model_len} exceeds the model's context of {self.target.max_length}"
@@ -125,7 +141,7 @@ class LLM:
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
-        self.engine = Engine(self.target, Drafting(setup, nodes=most), check=check)
+        self.engine = Engine(self.target, Drafting(setup, nodes=most), check=check, scheduling=scheduling)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         self._ids = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
@@ -137,6 +153,7 @@ class LLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts; the outputs come in the prompts' order.
 
@@ -145,13 +162,15 @@ class LLM:
             sampling_params: one for all or one for each; None takes the model's defaults.
             speculative: for these requests: None as configured, False off, or a configuration.
             trace: keep a `StepTrace` of every step in the outputs.
+            timeout_s: time from queueing to the end, seconds; an answer that needs longer ends with what there is of it
+                and the finish reason ``"abort"``.
         """
         many = as_list(prompts)
         params = as_params(sampling_params, len(many))
         ids: list[str] = []
         try:
             for prompt, own in zip(many, params, strict=True):
-                ids.append(self.submit(prompt, own, speculative=speculative, trace=trace))
+                ids.append(self.submit(prompt, own, speculative=speculative, trace=trace, timeout_s=timeout_s))
             return [self._wait(request_id) for request_id in ids]
         except BaseException:
             for request_id in ids:
@@ -165,9 +184,11 @@ class LLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[StreamChunk]:
         """Answer one prompt, a chunk per step; the last chunk carries the whole output. Closing the iterator aborts."""
-        request_id = self.submit(prompt, sampling_params or SamplingParams(), speculative=speculative, trace=trace)
+        params = sampling_params or SamplingParams()
+        request_id = self.submit(prompt, params, speculative=speculative, trace=trace, timeout_s=timeout_s)
         return self._chunks(request_id)
 
     def chat(
@@ -177,9 +198,11 @@ class LLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template."""
-        return self.generate(self.chat_prompt(messages), sampling_params, speculative=speculative, trace=trace)
+        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        return self.generate(self.chat_prompt(messages), sampling_params, **keywords)
 
     def stream_chat(
         self,
@@ -188,9 +211,11 @@ class LLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[StreamChunk]:
         """`chat`, a chunk per step."""
-        return self.stream(self.chat_prompt(messages), sampling_params, speculative=speculative, trace=trace)
+        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompt(
         self,
@@ -224,12 +249,21 @@ class LLM:
         *,
         speculative: Speculative = None,
         trace: bool = False,
+        timeout_s: float | None = None,
+        client: str | None = None,
     ) -> str:
-        """Queue a request and return its id; `step` advances it."""
+        """Queue a request and return its id; `step` advances it. Rows are shared evenly among named clients.
+
+        Raises:
+            ArgumentError: the prompt does not fit, or an option is out of range.
+        """
+        if timeout_s is not None and timeout_s <= 0:
+            raise ArgumentError(f"timeout_s must be above 0, got {timeout_s}")
         config = self._config(speculative)
         key = self.engine.drafting.ensure(config)
         request_id = f"request-{next(self._ids)}"
         request = self._reader.request(request_id, prompt, sampling_params, config, key, trace)
+        request.timeout_s, request.client = timeout_s, client
         self.engine.add(request)
         return request_id
 
@@ -302,8 +336,12 @@ def _refuse_unknown(loading: Mapping[str, Any]) -> None:
             raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
 
 
-def _check_sizes(max_model_len: int | None, max_num_seqs: int) -> None:
+def _check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:
     if max_num_seqs < 1:
         raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
     if max_model_len is not None and max_model_len < 2:
         raise ArgumentError(f"max_model_len must be at least 2, got {max_model_len}")
+    if max_model_len is not None and kv_cache_tokens is not None and kv_cache_tokens < max_model_len:
+        raise ArgumentError(
+            f"kv_cache_tokens {kv_cache_tokens} cannot hold one answer of max_model_len {max_model_len}; lower that"
+        )

@@ -1,0 +1,220 @@
+"""Whose turn it is: prompts in pieces between decoding steps, rows shared fairly, answers whose time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled, streamed
+from engine.test_signals import _Listener
+from forerun import LLM
+from forerun.drafters import DRAFTERS as REGISTRY
+from forerun.drafters import Entry
+from forerun.engine import core
+from forerun.engine.scheduling import Scheduling, next_in_line
+from forerun.errors import ArgumentError
+from forerun.types import LAST_HIDDEN
+
+
+class Clock:
+    """Stands still unless told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(core, "time", made)
+    return made
+
+
+def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, tuple[int, int]]]:
+    """For each pass over prompts: row -> where its piece began and ended."""
+    seen, prefill = list[dict[int, tuple[int, int]]](), llm.target.prefill
+
+    def noted(rows: Sequence[int], tokens: Sequence[Sequence[int]], **more: Any) -> Any:
+        begins = [llm.target.lengths[row] for row in rows]
+        ends = [begin + len(piece) for begin, piece in zip(begins, tokens, strict=True)]
+        seen.append(dict(zip(rows, zip(begins, ends, strict=True), strict=True)))
+        return prefill(rows, tokens, **more)
+
+    monkeypatch.setattr(llm.target, "prefill", noted)
+    return seen
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, None])
+def test_a_long_prompt_delays_the_others_by_one_piece(
+    checkpoint: Path, draft_checkpoint: Path, name: str | None
+) -> None:
+    config = None if name is None else drafter(name, draft_checkpoint)
+    llm = engine(checkpoint, config, max_num_seqs=3, max_num_batched_tokens=8)
+    first = llm.submit("the cat", sampled(40))
+    while not llm.engine.step():
+        pass
+    late = llm.submit(TEXT, sampled(12, seed=12))
+    outputs, steps = run(llm)
+    gaps = [any(chunk.request_id == first for chunk in step) for step in steps]
+    gaps = gaps[: len(gaps) - gaps[::-1].index(True)]
+    assert gaps.count(False) >= len(outputs[late].prompt_token_ids) // 8
+    assert all(gaps[place] or gaps[place + 1] for place in range(len(gaps) - 1)), "never two passes without a token"
+    alone = engine(checkpoint, config)
+    assert outputs[first].outputs[0].token_ids == alone.generate("the cat", sampled(40))[0].outputs[0].token_ids
+    alike(outputs[late].outputs[0], alone.generate(TEXT, sampled(12, seed=12))[0].outputs[0])
+
+
+def test_pieces_do_not_depend_on_who_else_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(checkpoint, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False)
+    seen = passes(llm, monkeypatch)
+    size = len(llm.generate(TEXT, greedy(2))[0].prompt_token_ids)
+    alone = [(begin, min(begin + 16, size)) for begin in range(0, size, 16)]
+    assert [piece for passing in seen for piece in passing.values()] == alone and len(alone) > 3
+    seen.clear()
+    for prompt in (TEXT[30:], TEXT, TEXT[:9]):
+        llm.submit(prompt, greedy(20))
+    run(llm)
+    assert all(begin % 16 == 0 for passing in seen for begin, _ in passing.values())
+    assert len(seen[0]) == 3, "nobody decodes: all at once"
+    crowded = [passing for passing in seen[1:] if len(passing) > 1]
+    assert all(sum(end - begin for begin, end in passing.values()) <= 16 for passing in crowded)
+
+
+def test_a_prompt_of_one_piece_takes_one_pass_and_its_token_comes_with_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(checkpoint)
+    seen = passes(llm, monkeypatch)
+    llm.submit("the dog", greedy(30))
+    assert [len(chunk.tokens) for chunk in llm.engine.step()] == [1]
+    llm.submit(TEXT, greedy(4))
+    newcomer = [len(seen), *(len(seen) for _ in range(3) if llm.engine.step())]
+    assert newcomer == [1, 1, 2, 2], "they take turns"
+    run(llm)
+
+
+def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_signals:_Listener", summary="listens"))
+    _Listener.heard.clear()
+    llm = engine(checkpoint, {"method": "listener"}, max_num_seqs=3, max_num_batched_tokens=5)
+    llm.submit("the mat", greedy(30))
+    while not llm.engine.step():
+        pass
+    request_id = llm.submit(TEXT, greedy(8, prompt_logprobs=2))
+    outputs, _ = run(llm)
+    found = outputs[request_id]
+    [whole] = engine(checkpoint).generate(TEXT, greedy(8, prompt_logprobs=2))
+    assert found.prompt_logprobs is not None and whole.prompt_logprobs is not None
+    assert len(found.prompt_logprobs) == len(whole.prompt_logprobs) == len(whole.prompt_token_ids)
+    for one, other in zip(found.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+        assert one is not None and other is not None and one.keys() == other.keys()
+        assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+    text = [*found.prompt_token_ids, *found.outputs[0].token_ids]
+    with torch.no_grad():
+        states = llm.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    notes = _Listener.heard[tuple(found.prompt_token_ids)]
+    assert len(notes) > len(found.prompt_token_ids)
+    for place in (place for place in notes if place < len(text) - 1):
+        torch.testing.assert_close(notes[place][LAST_HIDDEN], states[-1][0, place], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_answers_to_one_prompt_read_it_once(
+    checkpoint: Path, draft_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = drafter(name, draft_checkpoint)
+    llm = engine(checkpoint, config, max_num_seqs=4, max_num_batched_tokens=16)
+    seen = passes(llm, monkeypatch)
+    [output] = llm.generate(TEXT, sampled(10, seed=103, n=3))
+    assert sum(end - begin for passing in seen for begin, end in passing.values()) == len(output.prompt_token_ids)
+    [expected] = engine(checkpoint, config, max_num_seqs=1).generate(TEXT, sampled(10, seed=103, n=3))
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) > 1
+    for found, other in zip(output.outputs, expected.outputs, strict=True):
+        alike(found, other)
+
+
+def beginnings(llm: LLM) -> list[str]:
+    """Request ids in the order in which their answers got their first tokens."""
+    begun, order = set[tuple[str, int]](), list[str]()
+    for chunks in run(llm)[1]:
+        for chunk in chunks:
+            if (chunk.request_id, chunk.index) not in begun:
+                begun.add((chunk.request_id, chunk.index))
+                order.append(chunk.request_id)
+    return order
+
+
+def test_a_request_of_many_answers_shares_the_rows(checkpoint: Path) -> None:
+    llm = engine(checkpoint, max_num_seqs=2)
+    many = llm.submit("the cat", sampled(6, n=8))
+    few = [llm.submit(prompt, greedy(6)) for prompt in ("the dog", "the log", "the mat")]
+    order = beginnings(llm)
+    assert order[:2] == [many, few[0]]
+    assert max(order.index(request_id) for request_id in few) <= 6
+    assert order.count(many) == 8
+
+
+def test_a_burst_of_one_client_shares_the_rows(checkpoint: Path) -> None:
+    llm = engine(checkpoint, max_num_seqs=2)
+    burst = [llm.submit("the cat", greedy(6), client="eager") for _ in range(6)]
+    other = llm.submit("the dog", greedy(6), client="patient")
+    order = beginnings(llm)
+    assert order[:2] == [burst[0], other] and [one for one in order if one != other] == burst
+
+
+def test_nobody_who_holds_nothing_waits_behind_who_came_later(checkpoint: Path) -> None:
+    llm = engine(checkpoint)
+    ids = [llm.submit("the cat", greedy(4)) for _ in range(3)]
+    waiting = [answer for request_id in reversed(ids) for answer in llm.engine._requests[request_id].answers]
+    assert next_in_line(waiting, []).request.id == ids[0]
+    waiting[0].preemptions = 1
+    assert next_in_line(waiting, []).request.id == ids[2], "who had to give way goes first"
+
+
+def test_an_answer_whose_time_is_up_ends_with_what_there_is(checkpoint: Path, clock: Clock) -> None:
+    llm = engine(checkpoint, max_num_seqs=1)
+    [whole] = llm.generate("the cat", greedy(40))
+    late = llm.submit("the cat", greedy(40, stop=["\x00 never"]), timeout_s=2.0)
+    never = llm.submit("the dog", greedy(40, n=2), timeout_s=1.5)
+    other = llm.submit("the log", greedy(5), timeout_s=50.0)
+    for _ in range(6):
+        llm.engine.step()
+    clock.now += 1.9
+    first = llm.engine.step()
+    assert [chunk.output.finished for chunk in first if chunk.output is not None] == [True]
+    clock.now += 0.1
+    outputs, steps = run(llm)
+    outputs.update({chunk.request_id: chunk.output for chunk in first if chunk.output is not None})
+    found, [unborn, twin] = outputs[late].outputs[0], outputs[never].outputs
+    assert found.finish_reason == unborn.finish_reason == twin.finish_reason == "abort"
+    assert found.token_ids == whole.outputs[0].token_ids[:7] and unborn.token_ids == []
+    assert whole.outputs[0].text.startswith(found.text) and outputs[never].time_to_first_token_s is None
+    assert outputs[other].outputs[0].finish_reason == "length"
+    assert streamed(steps, other)[0] == outputs[other].outputs[0].token_ids
+
+
+def test_text_that_was_held_back_comes_with_the_last_chunk(checkpoint: Path, clock: Clock) -> None:
+    llm = engine(checkpoint)
+    text = llm.generate("the cat", greedy(12))[0].outputs[0].text
+    request_id = llm.submit("the cat", greedy(40, stop=[text + "\x00"]), timeout_s=1.0)
+    chunks = [chunk for _ in range(5) for chunk in llm.engine.step()]
+    assert "".join(chunk.text for chunk in chunks) == ""
+    clock.now += 1.0
+    [last] = llm.engine.step()
+    assert last.request_id == request_id and last.text and text.startswith(last.text) and not last.tokens
+    assert last.output is not None and last.output.outputs[0].text == last.text and not llm.engine.busy
+
+
+@pytest.mark.parametrize("wrong", [{"max_num_batched_tokens": 0}, {"kv_cache_tokens": 0}])
+def test_nonsense_is_refused(checkpoint: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        Scheduling(**wrong)
+    with pytest.raises(ArgumentError, match="timeout_s"):
+        engine(checkpoint).submit("x", greedy(), timeout_s=0.0)
