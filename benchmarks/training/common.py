@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import random
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 BUILD = ROOT / "build" / "bench-training"
 sys.path.insert(0, str(ROOT / "recipes" / "demo"))
 
@@ -134,7 +135,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """With what every benchmark takes."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     found.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    found.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    found.add_argument("--out", type=Path, default=RESULTS, help="folder of training.json")
     found.add_argument("--device", default="cpu", help="cpu or cuda")
     found.add_argument("--threads", type=int, help="processor threads; all cores by default")
     return found
@@ -158,12 +159,14 @@ def say(text: str) -> None:
 
 
 def finish(name: str, arguments: argparse.Namespace, report: Mapping[str, Any], tables: Sequence[Table]) -> None:
-    """Write ``<out>/<name>.json``, and tables or the JSON object on stdout."""
-    text = json.dumps(report, indent=2, default=_plain)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    """Make the report the entry `name` of ``<out>/training.json``; tables or the JSON object on stdout."""
+    report = {"command": shlex.join(["python", f"benchmarks/training/{name}.py", *sys.argv[1:]]), **report}
+    path = arguments.out / "training.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**entries, name: report}, indent=2, default=_plain) + "\n", encoding="utf-8")
     if arguments.json:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(json.dumps(report, indent=2, default=_plain) + "\n")
         return
     console = Console(width=max(120, Console().width))
     for table in tables:

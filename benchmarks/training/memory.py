@@ -206,7 +206,7 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, and write memory.json."""
+    """Measure, and write the entry ``memory`` of training.json."""
     arguments = arguments_of()
     if arguments.one:
         sys.stdout.write(json.dumps(measure_one(json.loads(arguments.one))) + "\n")

@@ -308,7 +308,7 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Search, run, judge, and write peers.json."""
+    """Search, run, judge, and write the entry ``peers`` of training.json."""
     arguments = arguments_of()
     machine = common.start(arguments)
     interpreters = {"forerun": Path(sys.executable), "speculators": make_environment()}

@@ -281,7 +281,7 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, and write step_cost.json."""
+    """Measure, and write the entry ``step_cost`` of training.json."""
     arguments = arguments_of()
     machine = common.start(arguments)
     model, tokenizer = common.load_target(arguments.target, arguments.device)

@@ -40,6 +40,7 @@ def plain(hidden: Tensor, weight: Tensor, weights: Tensor, teacher: Teacher, div
 @pytest.fixture(params=[1, 5, 1000], ids="chunk-of-{}".format)
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", request.param * SIZE)
+    monkeypatch.setattr(vocabulary, "BLOCK_ELEMENTS", 2 * SIZE)
 
 
 @pytest.mark.usefixtures("chunk")
@@ -63,6 +64,23 @@ def test_soft_loss_and_gradients_equal_the_plain_ones(divergence: Divergence, so
         both.append((loss.detach(), states.grad, head.grad))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("divergence", list(Divergence), ids=str)
+def test_rows_that_follow_the_same_state_share_its_law(divergence: Divergence) -> None:
+    group, weight = 3, drawn(SIZE, HIDDEN, seed=1)
+    weights = torch.rand(group * ROWS, generator=torch.Generator().manual_seed(4))
+    weights = weights * (torch.arange(group * ROWS) % 4 > 0) * (torch.arange(group * ROWS) >= 2 * group)
+    short, head = drawn(ROWS, 6, seed=2), drawn(SIZE, 6, seed=3)
+    both = []
+    for states in (short, short.repeat_interleave(group, 0)):
+        hidden = drawn(group * ROWS, HIDDEN, seed=0).requires_grad_()
+        found = soft_loss(hidden, weight, weights, Teacher(hidden=states, weight=head), divergence)
+        both.append((found.loss.detach(), found.agrees, found.overlap, *torch.autograd.grad(found.loss, hidden)))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert not both[0][1][weights == 0].any()
 
 
 @pytest.mark.usefixtures("chunk")

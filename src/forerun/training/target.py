@@ -8,6 +8,7 @@ trained reads both, with tokens of its own. Knows no head and no data.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -38,20 +39,20 @@ def load_target(name: str, dtype: str, spread: str, place: Parallel) -> tuple[An
     """
     from transformers import AutoTokenizer
 
-    name = demo.resolve(name)
+    path = demo.resolve(name)
     if place.world == 1 or spread == "none":
-        model = _whole(name, dtype, str(place.device))
+        model = _whole(path, dtype, str(place.device))
     else:
-        model = _tensor_parallel(name, dtype, place) if spread == "tp" else _sharded(name, dtype, place)
-    return model.requires_grad_(False), AutoTokenizer.from_pretrained(name)
+        model = _tensor_parallel(path, dtype, place) if spread == "tp" else _sharded(path, dtype, place)
+    return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
 
 
-def _whole(name: str, dtype: str, device: str) -> Any:
+def _whole(name: str | Path, dtype: str, device: str) -> Any:
     options = LoadOptions(dtype=dtype, device=device)
     return open_model(name, options, read_config(name, options), quiet=True)
 
 
-def _sharded(name: str, dtype: str, place: Parallel) -> Any:
+def _sharded(name: str | Path, dtype: str, place: Parallel) -> Any:
     """Through the CPU, one process of a machine after the other: host and device hold one copy at most."""
     mesh = init_device_mesh(place.device.type, (place.world,))
     mine = int(os.environ.get("LOCAL_RANK", place.rank))
@@ -67,7 +68,7 @@ def _sharded(name: str, dtype: str, place: Parallel) -> Any:
     return model
 
 
-def _tensor_parallel(name: str, dtype: str, place: Parallel) -> Any:
+def _tensor_parallel(name: str | Path, dtype: str, place: Parallel) -> Any:
     """Each process reads its part of the layers only."""
     options = LoadOptions(dtype=dtype, tp_plan="auto")
     config = read_config(name, options)

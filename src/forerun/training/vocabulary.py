@@ -139,7 +139,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, target: _Target) -> tuple[Tensor, Tensor, Tensor]:
         group = len(hidden) // len(target.teacher.hidden) if target.teacher is not None else 1
-        states, factors = hidden.view(-1, group, hidden.shape[-1]), target.weights.view(-1, group, 1)
+        states, factors = hidden.reshape(-1, group, hidden.shape[-1]), target.weights.view(-1, group, 1)
         device = hidden.device.type
         working = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         head = weight.detach().to(working)

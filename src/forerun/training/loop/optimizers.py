@@ -62,7 +62,7 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
     ]
     groups = [group for group in groups if group["params"]]
     if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas))
+        optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
