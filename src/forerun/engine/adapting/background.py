@@ -63,10 +63,8 @@ class Background:
 
     def run(self) -> None:
         """Work until the end; an error ends it earlier, never the serving."""
-        on_cuda = self._model.device.type == "cuda"
-        stream = torch.cuda.stream(torch.cuda.Stream(self._model.device)) if on_cuda else contextlib.nullcontext()
         try:
-            with stream:
+            with _own_stream(self._model.device):
                 while not self._ending.is_set():
                     if not self.turn():
                         self._ending.wait(_LOOK_S)
@@ -149,3 +147,11 @@ class Background:
         if self._keeper is not None:
             self._keeper.withdraw(self.version)
         self.version = self._former_version
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

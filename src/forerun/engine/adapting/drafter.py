@@ -47,6 +47,10 @@ class AdaptedDrafter(Drafter):
         return self.drafter.requires
 
     @property
+    def watches(self) -> bool:
+        return self.drafter.watches
+
+    @property
     def remembers(self) -> bool:
         return self.drafter.remembers
 

@@ -136,7 +136,8 @@ class Learner:
         entropy = torch.special.entr(probs).sum(1) + torch.special.entr(mass)
         divergence = -(probs * known).sum(1) - mass * rest - entropy
         weights = torch.where(torch.from_numpy(piece.rejected), 1.0, self._config.kept_weight).to(logs.device)
-        return (divergence * weights).sum() / weights.sum().clamp_min(_TINY)
+        loss: Tensor = (divergence * weights).sum() / weights.sum().clamp_min(_TINY)
+        return loss
 
     def _accepted(self, piece: Piece) -> Tensor:
         """(M,) probability that a draft at each position is kept."""
@@ -175,10 +176,10 @@ class Learner:
         most = self._config.round_pieces
         fresh = min(added - self._trained, len(pieces), most)
         self._trained = added
-        older = list(pieces[: len(pieces) - fresh])
-        again = self._rng.choice(len(older), min(most - fresh, len(older)), replace=False) if older else []
-        chosen = [*pieces[len(pieces) - fresh :], *(older[int(index)] for index in again)]
-        return [chosen[int(index)] for index in self._rng.permutation(len(chosen))]
+        older = len(pieces) - fresh
+        again = self._rng.permutation(older)[: most - fresh].tolist()
+        chosen = [*pieces[older:], *(pieces[index] for index in again)]
+        return [chosen[index] for index in self._rng.permutation(len(chosen)).tolist()]
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         self.twin.zero_grad(set_to_none=True)
