@@ -134,7 +134,9 @@ class Sampling(Strict):
     return_speculation_trace: bool = False
     """Every step of the answer (drafted, kept, probabilities, times) under ``speculation_trace``."""
     user: str | None = None
-    """OpenAI's opaque name of an end user; has no effect here."""
+    """OpenAI's opaque name of an end user: rows are shared evenly among those who are named."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """From queueing to the end, seconds; then the answer ends with what there is, finish reason ``abort``."""
 
     @field_validator("stop")
     @classmethod

@@ -1,0 +1,53 @@
+"""Deadlines, cached tokens and the scheduler's counters, as a client and an operator see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.errors import ArgumentError
+from forerun.serve.settings import ServeSettings
+from serve.conftest import Live, serving
+
+LONG = {
+    "prompt": "the cat sat on the mat; pack my box with five dozen liquor jugs",
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+def test_an_answer_ends_when_its_time_is_up(live: Live) -> None:
+    whole = live.post("/v1/completions", {**LONG, "max_tokens": 64}).json()["choices"][0]
+    answer = live.post("/v1/completions", {**LONG, "max_tokens": 64, "timeout_s": 1e-6}).json()
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "abort" and whole["text"].startswith(choice["text"])
+    assert answer["usage"]["completion_tokens"] < 64 and live.session.in_flight == 0
+
+
+def test_a_stream_says_so_in_its_last_chunk(live: Live) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "stream": True, "timeout_s": 1e-6}
+    lines = [line for line in live.post("/v1/chat/completions", body).text.splitlines() if line.startswith("data: ")]
+    assert '"finish_reason":"abort"' in lines[-2].replace(" ", "") and lines[-1] == "data: [DONE]"
+
+
+def test_the_operator_sets_the_limit(checkpoint: Path) -> None:
+    with serving(checkpoint, request_timeout_s=1e-6) as live:
+        refused = live.post("/v1/completions", {**LONG, "timeout_s": 3})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "timeout_s"
+        answer = live.post("/v1/completions", {**LONG, "max_tokens": 64}).json()
+        assert answer["choices"][0]["finish_reason"] == "abort"
+    with pytest.raises(ArgumentError, match="request-timeout"):
+        ServeSettings(model_name="tiny", request_timeout_s=0.0)
+
+
+def test_cached_tokens_are_counted(checkpoint: Path) -> None:
+    with serving(checkpoint) as live:
+        first, again = (live.post("/v1/completions", {**LONG, "max_tokens": 5}).json() for _ in range(2))
+        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 16 <= cached < again["usage"]["prompt_tokens"] and first["choices"] == again["choices"]
+        text = live.get("/metrics").text
+        assert f'vllm:prefix_cache_hits_total{{model_name="tiny"}} {float(cached)}' in text
+        assert f'vllm:prefix_cache_queries_total{{model_name="tiny"}} {2.0 * again["usage"]["prompt_tokens"]}' in text
+        assert 'vllm:num_preemptions_total{model_name="tiny"} 0.0' in text
