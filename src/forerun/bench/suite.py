@@ -195,7 +195,7 @@ class _Models:
         """The target in the engine, one row."""
         target = str(self.target)
         self.progress("loading the target")
-        return LLM(target, max_num_seqs=1, max_model_len=1024, compile=self.options.compile)
+        return LLM(target, max_num_seqs=1, max_model_len=1024, compile=self.options.compile, enable_prefix_caching=False)
 
     def drafting_head(self, llm: LLM, scaled: ScaledModel | None) -> EagleHead | None:
         """The head as a module that drafts for `llm`, enlarged if the target is."""
@@ -292,7 +292,7 @@ def _acceptance(models: _Models) -> None:
         return
     options = models.options
     models.progress("loading the small target")
-    small = LLM(str(resolve(options.target)), max_num_seqs=8, max_model_len=CONTEXT + 212)
+    small = LLM(str(resolve(options.target)), max_num_seqs=8, max_model_len=CONTEXT + 212, enable_prefix_caching=False)
     draft = None if models.small_draft is None else str(models.small_draft)
     head = models.drafting_head(small, None)
     plan = AcceptancePlan()
@@ -327,7 +327,7 @@ def _burden(models: _Models) -> None:
     """A draft model whose weights are chance: costly and useless; and a copying drafter on text without repeats."""
     quick = models.options.quick
     batches = (1, 4) if quick else (1, 4, 16, 64)
-    llm = LLM(str(models.target), max_num_seqs=max(batches), max_model_len=CONTEXT + 100)
+    llm = LLM(str(models.target), max_num_seqs=max(batches), max_model_len=CONTEXT + 100, enable_prefix_caching=False)
     prompts = contexts(llm.tokenizer, count=max(batches), length=100)
     useless = scrambled(models.draft, llm.target.dtype) if models.draft is not None else None
     for batch in batches:
