@@ -195,7 +195,9 @@ class _Models:
         """The target in the engine, one row."""
         target = str(self.target)
         self.progress("loading the target")
-        return LLM(target, max_num_seqs=1, max_model_len=1024, compile=self.options.compile, enable_prefix_caching=False)
+        return LLM(
+            target, max_num_seqs=1, max_model_len=1024, compile=self.options.compile, enable_prefix_caching=False
+        )
 
     def drafting_head(self, llm: LLM, scaled: ScaledModel | None) -> EagleHead | None:
         """The head as a module that drafts for `llm`, enlarged if the target is."""
