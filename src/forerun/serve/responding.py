@@ -110,7 +110,7 @@ class ResponsesWriter(AnswerWriter):
             "incomplete_details": None if complete else {"reason": why},
             "usage": {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
                 "output_tokens": completion,
                 "output_tokens_details": {"reasoning_tokens": reasoning},
                 "total_tokens": prompt + completion,
@@ -188,5 +188,5 @@ class _Items:
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": []} if kind is Kind.CONTENT else {}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind is Kind.CONTENT else {}
     return {"type": _PARTS[kind], "text": text, **more}
