@@ -84,15 +84,17 @@ def ask(live: Live, thinking: bool | None, **more: Any) -> Any:
     body = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
     asked: dict[str, Any] = {"model": NAME, "messages": ASK, "temperature": 0, "max_tokens": 60}
     asked |= {"extra_body": body, **more}
-    whole = live.client().chat.completions.create(**asked)
-    content, reasoning, usage = "", "", None
-    for chunk in live.client().chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            content += choice.delta.content or ""
-            reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
+    with live.client() as client:
+        whole = client.chat.completions.create(**asked)
+        content, reasoning, usage = "", "", None
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                content += choice.delta.content or ""
+                reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
     message = whole.choices[0].message
-    assert content == message.content and usage == whole.usage
+    assert content == message.content and usage is not None
+    assert usage.completion_tokens_details == whole.usage.completion_tokens_details
     assert reasoning == message.model_extra.get("reasoning_content", "") == message.model_extra.get("reasoning", "")
     return whole
 

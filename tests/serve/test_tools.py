@@ -256,7 +256,7 @@ def test_strings_that_a_field_cannot_enforce_are_refused() -> None:
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.function.name }}({{ c.function.arguments.unit }}){% endfor %}\n{% endfor %}assistant: "
+    "{{ c.function.name }}({{ c.function.arguments.unit }}){% endfor %}{{ '\n' }}{% endfor %}assistant: "
 )
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "How warm", "parameters": SCHEMA}},
@@ -278,17 +278,18 @@ def caller(checkpoint: Path, draft_checkpoint: Path, tmp_path_factory: pytest.Te
 def ask(live: Live, **more: Any) -> Any:
     """The whole answer, and the same streamed: they must agree."""
     asked = {"model": NAME, "messages": ASK, "tools": TOOLS, "max_tokens": 100, "temperature": 1.2, "seed": 3, **more}
-    whole = live.client().chat.completions.create(**asked)
-    content, calls, reasons = "", list[Any](), list[Any]()
-    for chunk in live.client().chat.completions.create(**asked, stream=True):
-        choice = chunk.choices[0]
-        content += choice.delta.content or ""
-        reasons += [choice.finish_reason] if choice.finish_reason else []
-        for call in choice.delta.tool_calls or []:
-            if call.id is not None:
-                assert call.index == len(calls) and call.type == "function"
-                calls.append([call.function.name, ""])
-            calls[call.index][1] += call.function.arguments
+    with live.client() as client:
+        whole = client.chat.completions.create(**asked)
+        content, calls, reasons = "", list[Any](), list[Any]()
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            choice = chunk.choices[0]
+            content += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index == len(calls) and call.type == "function"
+                    calls.append([call.function.name, ""])
+                calls[call.index][1] += call.function.arguments
     message = whole.choices[0].message
     assert calls == [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
     assert content == (message.content or "") and reasons == [whole.choices[0].finish_reason]
@@ -302,14 +303,14 @@ class TestServer:
         assert call.function.name == "weather" and obeys("weather", json.loads(call.function.arguments))
         assert choice.finish_reason == "tool_calls" and choice.message.content is None and call.id.startswith("call_")
 
-    def test_a_required_call_is_one_of_the_functions(self, caller: Live) -> None:
-        names = set()
-        for seed in range(6):
-            choice = ask(caller, tool_choice="required", parallel_tool_calls=False, seed=seed, temperature=2)
-            [call] = choice.message.tool_calls
-            assert obeys(call.function.name, json.loads(call.function.arguments))
-            names.add(call.function.name)
-        assert names == {"weather", "clock"}
+    @pytest.mark.parametrize("name", ["weather", "clock"])
+    def test_a_required_call_is_the_models_choice(self, caller: Live, name: str) -> None:
+        tokenizer = caller.session.engine.llm.tokenizer
+        assert tokenizer is not None
+        liked = {str(tokenizer.encode(name[0])[0]): 40.0}
+        choice = ask(caller, tool_choice="required", parallel_tool_calls=False, logit_bias=liked)
+        [call] = choice.message.tool_calls
+        assert call.function.name == name and obeys(name, json.loads(call.function.arguments))
 
     def test_several_calls(self, caller: Live) -> None:
         """The end made unlikely, the model calls until it may not go on; the last call is cut off."""
@@ -322,30 +323,30 @@ class TestServer:
             assert obeys(call.function.name, json.loads(call.function.arguments))
 
     def test_a_model_that_does_not_call_writes_text(self, caller: Live) -> None:
-        choice = ask(caller, max_tokens=12)
+        choice = ask(caller, max_tokens=12, extra_body={"ignore_eos": True})
         assert choice.message.tool_calls is None and choice.message.content and choice.finish_reason == "length"
 
     def test_a_strict_function_or_the_form_of_the_text(self, caller: Live) -> None:
         strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
         ask(caller, tools=strict, max_tokens=12)
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "so"}}}
         choice = ask(caller, response_format=form)
         calls = choice.message.tool_calls or []
         assert [obeys(call.function.name, json.loads(call.function.arguments)) for call in calls] or (
-            json.loads(choice.message.content) == {"a": 1}
+            json.loads(choice.message.content) == "so"
         )
 
     def test_a_conversation_with_results(self, caller: Live) -> None:
         """The model's message goes back as the client got it; templates read arguments as an object."""
-        client = caller.client()
-        first = client.chat.completions.create(
-            model=NAME, messages=ASK, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False, max_tokens=100
-        )
-        message = first.choices[0].message
-        assert message.tool_calls is not None
-        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}
-        messages: Any = [*ASK, message, result]
-        second = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=4)
+        with caller.client() as client:
+            first = client.chat.completions.create(
+                model=NAME, messages=ASK, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False, max_tokens=100
+            )
+            message = first.choices[0].message
+            assert message.tool_calls is not None
+            result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}
+            messages: Any = [*ASK, message, result]
+            second = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=4)
         arguments = message.tool_calls[0].function.arguments  # type: ignore[union-attr]
         prompt = (
             f"weather clock user: the cat\nassistant: weather({json.loads(arguments)['unit']})\ntool: 20\nassistant: "
@@ -355,11 +356,11 @@ class TestServer:
         assert second.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
     def test_none_hides_the_tools(self, caller: Live) -> None:
-        plain = caller.client().chat.completions.create(model=NAME, messages=ASK, max_tokens=4)
-        hidden = caller.client().chat.completions.create(
-            model=NAME, messages=ASK, tools=TOOLS, tool_choice="none", max_tokens=4
-        )
-        assert hidden.usage and plain.usage and hidden.usage.prompt_tokens == plain.usage.prompt_tokens
+        asked: dict[str, Any] = {"model": NAME, "messages": ASK, "max_tokens": 4}
+        with caller.client() as client:
+            plain = client.chat.completions.create(**asked)
+            hidden = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
+        assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
 
     @pytest.mark.parametrize(
         ("param", "more"),

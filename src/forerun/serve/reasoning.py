@@ -42,7 +42,7 @@ def marks_of(parser: str, template: str) -> Marks | None:
         return PARSERS[parser]
     both = parser.split()
     if len(both) == 2:
-        return Marks(*both)
+        return Marks(both[0], both[1])
     known = ("auto", "none", *PARSERS)
     raise ArgumentError(
         f"reasoning-parser is one of {', '.join(known)}, or two marks such as '<think> </think>', got {parser!r}."

@@ -102,7 +102,8 @@ class TextFormat(JsonSchema):
         """As chat requests have it."""
         if self.type != "json_schema":
             return ResponseFormat(type=self.type)
-        return ResponseFormat(type=self.type, json_schema=JsonSchema(name=self.name, schema=self.schema_))
+        schema = JsonSchema.model_validate({"name": self.name, "schema": self.schema_})
+        return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextOptions(Strict):

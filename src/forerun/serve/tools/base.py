@@ -59,7 +59,7 @@ class Lark:
 
     def text(self, start: str) -> str:
         """The whole grammar."""
-        return "\n".join([f"start: {start}", *self._rules, "TEXT: /(.|\\n)*/", "BLANKS: /\\s*/", ""])
+        return "\n".join([f"start: {start}", *self._rules, "TEXT: /(.|\\n)*/", "BLANKS: /\\s{0,8}/", ""])
 
 
 def literal(text: str) -> str:
