@@ -102,7 +102,8 @@ def test_a_full_disk_leaves_what_was_there(
 
 def test_killed_while_it_saves(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "adaptation.saving_forever", str(tmp_path)]
     rng, kept = random.Random(0), keeper(tmp_path)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:
