@@ -5,7 +5,7 @@ Knows the target and answers; does not know whose turn it is, nor what drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.engine.answer import Answer
 from forerun.sampling import logprobs_of
 from forerun.target import Scored, Target
-from forerun.types import Signal
+from forerun.types import Signal, TokenLogprob
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -80,7 +80,9 @@ class Reading:
         """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest."""
         request = self.answers[0].request
         top = request.params.prompt_logprobs or 0
-        found = request.prompt_logprobs if self.done and request.prompt_logprobs is not None else [None]
+        found: list[Mapping[int, TokenLogprob] | None] = [None]
+        if self.done and request.prompt_logprobs is not None:
+            found = request.prompt_logprobs
         for place, token in enumerate(self.tokens[self.done + 1 : self.done + count + 1]):
             chosen, best = logprobs_of(logits[place], token, top)
             found.append({**best, token: chosen})
