@@ -7,6 +7,7 @@ import re
 import resource
 import selectors
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,9 +16,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from forerun import AsyncLLM
 from forerun.errors import ArgumentError
 from forerun.serve import running
-from serve.conftest import Live, counters, serving, wait_for
+from forerun.serve.session import Session, State
+from forerun.serve.settings import ServeSettings
+from serve.conftest import NAME, Live, counters, serving, wait_for
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -96,6 +100,27 @@ def test_a_crowd_is_answered_to_the_last(checkpoint: Path) -> None:
                     statuses.append(everything(key.fileobj)[0])
         assert len(statuses) == 300 and set(statuses) == {200, 503}
         assert small.get("/health").status_code == 200
+
+
+def test_a_refusal_is_read_though_the_request_never_was(checkpoint: Path) -> None:
+    """Closing a socket that holds unread bytes resets it; both ask before the server accepts anybody."""
+    session = Session(ServeSettings(model_name=NAME, max_connections=1), lambda: AsyncLLM(str(checkpoint)))
+    listener = socket.create_server(("127.0.0.1", 0))
+    with (
+        socket.create_connection(listener.getsockname()) as first,
+        socket.create_connection(first.getpeername()) as late,
+    ):
+        first.sendall(HEALTH)
+        late.sendall(HEALTH)
+        server = running.server(session, host="127.0.0.1", port=0)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        status, _, body = everything(late)
+        assert status == 503 and body["error"]["code"] == "too_many_connections"
+    wait_for(lambda: session.state is not State.LOADING)
+    server.should_exit = True
+    thread.join(timeout=20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
