@@ -72,7 +72,7 @@ def test_expressions_choices_and_grammars(llm: LLM, wish: StructuredOutputs, pat
 
 
 def test_the_mask_follows_any_path(llm: LLM) -> None:
-    make = llm._reader._grammars.processor
+    make = llm._reader.grammars.processor
     wish = StructuredOutputs(choice=["ab", "ac", "b"])
     processor, fresh = make(wish, 2), make(wish, 2)
     assert llm.tokenizer is not None
