@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.layer import Angles, Attend, HeadLayer, RMSNorm
+from forerun.drafters.heads.layer import Attend, HeadLayer, RMSNorm
+from forerun.drafters.heads.lean import Angles
 
 
 @dataclass(frozen=True, slots=True)

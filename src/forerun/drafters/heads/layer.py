@@ -1,6 +1,7 @@
 """The decoder layer of a draft head. How it attends is the caller's business: over a cache, or over unrolled steps.
 
-Parameter names are those on disk (``self_attn.q_proj``, ``hidden_norm``, ...). Knows no cache, no mask and no trainer.
+Parameter names are those on disk (``self_attn.q_proj``, ``hidden_norm``, ...). What is cheap to compute keeps only its
+inputs for the backward pass (`forerun.drafters.heads.lean`). Knows no cache, no mask and no trainer.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.lean import Angles, gated, rms_norm, rotate
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines (B, N, D) of the positions."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
 
@@ -30,9 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """(.., size) -> (.., size) in the dtype of `states`."""
-        wide = states.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(states.dtype)
+        return rms_norm(states, self.weight, self.eps)
 
 
 class HeadAttention(nn.Module):
@@ -73,7 +71,7 @@ class HeadMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """(.., H) -> (.., H)."""
-        result: Tensor = self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
+        result: Tensor = self.down_proj(gated(self.activation, self.gate_proj(states), self.up_proj(states)))
         return result
 
 
@@ -106,10 +104,3 @@ class HeadLayer(nn.Module):
         states = residual + self.self_attn(inputs, angles, attend)
         mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return mixed
-
-
-def rotate(states: Tensor, angles: Angles) -> Tensor:
-    """Rotary position embedding of (B, heads, N, D), halves paired as in Llama."""
-    cosine, sine = (part.unsqueeze(1) for part in angles)
-    first, second = states.chunk(2, dim=-1)
-    return states * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -194,8 +194,8 @@ class Eagle3Objective:
             softcap=self.target.softcap,
         )
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
-        moved = [(_behind(step.output, step.step + 1), _behind(weights[step.step], step.step + 1)) for step in steps]
-        outputs, shares = (torch.stack(parts, 2) for parts in zip(*moved, strict=True))
+        outputs = torch.stack([_behind(step.output, step.step + 1) for step in steps], 2)
+        shares = torch.stack([_behind(weights[step.step], step.step + 1) for step in steps], 2)
         found = soft_loss(
             outputs.flatten(0, 2), student, shares.flatten(), teacher, self.settings.divergence, self.settings.lk_decay
         )
