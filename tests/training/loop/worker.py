@@ -34,8 +34,9 @@ def main(folder: Path) -> None:
                 accumulated(output.with_name(f"{mode}-accumulated"), parallel)
         elastic(folder, mode, parallel)
         failures(folder / f"{mode}-failures", parallel)
-    parallel.close()
     sys.stdout.write(f"rank {parallel.rank} done\n")
+    parallel.wait()  # a process that leaves while the other still talks to it takes it down (gloo aborts)
+    parallel.close()
 
 
 def same(output: Path, optimizer: str, parallel: Parallel) -> None:
