@@ -262,6 +262,26 @@ def test_target_draws_are_keyed_by_absolute_position() -> None:
         assert Coins(5, position).draw(LAW, 3) == Coins(5, position + 3).draw(LAW)
 
 
+def test_rounding_in_the_law_does_not_change_the_draw() -> None:
+    """Drawn from the cumulated law, some would differ: a small change anywhere moves every border behind it."""
+    logits = 2.5 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    noise = 1e-5 * torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    law, rounded = logits.softmax(0), (logits + noise).softmax(0)
+    assert [Coins(3, p).draw(law) for p in range(3000)] == [Coins(3, p).draw(rounded) for p in range(3000)]
+    uniforms = [Coins(3, p)._uniform(p, Stream.TARGET, 0) for p in range(3000)]
+    assert [_inverse(law, u) for u in uniforms] != [_inverse(rounded, u) for u in uniforms]
+
+
+def test_draws_follow_the_law_across_blocks() -> None:
+    law = torch.tensor([0.0, 3.0, 1.0]).repeat(100) * torch.linspace(0, 1, 300)
+    counts = torch.bincount(torch.tensor([Coins(1, p).draw(law) for p in range(20_000)]), minlength=300)
+    expected = 20_000 * law.double() / law.double().sum()
+    assert not counts[law == 0].any()
+    likely = expected > 5
+    statistic = float(((counts - expected)[likely] ** 2 / expected[likely]).sum())
+    assert stats.chi2.sf(statistic, int(likely.sum()) - 1) > 1e-6
+
+
 def test_certain_flips() -> None:
     coins = Coins(0, 0)
     assert all(coins.flip(1.0, node) and not coins.flip(0.0, node) for node in range(1000))

@@ -13,10 +13,14 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import ArgumentError, NumericError
 from forerun.types import SamplingParams, TokenLogprob
+
+_BLOCK = 128
+"""Tokens that race as one at first: so few numbers are drawn where the vocabulary is large."""
 
 
 class Stream(IntEnum):
@@ -51,17 +55,43 @@ class Coins:
     def draw(self, law: Tensor, depth: int = 0) -> int:
         """A token from `law` (V,) for the position `depth` after the first: the token that is emitted there.
 
-        Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same law.
+        Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same law, and
+        almost always from laws that differ in their last bits: blocks of tokens race each other, then the tokens of the
+        block that won (the smallest of exponential times, probabilities as rates). Drawn from the cumulated law, a
+        change in the probability of the first token would move the borders of all others.
         """
-        return _inverse(law, self._uniform(self.position + depth, Stream.TARGET, 0))
+        place, size = self.position + depth, len(law)
+        padded = torch.nn.functional.pad(law, (0, -size % _BLOCK)).view(-1, _BLOCK)
+        block = self._race(padded.sum(1, dtype=torch.float64), place, 0)
+        return block * _BLOCK + self._race(padded[block].double(), place, 1)
 
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
         return _inverse(law, self._uniform(self.position, self.draft_stream, (node << 16) | index))
 
+    def _race(self, rates: Tensor, position: int, index: int) -> int:
+        """The first of exponential times with these rates (N,): entry i wins with probability ``rates[i] / sum``."""
+        word = self._bits(position, Stream.TARGET, index).random_raw()
+        times = -np.log(_uniforms(word, len(rates)))
+        with np.errstate(divide="ignore"):
+            return int((times / rates.cpu().numpy()).argmin())
+
     def _uniform(self, position: int, stream: int, index: int) -> float:
-        generator = np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
-        return float(np.random.Generator(generator).random())
+        return float(np.random.Generator(self._bits(position, stream, index)).random())
+
+    def _bits(self, position: int, stream: int, index: int) -> np.random.Philox:
+        return np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
+
+
+def _uniforms(word: int, count: int) -> NDArray[np.float64]:
+    """(count,) in (0, 1): SplitMix64 started at `word`."""
+    with np.errstate(over="ignore"):
+        bits = np.uint64(word) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+    uniforms: NDArray[np.float64] = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return uniforms
 
 
 def _inverse(law: Tensor, uniform: float) -> int:

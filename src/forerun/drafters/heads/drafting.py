@@ -151,7 +151,7 @@ class HeadDrafter(Drafter):
                 self._fixed(tree, context, limits, builders)
         if not any(builder.tokens for builder in builders):
             return empty_draft(len(ready))
-        return stack(builders, device=self.head.fc.weight.device)
+        return stack(builders, device=self.runner.device)
 
     def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
         active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]

@@ -50,8 +50,10 @@ class HeadRunner:
         self._cache = SlotCache(rows, slots)
         weight = head.fc.weight
         size = head.config.hidden_size
-        self._device, self._dtype = weight.device, weight.dtype
-        self._features = torch.zeros(rows, size, device=self._device, dtype=self._dtype)
+        self._dtype = weight.dtype
+        self.device: torch.device = weight.device
+        """Of the head. Kept, because to ask a packed weight for it unpacks the weight."""
+        self._features = torch.zeros(rows, size, device=self.device, dtype=self._dtype)
         self._outputs = torch.zeros_like(self._features)
         self._frontier: _Frontier | None = None
 
@@ -80,9 +82,9 @@ class HeadRunner:
 
     def begin(self, rows: Sequence[int]) -> Tensor:
         """Start trees at the roots: logits (B, 1, V') of their children."""
-        index = torch.tensor(rows, device=self._device)
-        lengths = torch.tensor([self.lengths[row] for row in rows], device=self._device)
-        none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self._device)
+        index = torch.tensor(rows, device=self.device)
+        lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
+        none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
         features = self._features[index].unsqueeze(1)
         self._frontier = _Frontier(rows=list(rows), lengths=lengths, sees=none, features=features, depth=0)
         return self.logits(self._outputs[index].unsqueeze(1))
@@ -98,11 +100,11 @@ class HeadRunner:
         batch, width = tokens.shape
         run = last.sees.shape[2]
         inherited = last.sees.gather(1, parents.unsqueeze(-1).expand(-1, -1, run))
-        own = torch.eye(width, dtype=torch.bool, device=self._device).expand(batch, -1, -1)
+        own = torch.eye(width, dtype=torch.bool, device=self.device).expand(batch, -1, -1)
         sees = torch.cat([inherited, own], dim=-1)
         features = last.features.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.features.shape[-1]))
         positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)
-        slots = last.lengths.unsqueeze(1) + run + torch.arange(width, device=self._device)
+        slots = last.lengths.unsqueeze(1) + run + torch.arange(width, device=self.device)
         most = max(self.lengths[row] for row in last.rows) + run + width
         self._cache.begin(last.rows, slots, most)
         block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=positions)
@@ -121,17 +123,17 @@ class HeadRunner:
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
         nodes = Nodes.of_prompt(pieces)
-        counts, real = nodes.real.sum(1).to(self._device), nodes.real.to(self._device)
-        lengths = torch.tensor([self.lengths[row] for row in rows], device=self._device)
-        positions = lengths.unsqueeze(1) + nodes.depths.to(self._device)
+        counts, real = nodes.real.sum(1).to(self.device), nodes.real.to(self.device)
+        lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
+        positions = lengths.unsqueeze(1) + nodes.depths.to(self.device)
         most = max(self.lengths[row] for row in rows) + nodes.fresh
         self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most)
-        sees = nodes.sees.to(self._device) & real.unsqueeze(2)
+        sees = nodes.sees.to(self.device) & real.unsqueeze(2)
         block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
-        fused = self.head.fuse([state.to(self._device, self._dtype) for state in states])
-        advanced = self._advance(nodes.ids.to(self._device), fused, positions, build(block, _PLAIN, most, self._dtype))
-        place = torch.arange(len(rows), device=self._device)
-        index = torch.tensor(rows, device=self._device)
+        fused = self.head.fuse([state.to(self.device, self._dtype) for state in states])
+        advanced = self._advance(nodes.ids.to(self.device), fused, positions, build(block, _PLAIN, most, self._dtype))
+        place = torch.arange(len(rows), device=self.device)
+        index = torch.tensor(rows, device=self.device)
         self._features[index] = advanced.feature[place, counts - 1]
         self._outputs[index] = advanced.output[place, counts - 1]
         for row, piece in zip(rows, pieces, strict=True):
@@ -152,4 +154,4 @@ class HeadRunner:
         if self.head.config.own_embedding:
             embedded: Tensor = self.head.embed_tokens(tokens)
             return embedded
-        return self.target.embed(tokens).to(self._device, self._dtype)
+        return self.target.embed(tokens).to(self.device, self._dtype)
