@@ -105,7 +105,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(TEXTS))
     common = ["certify", str(checkpoint), "--drafter", "ngram", "--prompt-file", str(prompts)]
-    sizes = ["--max-tokens", "24", "--samples", "150", "--temperature", "0", "--temperature", "0.7"]
+    sizes = ["--max-tokens", "24", "--samples", "600", "--temperature", "0", "--temperature", "0.7"]
     assert main([*common, *sizes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])

@@ -32,10 +32,10 @@ from contract.test_cache import TOLERANCE, built, run
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from contract.test_recorded import watch
 from contract.wrong import Twins, Uniform
-from forerun import LLM, SamplingParams, sampling, step
+from forerun import LLM, SamplingParams, step
 from forerun.drafters import growth
 from forerun.drafters.levels import Submitted
-from forerun.sampling import Coins
+from forerun.sampling import Coins, Stream
 from forerun.step import Scores
 from forerun.target import Target
 from forerun.target.cache import SlotCache
@@ -60,13 +60,14 @@ def greedy_is_off(engine: LLM, params: SamplingParams = NEUTRAL) -> bool:
 
 
 def test_a_residual_that_is_not_normalised(monkeypatch: Patch) -> None:
-    def as_it_is(law: Tensor, uniform: float) -> int:
+    def as_it_is(coins: Coins, law: Tensor, depth: int = 0) -> int:
+        uniform = coins._uniform(coins.position + depth, Stream.TARGET, 0)
         found = int(torch.searchsorted(law.double().cumsum(0), uniform, right=True))
         return min(found, int(torch.nonzero(law)[-1]))
 
     with installed("wrong", Uniform):
         assert not law_is_off(Variant("wrong"))
-        monkeypatch.setattr(sampling, "_inverse", as_it_is)
+        monkeypatch.setattr(Coins, "draw", as_it_is)
         assert law_is_off(Variant("wrong"), draws=1200)
 
 

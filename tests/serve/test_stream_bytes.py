@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,11 @@ def test_an_error_in_the_middle_is_an_event(
     assert (error["type"], error["code"]) == (kind, code) and "secrets" not in error["message"]
     with pytest.raises(openai.APIError, match=r"mistake|slow"):
         list(live.client().completions.create(model=NAME, prompt="hi", stream=True))
+    deadline = time.monotonic() + 10
+    while (
+        live.session.in_flight and time.monotonic() < deadline
+    ):  # the client may read the end before the server goes on
+        time.sleep(0.01)
     assert live.session.in_flight == 0
 
 

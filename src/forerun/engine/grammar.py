@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,9 @@ from forerun.types import StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
+"""Between the parts of a JSON text: as models write it, on one line or indented, but no answer full of blanks."""
 
 
 class GrammarProcessor:
@@ -119,7 +122,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         grammars: dict[str, Any] = {
-            "json": LLMatcher.grammar_from_json_schema,
+            "json": partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": _BLANKS}),
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
