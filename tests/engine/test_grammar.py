@@ -86,6 +86,26 @@ def test_the_mask_follows_any_path(llm: LLM) -> None:
         assert allowed(processor, *output) == allowed(make(wish, 2), *output)
     assert {b, c} <= allowed(fresh, a) and a not in allowed(fresh, a)
     assert processor.valid([], [a, b]) == 2 and processor.valid([], [a, a]) == 1 and processor.valid([b], [a]) == 0
+    assert processor.valid([a, a], [b]) == 0, "behind what is forbidden nothing is allowed"
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycling", "auto"])
+def test_no_copied_node_is_scored_that_the_grammar_forbids(llm: LLM, drafter: str) -> None:
+    """What these drafters know of is the prompt, whose text the grammar does not allow."""
+    wish = StructuredOutputs(regex=r"(the cat sat|on a hot roof)+")
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=2, structured_outputs=wish)
+    prompt = "the cat sat on a mat. the dog sat on the cat. the cat sat on a hot dog, the cat sat on a mat. "
+    assert llm.tokenizer is not None
+    length, scored = len(llm.tokenizer.encode(prompt)), 0
+    [output] = llm.generate([prompt], params, speculative={"method": drafter}, trace=True)
+    for step in output.outputs[0].trace:
+        grammar = llm._reader.grammars.processor(wish, 0)
+        paths = {0: list(output.outputs[0].token_ids[: step.position - length])}
+        for node, drafted in enumerate(step.nodes, start=1):
+            assert grammar.valid(paths[drafted.parent], [drafted.token])
+            paths[node] = [*paths[drafted.parent], drafted.token]
+            scored += 1
+    assert scored
 
 
 def test_bad_wishes(llm: LLM) -> None:

@@ -16,13 +16,14 @@ import torch
 
 from forerun.engine.answer import Answer, Request
 from forerun.engine.drafting import Drafting, Newcomer
+from forerun.engine.permitting import permitted
 from forerun.engine.prefixes import Prefixes, Seat, Wish
 from forerun.engine.reading import Reading, read
 from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
 from forerun.errors import ArgumentError
 from forerun.step import first_tokens, step
 from forerun.target import Target
-from forerun.types import StreamChunk
+from forerun.types import Draft, StreamChunk
 
 
 class Engine:
@@ -243,7 +244,11 @@ class Engine:
         configs = [answer.request.speculative for answer in answers]
         depths = [config.num_speculative_tokens if config is not None else None for config in configs]
         groups = self.drafting.groups(rows, [answer.drafter for answer in answers], depths)
-        emitted = step(self.target, rows, groups, check=self._check, admit=self.drafting.admit, since=began)
+
+        def admit(draft: Draft) -> Draft:
+            return permitted(self.drafting.admit(draft), rows)
+
+        emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began)
         self.drafting.learn(emitted)
         return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 

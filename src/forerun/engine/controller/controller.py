@@ -8,6 +8,7 @@ is decided after drafting sees given nodes alone. Knows drafters only as arms, a
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from forerun import tree as trees
@@ -24,6 +25,8 @@ from forerun.types import Budget, Draft, Signal
 
 Clock = Callable[[], float]
 """Seconds."""
+_DEAREST = 6.0
+"""Plain steps that a pass may cost to be thought of at all: copies of more nodes are not even asked for."""
 
 
 class Controller:
@@ -74,13 +77,13 @@ class Controller:
         for arm in self.arms:
             if not arm.copies:
                 arm.switch.begin(moment.row_ids())
-        plain = self.costs.times(moment.batch, moment.context, 0)[0]
-        self._ask(moment, plain)
-        moment.times = self.costs.times(moment.batch, moment.context, self._widest(moment))
+        moment.times = self.costs.times(moment.batch, moment.context, self._nodes)
+        plain = moment.times[0]
+        self._ask(moment)
         moment.factor = self.goodput.factor
         moment.copies = self._copies(moment)
         for asked, ms in zip(moment.asked, self._asking_ms, strict=True):
-            useful = any(copy.arm == asked.arm and copy.width for copy in moment.copies.values())
+            useful = any(self._width(tree, moment) for tree in asked.trees.values())
             self.arms[asked.arm].asking.asked(self.steps, ms=ms, useful=useful, plain_ms=plain)
         found = (
             offer_of(arm, index, moment, self.costs, self.steps)
@@ -129,7 +132,7 @@ class Controller:
         """Bytes held by its drafters."""
         return sum(arm.drafter.memory_bytes() for arm in self.arms)
 
-    def _ask(self, moment: Moment, plain_ms: float) -> None:
+    def _ask(self, moment: Moment) -> None:
         """Collect the drafts of those that copy."""
         self._asking_ms = list[float]()
         for index, arm in enumerate(self.arms):
@@ -152,7 +155,8 @@ class Controller:
             return None
         context = context_for(moment.rows, wanted, [0] * len(wanted), {})
         depths = [min(arm.limit, moment.limits[member]) for member in wanted]
-        draft = arm.drafter.propose(context, Budget(nodes=[self._nodes] * len(wanted), depth=depths))
+        nodes = max(1, bisect_right(moment.times, _DEAREST * moment.times[0]) - 1)
+        draft = arm.drafter.propose(context, Budget(nodes=[nodes] * len(wanted), depth=depths))
         trees.check(draft, self._vocabulary)
         counts = draft.counts.tolist()
         found = {
@@ -166,24 +170,22 @@ class Controller:
     def _tree(draft: Draft, place: int, arm: Arm, row: int) -> GivenTree:
         return GivenTree.of(draft, place, lambda stated: arm.confidence.estimate(row, stated))
 
-    def _widest(self, moment: Moment) -> int:
-        """Nodes of the widest pass that this step may come to."""
-        copied = min(self._nodes, sum(max(map(_size, asked.trees.values()), default=0) for asked in moment.asked))
-        deepest = max(moment.limits, default=0)
-        others = [arm.sizes.expected(min(arm.limit, deepest)) for arm in self.arms if not arm.copies and deepest > 0]
-        return max(1, copied, *others)
-
     def _copies(self, moment: Moment) -> dict[int, Copy]:
         """For each member the trees of all that copy as one, and what of it pays; the time is shared by all rows."""
-        goodput, found = moment.goodput / moment.batch, dict[int, Copy]()
+        found = dict[int, Copy]()
         for member in range(len(moment.rows)):
             own = [(asked.arm, asked.trees[member]) for asked in moment.asked if member in asked.trees]
             if own:
                 tree = moment.copied[member] = GivenTree.joined([tree for _, tree in own], self._nodes)
-                width = best_width([tree.worth], times=moment.times, goodput=goodput)
+                width = self._width(tree, moment)
                 main = max(own, key=lambda pair: pair[1].worth[min(width, len(pair[1].worth) - 1)])
                 found[member] = Copy(arm=main[0], worth=tree.worth, width=width)
         return found
+
+    @staticmethod
+    def _width(tree: GivenTree, moment: Moment) -> int:
+        """Nodes of one row's tree that pay, the pass being shared by all rows of the step."""
+        return best_width([tree.worth], times=moment.times, goodput=moment.goodput / moment.batch)
 
     def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
         chosen = moment.chosen(arm, index)
@@ -214,10 +216,6 @@ class Controller:
             on_trial = arm.switch.trying(moment.rows[member].row)  # which would teach nothing without its nodes
             if counts[place] and not on_trial and prunable(draft, place):
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
-
-
-def _size(tree: GivenTree) -> int:
-    return len(tree.nodes)
 
 
 def _begin(rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> Moment:
