@@ -95,11 +95,11 @@ def test_a_call_and_what_it_brought(official: OpenAI) -> None:
 def test_reasoning_is_an_item_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     folder = with_template(checkpoint, tmp_path, TEMPLATE + "<think>")
     with serving(folder) as running, running.client() as client:
-        events, response = streamed(client, input="the cat", max_output_tokens=6)
+        events, response = streamed(client, input="the cat", max_output_tokens=6, temperature=0)
     [item] = response.output
     text = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     assert item.type == "reasoning" and item.content[0].text == text
-    assert response.usage.output_tokens_details.reasoning_tokens == 6
+    assert response.usage.output_tokens_details.reasoning_tokens == response.usage.output_tokens > 0
 
 
 def test_the_form_of_the_text(official: OpenAI) -> None:
