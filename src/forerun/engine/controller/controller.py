@@ -78,13 +78,12 @@ class Controller:
             if not arm.copies:
                 arm.switch.begin(moment.row_ids())
         moment.times = self.costs.times(moment.batch, moment.context, self._nodes)
-        plain = moment.times[0]
         self._ask(moment)
         moment.factor = self.goodput.factor
         moment.copies = self._copies(moment)
-        for asked, ms in zip(moment.asked, self._asking_ms, strict=True):
+        for asked in moment.asked:
             useful = any(self._width(tree, moment) for tree in asked.trees.values())
-            self.arms[asked.arm].asking.asked(self.steps, ms=ms, useful=useful, plain_ms=plain)
+            self.arms[asked.arm].asking.asked(self.steps, ms=asked.ms, useful=useful, plain_ms=moment.times[0])
         found = (
             offer_of(arm, index, moment, self.costs, self.steps)
             for index, arm in enumerate(self.arms)
@@ -134,11 +133,9 @@ class Controller:
 
     def _ask(self, moment: Moment) -> None:
         """Collect the drafts of those that copy."""
-        self._asking_ms = list[float]()
         for index, arm in enumerate(self.arms):
             if not arm.copies or not arm.asking.due(self.steps):
                 continue
-            began = self._clock()
             try:
                 asked = self._asked(moment, arm, index)
             except Exception as error:
@@ -147,12 +144,12 @@ class Controller:
                 continue
             if asked is not None:
                 moment.asked.append(asked)
-                self._asking_ms.append(1e3 * (self._clock() - began))
 
     def _asked(self, moment: Moment, arm: Arm, index: int) -> Asked | None:
         wanted = [member for member, limit in enumerate(moment.limits) if limit > 0]
         if not wanted:
             return None
+        began = self._clock()
         context = context_for(moment.rows, wanted, [0] * len(wanted), {})
         depths = [min(arm.limit, moment.limits[member]) for member in wanted]
         nodes = max(1, bisect_right(moment.times, _DEAREST * moment.times[0]) - 1)
@@ -164,7 +161,7 @@ class Controller:
             for place, member in enumerate(wanted)
             if counts[place] and prunable(draft, place)
         }
-        return Asked(arm=index, trees=found)
+        return Asked(arm=index, trees=found, ms=1e3 * (self._clock() - began))
 
     @staticmethod
     def _tree(draft: Draft, place: int, arm: Arm, row: int) -> GivenTree:

@@ -18,6 +18,8 @@ class Asked:
     arm: int
     trees: Mapping[int, GivenTree]
     """Member -> its tree, where it has nodes."""
+    ms: float
+    """What asking took."""
 
 
 @dataclass(kw_only=True, slots=True)
