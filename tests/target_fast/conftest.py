@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forerun.target.fast import native
+
 COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -19,6 +21,15 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(params=["native", "torch"])
+def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in C where the machine has it, and in torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "kernel", lambda: None)
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "attention_bias": True},
     "mistral": {"head_dim": 16, "sliding_window": 8},

@@ -41,6 +41,7 @@ def test_equals_attention_by_definition(kv_heads: int, count: int) -> None:
     torch.testing.assert_close(seen.double(), reference(query, key, value, mask), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("attention_path")
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
 def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(kv_heads: int) -> None:
     for trial in range(20):

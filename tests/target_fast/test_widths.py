@@ -11,6 +11,7 @@ from forerun.target.fast.packing import cpu_packs
 LOWEST = torch.finfo(torch.bfloat16).min
 
 
+@pytest.mark.usefixtures("attention_path")
 @pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 kernels on this processor")
 @pytest.mark.parametrize("seen", [60, 180, 250, 300, 700])
 def test_a_tokens_bits_do_not_depend_on_the_width_of_the_cache(seen: int) -> None:

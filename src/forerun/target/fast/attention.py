@@ -1,9 +1,10 @@
 """Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys are not repeated.
 
 At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`. Folding the heads of a group
-into the rows of one problem needs no copy. Few rows run in kernels that sum in another order (one row on an Intel with
-AMX; one, two and three on an AMD with AVX-512), so that a token's bits would depend on how many are scored with it:
-problems of fewer than `MIN_ROWS` rows are filled up with copies.
+into the rows of one problem needs no copy. In bf16 `native` does it where the machine allows, else torch. There few
+rows run in kernels that sum in another order (one row on an Intel with AMX; one, two and three on an AMD with AVX-512),
+so that a token's bits would depend on how many are scored with it: problems of fewer than `MIN_ROWS` rows are filled up
+with copies.
 
 Knows transformers' `AttentionInterface`. Does not know masks: windows come in them. Soft caps and sinks are refused;
 models that have them keep their own implementation.
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
+from forerun.target.fast import native
 
 NAME = "forerun_fold"
 """Under which transformers knows it."""
@@ -73,7 +75,16 @@ def fold_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    return _fold(query, key, value, attention_mask, scaling, dropout), None
+    if dropout:
+        return _fold(query, key, value, attention_mask, scaling, dropout), None
+    return _attention(query, key, value, attention_mask, scaling), None
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """(B, N, heads, D')"""
+    if native.takes(query, key, value, mask):
+        return native.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return _fold(query, key, value, mask, scaling)
 
 
 def _fold(
@@ -104,7 +115,7 @@ def _attend(
 ) -> Tensor:
     """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
     keys, values = CACHES[cache].update(key, value, layer)
-    return _fold(query, keys, values, mask, scaling).contiguous()
+    return _attention(query, keys, values, mask, scaling).contiguous()
 
 
 @torch.library.register_fake("forerun::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]

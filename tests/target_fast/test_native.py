@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forerun.target.fast import native
+from forerun.target.fast.attention import fold_attention
+
+LOWEST = torch.finfo(torch.bfloat16).min
+needs_kernel = pytest.mark.skipif(native.kernel() is None, reason="no AVX-512 BF16 or no compiler")
+
+
+def problem(
+    batch: int, heads: int, key_heads: int, count: int, width: int, depths: tuple[int, int] = (64, 64)
+) -> list[Tensor]:
+    """A random mask in which every row sees slot 0; keys and values strided as in the cache, with room behind."""
+    torch.manual_seed(heads + count + width)
+    query = torch.randn(batch, count, heads, depths[0]).bfloat16().transpose(1, 2)
+    key = torch.randn(batch, width + 9, key_heads, depths[0]).bfloat16()[:, :width].transpose(1, 2)
+    value = torch.randn(batch, width + 9, key_heads, depths[1]).bfloat16()[:, :width].transpose(1, 2)
+    unseen = torch.rand(batch, 1, count, width) < 0.4
+    unseen[..., 0] = False
+    return [query, key, value, torch.where(unseen, LOWEST, 0.0).bfloat16()]
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    keys, values = (tensor.double().repeat_interleave(repeats, 1) for tensor in (key, value))
+    scores = query.double() @ keys.transpose(2, 3) * scale + mask.double()
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+@needs_kernel
+@pytest.mark.parametrize("depths", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("batch", "heads", "key_heads", "count", "width"),
+    [(1, 4, 4, 1, 1), (2, 4, 2, 1, 31), (1, 6, 2, 3, 128), (3, 6, 1, 5, 129), (1, 8, 2, 33, 300), (2, 3, 3, 130, 515)],
+)
+def test_equals_attention_by_definition(
+    depths: tuple[int, int], batch: int, heads: int, key_heads: int, count: int, width: int
+) -> None:
+    tensors = problem(batch, heads, key_heads, count, width, depths)
+    assert native.takes(*tensors)
+    found = native.attend(*tensors, 0.125)
+    torch.testing.assert_close(found.double(), by_definition(*tensors, 0.125), rtol=1e-2, atol=1e-2)
+
+
+@needs_kernel
+def test_a_rows_bits_depend_on_what_it_sees_alone() -> None:
+    """Not on the rows beside it, nor on the other sequences, the width, the threads, or what stands in unseen slots."""
+    query, key, value, mask = problem(3, 6, 2, 21, 700)
+    whole = native.attend(query, key, value, mask, 0.125)
+    for count in (1, 2, 3, 4, 7, 20):
+        assert torch.equal(native.attend(query[:, :, :count], key, value, mask[:, :, :count], 0.125), whole[:, :count])
+    for row in range(3):
+        one = slice(row, row + 1)
+        assert torch.equal(native.attend(query[one], key[one], value[one], mask[one], 0.125), whole[one])
+    mask[..., 333:] = LOWEST
+    short = native.attend(query, key, value, mask, 0.125)
+    for width in (333, 334, 352, 400, 512):
+        assert torch.equal(
+            native.attend(query, key[:, :, :width], value[:, :, :width], mask[..., :width], 0.125), short
+        )
+    key[:, :, 333:], value[:, :, 333:] = 3e38, -3e38
+    assert torch.equal(native.attend(query, key, value, mask, 0.125), short)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert torch.equal(native.attend(query, key, value, mask, 0.125), short)
+    torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_large_scores_do_not_overflow() -> None:
+    query, key, value, mask = problem(1, 2, 1, 5, 200)
+    tensors = [100 * query, 10 * key, value, mask]
+    found = native.attend(*tensors, 1.0)
+    torch.testing.assert_close(found.double(), by_definition(*tensors, 1.0), rtol=1e-2, atol=1e-2)
+
+
+@needs_kernel
+def test_what_it_does_not_take() -> None:
+    query, key, value, mask = problem(1, 4, 2, 3, 40)
+    assert native.takes(query, key, value, mask)
+    assert not native.takes(query.float(), key, value, mask)
+    assert not native.takes(query, key, value, mask == 0)
+    assert not native.takes(query[..., :16], key[..., :16], value, mask)
+    assert not native.takes(query, key, value, mask.transpose(2, 3).contiguous().transpose(2, 3))
+    assert not native.takes(query.clone().requires_grad_(), key, value, mask)
+    with torch.inference_mode():
+        assert native.takes(query.clone().requires_grad_(), key, value, mask)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and a kernel that has not been asked for yet."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    native.kernel.cache_clear()
+    yield tmp_path
+    native.kernel.cache_clear()
+
+
+@needs_kernel
+def test_it_is_compiled_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.kernel() is not None
+    (library,) = (elsewhere / "kernels").iterdir()
+    native.kernel.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert native.kernel() is not None
+    assert library.suffix == ".so"
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="no AVX-512 BF16")
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+def test_without_a_compiler_torch_attends(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    query, key, value, mask = problem(1, 4, 2, 3, 40)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found, _ = fold_attention(nn.Identity(), query, key, value, mask, scaling=0.125)
+    assert sum("could not be compiled" in record.message for record in caplog.records) == 1
+    assert not list(elsewhere.rglob("*.so"))
+    torch.testing.assert_close(found.double(), by_definition(query, key, value, mask, 0.125), rtol=1e-2, atol=1e-2)
