@@ -7,6 +7,7 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from forerun.target import resuming
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
+from forerun.target.fast.padding import PADDING
+from forerun.target.gathered import Gathered
 from forerun.target.inputs import Frame, Nodes
 from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
@@ -152,17 +155,13 @@ class Target:
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         check_signals(signals, self.num_layers)
-        kept: dict[Signal, Tensor] = {}
-        logits: Tensor | None = None
+        gathered = Gathered(counts, self.head, all_logits=all_logits)
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
             states, caught = self._append([rows[index] for index in active], pieces, signals)
-            for signal, value in caught.items():
-                _scatter(kept, signal, value, (active, start, len(rows), max(counts)))
-            logits = self._prefill_logits(logits, states, (active, start, counts, all_logits))
-        assert logits is not None
-        return Scored(logits=logits, signals=kept)
+            gathered.add(active, start, states, caught)
+        return gathered.scored()
 
     @torch.inference_mode()
     def score(
@@ -190,11 +189,12 @@ class Target:
         """
         check_signals(signals, self.num_layers)
         nodes = self._tree(rows, roots, draft, start)
-        states, caught = self._score(rows, nodes, signals, resume)
+        with self._unpadded(nodes, padded=True):
+            states, caught = self._score(rows, nodes, signals, resume)
+            logits = self.head(states)
         self._note_run(rows, nodes)
         kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
-        # The head runs over the padding too: with fewer rows it may sum in another order.
-        return Scored(logits=self.head(states)[:, : nodes.fresh], signals=kept)
+        return Scored(logits=logits[:, : nodes.fresh], signals=kept)
 
     @torch.inference_mode()
     def run(
@@ -313,7 +313,9 @@ class Target:
         self, rows: Sequence[int], pieces: Sequence[Sequence[int]], signals: Set[Signal]
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
-        result = self._forward(self._place(rows, Nodes.of_prompt(pieces), padded=False), signals)
+        nodes = Nodes.of_prompt(pieces)
+        with self._unpadded(nodes, padded=False):
+            result = self._forward(self._place(rows, nodes, padded=False), signals)
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
             self._ran.pop(row, None)
@@ -353,29 +355,14 @@ class Target:
             caught[LAST_HIDDEN] = states
         return states, caught
 
+    def _unpadded(self, nodes: Nodes, *, padded: bool) -> AbstractContextManager[None]:
+        """Linears leave padding out, except in the reproducible mode: of fewer tokens a product may sum otherwise."""
+        if padded and self.buckets.nodes:
+            return nullcontext()
+        return PADDING.of(nodes.real[:, nodes.start :])
+
     def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
         self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
-
-    def _prefill_logits(
-        self, logits: Tensor | None, states: Tensor, where: tuple[list[int], int, list[int], bool]
-    ) -> Tensor | None:
-        """The logits so far; None until a row ends within a piece."""
-        active, start, counts, all_logits = where
-        size = states.shape[1]
-        if all_logits:
-            values = self.head(states)
-            if logits is None:
-                logits = values.new_zeros(len(counts), max(counts), values.shape[-1])
-            logits[active, start : start + size] = values
-            return logits
-        ending = [index for index, row in enumerate(active) if counts[row] <= start + size]
-        if ending:
-            last = states[ending, [counts[active[index]] - start - 1 for index in ending]]
-            values = self.head(last.unsqueeze(1))
-            if logits is None:
-                logits = values.new_zeros(len(counts), 1, values.shape[-1])
-            logits[[active[index] for index in ending]] = values
-        return logits
 
     def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
         """Refuse a pass that needs more than the row's slots or the model's positions."""
@@ -391,10 +378,3 @@ class Target:
                 raise ArgumentError(
                     f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
                 )
-
-
-def _scatter(kept: dict[Signal, Tensor], signal: Signal, value: Tensor, where: tuple[list[int], int, int, int]) -> None:
-    active, start, batch, size = where
-    if signal not in kept:
-        kept[signal] = value.new_zeros(batch, size, value.shape[-1])
-    kept[signal][active, start : start + value.shape[1]] = value

@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from forerun.target.fast.padding import PADDING
+
 PACK_ROWS = 16
 """The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -56,13 +58,16 @@ class PackedWeight:
             traced: Tensor = torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
             return traced
         rows = states.reshape(-1, self.in_features)
+        result = PADDING.without(rows, self._product)
+        return result.view(*states.shape[:-1], result.shape[-1])
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """(M, in) -> (M, out)"""
         single = rows.shape[0] == 1
         if single:
             rows = torch.cat((rows, rows))
         result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        if single:
-            result = result[:1]
-        return result.view(*states.shape[:-1], result.shape[-1])
+        return result[:1] if single else result
 
     def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
         """Matrices (out, in) and biases (out,) as this object would hold them, in its dtype; changes nothing."""
