@@ -2,7 +2,8 @@
 
 Every arm is answered by vLLM, in an environment of its own, and by forerun. vLLM's text must be ours without
 speculation, token for token: in float32 only a fault should part them (in bfloat16 the two engines' rounding would, at
-every near tie), so drafts are compared on the same text. The exit code is 1 if anything disagrees.
+every near tie), so drafts are compared on the same text. Features that vLLM captures must be the target's own hidden
+states. The exit code is 1 if anything disagrees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import compare
+import features
 import heads
 from rich.console import Console
 from rich.table import Table
@@ -73,7 +75,8 @@ def main() -> int:
     (work / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     mine = {arm: _forerun(ours, plan, arm) for arm in plan["arms"]}
     theirs = _vllm(arguments.python, plan, work, console)
-    return _report(console, work, ours, plan, mine, theirs)
+    wrong = features.differences(arguments.python, work / "features", ENVIRONMENT, console)
+    return _report(console, work, ours, plan, mine, theirs, wrong=wrong)
 
 
 def _arguments() -> argparse.Namespace:
@@ -152,8 +155,11 @@ def _report(
     plan: dict[str, Any],
     mine: dict[str, list[compare.Answer]],
     theirs: dict[str, dict[str, Any]],
+    *,
+    wrong: Sequence[str],
 ) -> int:
-    wrong = []
+    """The comparison on the console and in results.json; `wrong` is what was found wrong before."""
+    wrong = list(wrong)
     for arm in plan["arms"]:
         wrong += _texts(llm, plan, arm, mine, theirs[arm]["answers"])
     speculative = [arm for arm in plan["arms"] if arm != "plain"]

@@ -14,6 +14,10 @@ from forerun.engine.reading import Reading
 from forerun.errors import ArgumentError
 from forerun.target.model import PIECE
 
+ALONE = 4 * PIECE
+"""Most prompt tokens of a pass while nothing is decoded, tokens: more of them cost as much each, and all prompts of the
+pass wait for the last."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
@@ -63,18 +67,18 @@ def youngest(running: Sequence[Answer]) -> Answer:
     return max(running, key=lambda answer: answer.order)
 
 
-def pass_of(readings: Sequence[Reading], piece: int, budget: int | None) -> list[Reading]:
+def pass_of(readings: Sequence[Reading], piece: int, budget: int) -> list[Reading]:
     """Whose next pieces the coming pass runs: from the head of the line, at least one, padded to `budget` at most.
 
     Args:
         readings: the oldest first.
         piece: length of a whole piece, tokens.
-        budget: tokens; None takes all.
+        budget: tokens.
     """
     chosen, widest = list[Reading](), 0
     for reading in readings:
         widest = max(widest, len(reading.next_piece(piece)))
-        if chosen and budget is not None and (len(chosen) + 1) * widest > budget:
+        if chosen and (len(chosen) + 1) * widest > budget:
             break
         chosen.append(reading)
     return sorted(chosen, key=lambda reading: reading.row)

@@ -25,7 +25,7 @@ class Gathered:
         self._signals: dict[Signal, Tensor] = {}
 
     def add(self, active: Sequence[int], start: int, states: Tensor, signals: Mapping[Signal, Tensor]) -> None:
-        """A pass over sequences `active` from token `start` on: states (B, M, H) after the final norm, and captured ones."""
+        """A pass over `active` sequences from token `start` on: states (B, M, H) after the final norm, and others."""
         for signal, value in signals.items():
             if signal not in self._signals:
                 self._signals[signal] = value.new_zeros(len(self._counts), max(self._counts), value.shape[-1])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,17 +83,24 @@ def test_the_final_norm_alone_does_what_it_does_in_the_model(tmp_path: Path, fam
 
 
 class FakeVllm:
-    """Behaves as vLLM's documentation says: raw states (tokens, ids, H) in a file for each prompt."""
+    """Behaves as vLLM's documentation says: raw states (tokens, ids, H) in a file for each prompt.
 
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Its own connector's files are locked.
+    """
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, *, on_cpu: bool = True) -> None:
         self.model = model
         self.arguments: dict[str, Any] = {}
         self.shift = 0
+        self.locks: list[int] = []
+        """File descriptors, held by the writer."""
+        # Set here, so that the source's own default is undone when the test ends.
+        monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         for name, members in {
             "vllm": {"LLM": self.start, "SamplingParams": lambda **options: options},
             "vllm.config": {},
             "vllm.config.kv_transfer": {"KVTransferConfig": lambda **options: options},
-            vllm_source.CONNECTOR: {},
+            "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cpu=lambda: on_cpu)},
         }.items():
             module = types.ModuleType(name)
             module.__dict__.update(members)
@@ -111,6 +121,9 @@ class FakeVllm:
             states = torch.stack([own[i] for i in ids["eagle_aux_hidden_state_layer_ids"]], dim=1)
             path = folder / f"{number}.safetensors"
             save_file({"hidden_states": states, "token_ids": torch.tensor(tokens) + self.shift}, path)
+            if "kv_connector_module_path" not in self.arguments["kv_transfer_config"]:
+                self.locks.append(os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY))
+                fcntl.flock(self.locks[-1], fcntl.LOCK_EX)
             outputs.append(types.SimpleNamespace(kv_transfer_params={"hidden_states_path": str(path)}))
         return outputs
 
@@ -130,6 +143,10 @@ def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_sta
     source = vllm_features(model, tmp_path)
     speculation = fake.arguments["speculative_config"]
     assert speculation["method"] == "extract_hidden_states" and speculation["num_speculative_tokens"] == 1
+    transfer = fake.arguments["kv_transfer_config"]
+    connector = transfer["kv_connector_module_path"], transfer["kv_connector"]
+    assert connector == ("forerun.training.features.vllm_connector", "PromptStatesConnector")
+    assert fake.arguments["enforce_eager"]
     assert speculation["draft_model_config"] == {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
     assert fake.arguments["enable_prefix_caching"] is fake.arguments["enable_chunked_prefill"] is False
     assert fake.arguments["max_num_batched_tokens"] == fake.arguments["max_model_len"] == 23
@@ -153,6 +170,38 @@ def test_states_of_other_tokens_or_no_states_from_vllm_are_refused(
         source.documents(TOKENS)
     monkeypatch.setattr(fake, "generate", lambda prompts, *_, **__: [types.SimpleNamespace() for _ in prompts])
     with pytest.raises(DataError, match="does not support extract_hidden_states"):
+        source.documents(TOKENS)
+    source.close()
+
+
+def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama")
+    fake = FakeVllm(model, monkeypatch, on_cpu=False)
+    source = vllm_features(model, tmp_path)
+    assert fake.arguments["kv_transfer_config"]["kv_connector"] == "ExampleHiddenStatesConnector"
+    assert not fake.arguments["enforce_eager"]
+    # The writer lets go of a file when the reader has found it locked once.
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), os.close(fake.locks[len(waited) - 1])))
+    references = [reference_states(model, tokens) for tokens in TOKENS]
+    assert compare(source.documents(TOKENS), references).passed and len(waited) == len(TOKENS)
+    monkeypatch.setattr(vllm_source, "PATIENCE", -1.0)
+    with pytest.raises(DataError, match="unset VLLM_ENABLE_V1_MULTIPROCESSING"):
+        source.documents(TOKENS)
+    for lock in fake.locks[len(waited) :]:
+        os.close(lock)
+    source.close()
+
+
+def test_states_that_vllm_never_wrote_are_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    fake = FakeVllm(model, monkeypatch)
+    source = vllm_features(model, tmp_path)
+    nothing = types.SimpleNamespace(kv_transfer_params={"hidden_states_path": str(tmp_path / "0.safetensors")})
+    monkeypatch.setattr(fake, "generate", lambda prompts, *_, **__: [nothing for _ in prompts])
+    with pytest.raises(DataError, match=r"wrote no states to .*0\.safetensors"):
         source.documents(TOKENS)
     source.close()
 

@@ -37,7 +37,7 @@ class Padding:
             self._kept, self._count = before
 
     def without(self, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """``compute(rows)`` (M, out) for rows (M, in); where M is all tokens of the pass, padding comes out as zeros."""
+        """``compute(rows)`` (M, out) for rows (M, in); zeros for padding, where these are all tokens of the pass."""
         kept = self._kept
         if kept is None or len(rows) != self._count:
             return compute(rows)

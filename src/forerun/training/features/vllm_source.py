@@ -2,13 +2,17 @@
 
 Follows vLLM's documentation (docs.vllm.ai, features/speculative_decoding/extract_hidden_states; vllm >= 0.18): layer
 ids are boundaries, a prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, and the
-last boundary is before the final norm. Imports vllm when it is used. What it captures must be probed like any source's.
+last boundary is before the final norm. On an accelerator vLLM's own connector writes them; on the CPU it cannot, and
+`vllm_connector` does. Imports vllm when it is used. What it captures must be probed like any source's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,14 @@ from forerun.errors import ArgumentError, DataError
 from forerun.training.features.online import check_boundaries
 from forerun.types import LAST_HIDDEN, Signal
 
-CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
+"""vLLM's own: copies beside the computation, then writes in threads."""
+CPU_CONNECTOR = {
+    "kv_connector": "PromptStatesConnector",
+    "kv_connector_module_path": "forerun.training.features.vllm_connector",
+}
+PATIENCE = 120.0
+"""Seconds that a prompt's states may take to be written once vLLM has answered."""
 
 
 class VllmFeatures:
@@ -47,7 +58,8 @@ class VllmFeatures:
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
             scratch: where the connector writes, by default a temporary directory; memory-backed is fastest.
-            engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size.
+            engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size; on the CPU its default is
+                enforce_eager, which needs no compiler.
 
         Raises:
             ArgumentError: vllm is not installed, or a boundary is out of range.
@@ -57,7 +69,7 @@ class VllmFeatures:
         self._ids = sorted({*self.boundaries, num_layers})
         self._last = num_layers
         vllm = require_vllm()
-        self._connector = importlib.import_module(CONNECTOR)
+        on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         transfer = importlib.import_module("vllm.config.kv_transfer").KVTransferConfig
         self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-", dir=scratch)
         # The prompt, the one token that is generated, and the one speculative slot must fit.
@@ -76,11 +88,11 @@ class VllmFeatures:
                     "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._ids}},
                 },
                 kv_transfer_config=transfer(
-                    kv_connector="ExampleHiddenStatesConnector",
                     kv_role="kv_producer",
                     kv_connector_extra_config={"shared_storage_path": self._folder.name},
+                    **(CPU_CONNECTOR if on_cpu else ACCELERATOR_CONNECTOR),
                 ),
-                **dict(engine_options or {}),
+                **{"enforce_eager": on_cpu, **(engine_options or {})},
             )
         except BaseException:
             self._folder.cleanup()
@@ -114,7 +126,7 @@ class VllmFeatures:
                 "vLLM gave no hidden_states_path: this version or this model does not support extract_hidden_states; "
                 "use --source transformers"
             )
-        found = self._load(path)
+        found = _load(Path(path))
         states, ids = found["hidden_states"], found["token_ids"].tolist()
         size = len(tokens)
         if ids[:size] != list(tokens):
@@ -127,13 +139,48 @@ class VllmFeatures:
         kept = {boundary: by_id[boundary] for boundary in self.boundaries}
         return {**kept, LAST_HIDDEN: self._norm(by_id[self._last])}
 
-    def _load(self, path: str) -> Mapping[str, Tensor]:
-        """The connector's file, which is then deleted; the first releases wrote it at once and had no helpers."""
-        load = getattr(self._connector, "load_hidden_states", load_file)
-        found: Mapping[str, Tensor] = load(path)
-        for name in (path, f"{path}.lock"):
-            Path(name).unlink(missing_ok=True)
-        return found
+
+def _load(path: Path) -> Mapping[str, Tensor]:
+    """What the connector wrote, which is then deleted.
+
+    Raises:
+        DataError: nothing was written.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    if lock.exists():
+        _wait_for_writer(lock)
+    try:
+        found: Mapping[str, Tensor] = load_file(path)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"vLLM answered but wrote no states to {path}: its log says why; --source transformers does without it"
+        ) from error
+    finally:
+        for file in (path, lock):
+            file.unlink(missing_ok=True)
+    return found
+
+
+def _wait_for_writer(lock: Path) -> None:
+    """Return when vLLM's connector, which holds this lock from the prompt's first step on, lets go of it.
+
+    Raises:
+        DataError: it does not.
+    """
+    deadline = time.monotonic() + PATIENCE
+    with lock.open() as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DataError(
+                        f"vLLM answered {PATIENCE:.0f} s ago and has not written its states. In one process with its "
+                        "engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
+                        "--source transformers"
+                    ) from None
+                time.sleep(0.005)
 
 
 def require_vllm() -> Any:
@@ -142,6 +189,8 @@ def require_vllm() -> Any:
     Raises:
         ArgumentError: it is not installed.
     """
+    # stdout belongs to the command's result.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         return importlib.import_module("vllm")
     except ImportError as error:
