@@ -128,11 +128,10 @@ class FakeVllm:
         return outputs
 
 
-def vllm_features(model: Any, directory: Path) -> VllmFeatures:
+def vllm_features(model: Any, directory: Path, scratch: Path | None = None) -> VllmFeatures:
     model.save_pretrained(directory)
-    return VllmFeatures(
-        "target", (1, 2), FinalNorm(directory, model.config), num_layers=4, max_tokens=21, batch_tokens=16
-    )
+    norm = FinalNorm(directory, model.config)
+    return VllmFeatures("target", (1, 2), norm, num_layers=4, max_tokens=21, batch_tokens=16, scratch=scratch)
 
 
 def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass_the_probe(
@@ -146,7 +145,7 @@ def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_sta
     transfer = fake.arguments["kv_transfer_config"]
     connector = transfer["kv_connector_module_path"], transfer["kv_connector"]
     assert connector == ("forerun.training.features.vllm_connector", "PromptStatesConnector")
-    assert fake.arguments["enforce_eager"]
+    assert fake.arguments["enforce_eager"] and fake.arguments["kv_cache_memory_bytes"] == 2 << 30
     assert speculation["draft_model_config"] == {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
     assert fake.arguments["enable_prefix_caching"] is fake.arguments["enable_chunked_prefill"] is False
     assert fake.arguments["max_num_batched_tokens"] == fake.arguments["max_model_len"] == 23
@@ -181,7 +180,7 @@ def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
     fake = FakeVllm(model, monkeypatch, on_cpu=False)
     source = vllm_features(model, tmp_path)
     assert fake.arguments["kv_transfer_config"]["kv_connector"] == "ExampleHiddenStatesConnector"
-    assert not fake.arguments["enforce_eager"]
+    assert not {"enforce_eager", "kv_cache_memory_bytes"} & set(fake.arguments)
     # The writer lets go of a file when the reader has found it locked once.
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), os.close(fake.locks[len(waited) - 1])))
@@ -204,6 +203,26 @@ def test_states_that_vllm_never_wrote_are_missed_by_name(tmp_path: Path, monkeyp
     with pytest.raises(DataError, match=r"wrote no states to .*0\.safetensors"):
         source.documents(TOKENS)
     source.close()
+
+
+def test_an_engine_that_fails_is_told_of_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    fake = FakeVllm(model, monkeypatch)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def dead(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("EngineCore encountered an issue.")
+
+    source = vllm_features(model, tmp_path, scratch)
+    monkeypatch.setattr(fake, "generate", dead)
+    with pytest.raises(DataError, match=r"vLLM stopped: EngineCore encountered an issue\. Its log above says why"):
+        source.documents(TOKENS)
+    source.close()
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", dead)
+    with pytest.raises(DataError, match="vLLM did not start: EngineCore"):
+        vllm_features(model, tmp_path, scratch)
+    assert not list(scratch.iterdir())
 
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

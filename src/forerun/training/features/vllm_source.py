@@ -13,7 +13,8 @@ import importlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ CPU_CONNECTOR = {
     "kv_connector": "PromptStatesConnector",
     "kv_connector_module_path": "forerun.training.features.vllm_connector",
 }
+CPU_OPTIONS: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 30}
+"""Defaults of the engine on the CPU: no compiler is needed, and a cache (bytes) for a pass or two. vLLM's own default
+takes 92 % of the memory, and stops where that is not free."""
 PATIENCE = 120.0
 """Seconds that a prompt's states may take to be written once vLLM has answered."""
 
@@ -58,11 +62,12 @@ class VllmFeatures:
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
             scratch: where the connector writes, by default a temporary directory; memory-backed is fastest.
-            engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size; on the CPU its default is
-                enforce_eager, which needs no compiler.
+            engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size; on the CPU they go before
+                `CPU_OPTIONS`.
 
         Raises:
             ArgumentError: vllm is not installed, or a boundary is out of range.
+            DataError: vLLM does not start.
         """
         self.boundaries = check_boundaries(boundaries, num_layers)
         self._norm = norm
@@ -74,26 +79,29 @@ class VllmFeatures:
         self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-", dir=scratch)
         # The prompt, the one token that is generated, and the one speculative slot must fit.
         longest = max_tokens + 2
+        options = {
+            "model": target,
+            "max_model_len": longest,
+            "max_num_batched_tokens": max(batch_tokens, longest),
+            # A cached prefix would not be run, and its states not captured; a chunked prompt only in part.
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._ids}},
+            },
+            "kv_transfer_config": transfer(
+                kv_role="kv_producer",
+                kv_connector_extra_config={"shared_storage_path": self._folder.name},
+                **(CPU_CONNECTOR if on_cpu else ACCELERATOR_CONNECTOR),
+            ),
+            **(CPU_OPTIONS if on_cpu else {}),
+            **(engine_options or {}),
+        }
         try:
-            self._engine = vllm.LLM(
-                model=target,
-                max_model_len=longest,
-                max_num_batched_tokens=max(batch_tokens, longest),
-                # A cached prefix would not be run, and its states not captured; a chunked prompt only in part.
-                enable_prefix_caching=False,
-                enable_chunked_prefill=False,
-                speculative_config={
-                    "method": "extract_hidden_states",
-                    "num_speculative_tokens": 1,
-                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._ids}},
-                },
-                kv_transfer_config=transfer(
-                    kv_role="kv_producer",
-                    kv_connector_extra_config={"shared_storage_path": self._folder.name},
-                    **(CPU_CONNECTOR if on_cpu else ACCELERATOR_CONNECTOR),
-                ),
-                **{"enforce_eager": on_cpu, **(engine_options or {})},
-            )
+            with _explained("did not start"):
+                self._engine = vllm.LLM(**options)
         except BaseException:
             self._folder.cleanup()
             raise
@@ -108,10 +116,11 @@ class VllmFeatures:
         """The states (L, Ht) of whole documents on the CPU.
 
         Raises:
-            DataError: vLLM answered without states, or with those of other tokens or layers.
+            DataError: vLLM stopped, or answered without states, or with those of other tokens or layers.
         """
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
-        outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
+        with _explained("stopped"):
+            outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
         return [self._states(tokens, output) for tokens, output in zip(documents, outputs, strict=True)]
 
     def close(self) -> None:
@@ -138,6 +147,21 @@ class VllmFeatures:
         by_id = {boundary: states[:size, place] for place, boundary in enumerate(self._ids)}
         kept = {boundary: by_id[boundary] for boundary in self.boundaries}
         return {**kept, LAST_HIDDEN: self._norm(by_id[self._last])}
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Any failure of vLLM's as ours; the reason mostly stands in the log of one of its processes.
+
+    Raises:
+        DataError: there was one.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise DataError(
+            f"vLLM {what}: {error} Its log above says why; --source transformers does without it"
+        ) from error
 
 
 def _load(path: Path) -> Mapping[str, Tensor]:
