@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from forerun.engine.llm import LLM, Speculative, as_list, as_params
@@ -41,8 +42,14 @@ class AsyncLLM:
     """
 
     def __init__(self, model: Any, **keywords: Any) -> None:
-        self.llm = LLM(model, **keywords)
+        # The worker loads the model, too: OpenMP keeps threads of its own for every thread that computed something,
+        # and once there are more of them than cores it puts each to sleep between any two operations.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forerun-engine")
+        try:
+            self.llm: LLM = self._worker.submit(partial(LLM, model, **keywords)).result()
+        except BaseException:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+            raise
         self._queues: dict[str, _Inbox] = {}
         self._driver: asyncio.Task[None] | None = None
 
