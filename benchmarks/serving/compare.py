@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ from forerun.checkpoints import TargetFacts, read_head, write_head
 from forerun.demo import resolve
 
 ROOT = Path(__file__).parents[2]
-CONTEXT, TOKENS, MAX_MODEL_LEN, ROWS = 300, 128, 1536, 16
+CONTEXT, TOKENS, MAX_MODEL_LEN, ROWS, FEWEST = 300, 128, 1536, 16, 4
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,6 +42,20 @@ VLLM = {
 }
 BARE = "engine alone"
 NAME = "target"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configs:
+    """Speculative configurations of one kind of drafter."""
+
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+    @property
+    def same(self) -> int | None:
+        """vLLM's number of drafted tokens where forerun's own is another: both are then measured."""
+        key = "num_speculative_tokens"
+        return int(self.theirs[key]) if self.theirs[key] != self.ours[key] else None
 
 
 class Bare:
@@ -109,17 +124,20 @@ def _models(work: Path) -> dict[str, Path]:
     return {"target": target.path, "draft": draft.path, "head": folder}
 
 
-def _configs(models: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """What both engines are told."""
-    return {
+def _configs(models: Mapping[str, Path]) -> dict[str, Configs]:
+    """What each engine is told: vLLM the setup of its documentation, forerun the same drafter under control."""
+    theirs = {
         "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
         "draft_model": {"method": "draft_model", "model": str(models["draft"]), "num_speculative_tokens": 5},
         "eagle3": {"method": "eagle3", "model": str(models["head"]), "num_speculative_tokens": 5},
     }
+    found = {name: Configs(ours={**config, "adaptive": True}, theirs=config) for name, config in theirs.items()}
+    found["ngram"].ours["num_speculative_tokens"] = 16
+    return found
 
 
 def _measure(
-    drafter: str, config: Mapping[str, Any], models: Mapping[str, Path], options: argparse.Namespace, console: Console
+    drafter: str, config: Configs, models: Mapping[str, Path], options: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Arm -> clients -> tokens per second and time to first token of every round."""
     servers = _servers(drafter, config, models, options)
@@ -128,8 +146,8 @@ def _measure(
         for server in servers.values():
             server.start()
             server.pause()
-        bare = Bare(models["target"], config)
-        return _rounds(servers, bare, models, options, console)
+        bare = Bare(models["target"], config.ours)
+        return _rounds(servers, bare, config.same, models, options, console)
     finally:
         for server in servers.values():
             server.stop()
@@ -138,38 +156,44 @@ def _measure(
 
 
 def _servers(
-    drafter: str, config: Mapping[str, Any], models: Mapping[str, Path], options: argparse.Namespace
+    drafter: str, config: Configs, models: Mapping[str, Path], options: argparse.Namespace
 ) -> dict[str, Server]:
     """By name; forerun's own plain decoding is asked of the same server, request by request."""
-    speculative = ["--speculative-config", json.dumps(config)]
     target, length = str(models["target"]), ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(ROWS)]
     length += ["--served-model-name", NAME]
-    ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *length, *speculative]
+    ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *length, *_speculative(config.ours)]
     servers = {"forerun": Server(name="forerun", command=ours, log=options.work / f"forerun-{drafter}.log")}
     if str(options.vllm) != "none":
         # Not `vllm serve`: it asks for the metadata of a package of that name, and this one is called vllm-cpu.
         module = ["-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "bfloat16"]
-        theirs = [str(options.vllm), *module, *length, *speculative]
+        theirs = [str(options.vllm), *module, *length, *_speculative(config.theirs)]
         log = options.work / f"vllm-{drafter}.log"
         servers["vllm"] = Server(name="vllm", command=theirs, log=log, environment=VLLM)
     return servers
 
 
+def _speculative(config: Mapping[str, Any]) -> list[str]:
+    return ["--speculative-config", json.dumps(config)]
+
+
 def _rounds(
     servers: Mapping[str, Server],
     bare: Bare,
+    same: int | None,
     models: Mapping[str, Path],
     options: argparse.Namespace,
     console: Console,
 ) -> dict[str, Any]:
     texts = _texts(models["target"])
     arms = {name: (server, {}) for name, server in servers.items()}
+    if same is not None:
+        arms[f"forerun, K={same}"] = (servers["forerun"], {"speculative": {"num_speculative_tokens": same}})
     arms["forerun plain"] = (servers["forerun"], {"speculative": {"enabled": False}})
     rates: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     names = list(arms)
     for turn in range(-1, options.rounds):
         for clients in options.clients if turn >= 0 else (2,):
-            count = max(2, clients) if turn >= 0 else 2
+            count = max(FEWEST, clients) if turn >= 0 else 2
             for name in names if turn % 2 else reversed(names):
                 server, extra = arms[name]
                 bodies = [_body(text, extra) for text in _fresh(texts, count, f"{name} {turn}")]
@@ -179,7 +203,7 @@ def _rounds(
                 if turn >= 0:
                     rates[name][str(clients)].append([load.tokens_per_second, load.first_ms])
         if turn >= 0:
-            rates[BARE]["1"].append([bare.rate(_fresh(texts, 2, f"{BARE} {turn}")), 0.0])
+            rates[BARE]["1"].append([bare.rate(_fresh(texts, FEWEST, f"{BARE} {turn}")), 0.0])
         else:
             bare.rate(_fresh(texts, 1, "warm"))
     return {name: dict(by_clients) for name, by_clients in rates.items()}
