@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.errors import ArgumentError, SlowReaderError
@@ -29,6 +31,24 @@ async def test_many_tasks_get_what_each_would_get_alone(checkpoint: Path, llm: A
     answers = await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in PROMPTS))
     alone = LLM(str(checkpoint), dtype="float32").generate(PROMPTS, GREEDY)
     assert [answer[0].outputs[0].token_ids for answer in answers] == [output.outputs[0].token_ids for output in alone]
+
+
+async def test_one_thread_loads_and_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two, OpenMP has more threads than there are cores, and a step on two cores took twice as long."""
+    threads = set[str]()
+
+    def noted(before: Any) -> Any:
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return before(self, *arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noted(torch.nn.Linear.forward))
+    monkeypatch.setattr(LLM, "__init__", noted(LLM.__init__))
+    async with AsyncLLM(str(checkpoint), dtype="float32") as llm:
+        await llm.generate(PROMPTS[0], GREEDY)
+    assert len(threads) == 1
 
 
 async def test_a_stream_and_leaving_it_early(llm: AsyncLLM) -> None:

@@ -86,6 +86,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     return out
 
 
+def version() -> str:
+    """Changes with the kernel's source and flags."""
+    return hashlib.sha256(SOURCE.read_bytes() + "\0".join(FLAGS).encode()).hexdigest()[:16]
+
+
 @cache
 def kernel() -> ctypes._NamedFuncPointer | None:
     """The compiled kernel; None where this machine cannot have it, which is logged once."""
@@ -109,13 +114,10 @@ def _built() -> Path:
         OSError: no compiler, or nothing can be written.
         subprocess.SubprocessError: the compiler failed.
     """
-    command = [_compiler(), *FLAGS]
-    name = hashlib.sha256(SOURCE.read_bytes() + "\0".join(command).encode()).hexdigest()[:16]
-    folder = cache_root() / "kernels"
-    path = folder / f"attend-{name}.so"
+    path = cache_root() / "kernels" / f"attend-{version()}.so"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(command, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _compile([_compiler(), *FLAGS], path)
     return path
 
 
