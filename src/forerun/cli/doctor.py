@@ -144,6 +144,8 @@ def _version(name: str) -> str | None:
 def _cpu() -> dict[str, Any]:
     import torch
 
+    from forerun.target.fast import native
+
     lines = _cpuinfo()
     flags = set(lines.get("flags", lines.get("Features", "")).split())
     return {
@@ -151,6 +153,7 @@ def _cpu() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "attention in bfloat16": "in C" if native.kernel() is not None else "in torch",
     }
 
 
