@@ -75,6 +75,15 @@ def test_a_rows_bits_depend_on_what_it_sees_alone() -> None:
 
 
 @needs_kernel
+def test_one_mask_for_all_sequences() -> None:
+    query, key, value, mask = problem(3, 4, 2, 5, 70)
+    shared = native.attend(query, key, value, mask[:1], 0.125)
+    assert torch.equal(shared, native.attend(query, key, value, mask[:1].repeat(3, 1, 1, 1), 0.125))
+    with pytest.raises(RuntimeError, match="expand"):
+        native.attend(query, key, value, mask[:, :, :4], 0.125)
+
+
+@needs_kernel
 def test_large_scores_do_not_overflow() -> None:
     query, key, value, mask = problem(1, 2, 1, 5, 200)
     tensors = [100 * query, 10 * key, value, mask]

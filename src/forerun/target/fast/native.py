@@ -69,7 +69,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         query: (B, heads, N, D)
         key: (B, kv_heads, W, D)
         value: (B, kv_heads, W, D')
-        mask: (B, 1, N, W), additive; below -1e38 means unseen.
+        mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
         scale: of the scores.
 
     Returns:
@@ -79,6 +79,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     found = kernel()
     assert found is not None, "takes() is asked first"
     out = query.new_empty(batch, count, heads, value.shape[-1])
+    mask = mask.expand(batch, 1, count, key.shape[2])
     sizes = (batch, heads, key.shape[1], count, key.shape[2], depth, value.shape[-1])
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
     pointers = [tensor.data_ptr() for tensor in (query, key, value, mask, out)]
