@@ -24,6 +24,7 @@ from forerun.engine.controller.admission import GivenTree, best_width, prunable,
 from forerun.engine.controller.auto import method_of
 from forerun.engine.controller.build import controller_for
 from forerun.engine.controller.chooser import Copy, Offer, choose
+from forerun.engine.controller.confidence import Confidence
 from forerun.errors import ArgumentError
 from forerun.step import warn_drafter
 from forerun.tree import TreeBuilder, rebuild, stack
@@ -82,11 +83,16 @@ def ranked(*nodes: tuple[int, int, float]) -> GivenTree:
     return GivenTree.of(stack([given(*nodes)]), 0, lambda stated: stated)
 
 
+def surest(holders: int, stated: float) -> float:
+    """Whoever holds it."""
+    return stated
+
+
 def test_copies_are_joined_path_by_path() -> None:
     """A path that two drafters hold is one path, as likely as the likelier of them says; the rest stands beside it."""
     first = ranked((5, 0, 0.6), (6, 1, 0.5))
     second = ranked((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
-    tree = GivenTree.joined([first, second], 8)
+    tree = GivenTree.joined({0: first, 2: second}, 8, surest)
     paths = {}
     for node, (token, parent, _) in enumerate(tree.nodes, start=1):
         paths[node] = (*paths.get(parent, ()), token)
@@ -96,13 +102,31 @@ def test_copies_are_joined_path_by_path() -> None:
     assert tree.worth == pytest.approx((0, 0.8, 1.2, 1.5, 1.6))
     builder = tree.builder()
     assert [round(stated, 6) for stated in builder.confidence] == [round(s, 6) for _, _, s in tree.nodes]
+    held = {paths[node]: holders for node, holders in enumerate(tree.holders, start=1)}
+    assert held == {(5,): 0b101, (5, 6): 0b101, (5, 7): 0b100, (9,): 0b100}
+
+
+def test_what_a_joined_node_is_worth_depends_on_who_holds_it() -> None:
+    """Of a text in which only what both proposed was ever right: the rest loses its place, children with parents."""
+    trees = {0: ranked((5, 0, 0.6), (6, 1, 0.5)), 1: ranked((9, 0, 0.6), (5, 0, 0.5), (8, 1, 0.9))}
+    agreement = Confidence()
+    for _ in range(200):
+        tree = GivenTree.joined(trees, 8, surest)
+        agreement.learn(0, tree.nodes, [5, 7], tree.holders)
+    tree = GivenTree.joined(trees, 8, lambda holders, stated: agreement.estimate(3, stated, holders))
+    named = zip(tree.nodes, tree.holders, tree.survival[1:], strict=True)
+    alive = {(node[0], holders): survival for node, holders, survival in named}
+    assert alive[5, 0b11] > 0.9
+    assert alive[9, 0b10] < 0.1 and alive[8, 0b10] < alive[9, 0b10]
+    assert alive[6, 0b01] < 0.1
+    assert GivenTree.joined(trees, 8, surest).nodes == tree.nodes, "what is learned from stays what was stated"
 
 
 def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> None:
     first, second = ranked((1, 0, 0.3), (2, 1, 0.9)), ranked((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
-    tree = GivenTree.joined([first, second], 3)
+    tree = GivenTree.joined({0: first, 1: second}, 3, surest)
     assert [(token, parent) for token, parent, _ in tree.nodes] == [(1, 0), (3, 0), (4, 2)]
-    alone = GivenTree.joined([second], 8)
+    alone = GivenTree.joined({1: second}, 8, surest)
     assert alone.worth == pytest.approx(second.worth), "one tree stays what it is"
 
 
@@ -267,6 +291,7 @@ def test_what_auto_is_made_of(tmp_path: Path) -> None:
         {"drafters": "ngram"},
         {"drafters": [{"method": "auto"}]},
         {"drafters": [3]},
+        {"reproducible": "yes"},
         {"drafters": [{"method": "ngram", "enabled": False}]},
     ],
 )

@@ -64,6 +64,27 @@ def test_the_bandit_finds_the_best_of_three() -> None:
         assert steps.rate(0, 400) > 0.9 * rates["best"]
 
 
+@pytest.mark.parametrize("seed", [0, 20, 40])
+def test_an_arm_that_lost_is_tried_again_and_kept_when_it_has_become_the_best(seed: int) -> None:
+    """The other one pays all along, so nothing is switched off: only figures that fade bring the first one back."""
+    turn = 600
+    late = Spec(name="late", alpha=lambda step, row: 0.3 if step < turn else 0.9, cost=level(0.1))
+    steps = World(late, Spec(name="steady", alpha=0.65, cost=level(0.1)), seed=seed).run(turn + 1200)
+    before = Counter(names[0] for names in steps.names[200:turn])
+    assert before["steady"] > 0.9 * before.total()
+    assert Counter(names[0] for names in steps.names[turn + 900 :])["late"] > 270
+
+
+def test_copies_of_several_drafters_teach_what_their_agreement_is_worth() -> None:
+    fair = DraftCost(fixed_ms=0.005, level_ms=0.0)
+    world = World(*(Spec(name=name, alpha=0.6, cost=fair, copies=True) for name in ("one", "two")))
+    world.run(300)
+    for holders in (0b01, 0b10, 0b11):
+        assert world.controller.agreement.estimate(0, 0.6, holders) != pytest.approx(0.6, abs=1e-9)
+    world.renew(0)
+    assert not world.controller.agreement._rows
+
+
 def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
     """Passages of 100 steps in which the copy is right, and in which it is not."""
 

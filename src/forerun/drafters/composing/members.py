@@ -14,8 +14,8 @@ from torch import Tensor
 from forerun import tree as trees
 from forerun.drafters import build, entry_named
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.composing.seeds import Seeds
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
 from forerun.step import warn_drafter
 from forerun.types import Budget, Draft, Signal, Verdict, empty_draft
 
@@ -97,14 +97,10 @@ class Composed(Drafter):
     """The base of drafters that choose among the proposals of others, or join them."""
 
     def __init__(self, specs: Sequence[Spec], setup: DrafterSetup, *, reproducible: bool) -> None:
-        """`reproducible`: what is drafted for sampled requests that have a seed is deterministic.
-
-        What the members learn from one row decides what is drafted for another. For sampled drafts that would show in
-        the text; deterministic ones are walked, and that text is plain decoding's.
-        """
+        """`reproducible`: what is drafted for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.members = [Member.of(spec, setup) for spec in specs]
         self._reproducible = reproducible
-        self._greedy: dict[int, tuple[Sampler, Sampler]] = {}
+        self._seeds = Seeds()
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -119,9 +115,7 @@ class Composed(Drafter):
             member.observe(context, verdicts, scores)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row, length in zip(rows, lengths, strict=True):
-            if length == 0:
-                self._greedy.pop(row, None)
+        self._seeds.forget([row for row, length in zip(rows, lengths, strict=True) if length == 0])
         for member in self.members:
             member.drafter.truncate(rows, lengths)
 
@@ -130,24 +124,7 @@ class Composed(Drafter):
 
     def for_members(self, context: DraftContext) -> DraftContext:
         """The context as members see it: rows that are to be reproducible look as if they were greedy."""
-        if not self._reproducible or all(map(_free, context.samplers)):
-            return context
-        rows = zip(context.rows, context.samplers, strict=True)
-        return replace(context, samplers=[s if _free(s) else self._as_greedy(row, s) for row, s in rows])
-
-    def _as_greedy(self, row: int, sampler: Sampler) -> Sampler:
-        known = self._greedy.get(row)
-        if known is None or known[0] is not sampler:
-            params = replace(sampler.params, temperature=0.0)
-            banned, words = sampler.banned_until_min, sampler.bad_words
-            known = (sampler, Sampler(params, sampler.prompt, banned_until_min=banned, bad_words=words))
-            self._greedy[row] = known
-        return known[1]
-
-
-def _free(sampler: Sampler) -> bool:
-    """Whether nobody asked for the same text again, or it is the same whatever is drafted."""
-    return sampler.greedy or sampler.params.seed is None
+        return self._seeds.hidden(context) if self._reproducible else context
 
 
 def some_rows(context: DraftContext, places: Sequence[int]) -> DraftContext:

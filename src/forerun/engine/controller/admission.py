@@ -17,6 +17,8 @@ from forerun.types import Draft, Drawn
 
 Estimate = Callable[[float], float]
 """A drafter's stated confidence -> probability that the node survives if its parent does."""
+Agreed = Callable[[int, float], float]
+"""Who holds a node, as bits, and the confidence of the surest of them -> probability that it survives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,8 @@ class GivenTree:
     """Node ids by falling survival; parents come before their children."""
     worth: tuple[float, ...]
     """Entry n: expected number of accepted tokens if the first n of `order` are submitted."""
+    holders: tuple[int, ...] = ()
+    """Of a joined tree: who proposed the path to node 1, 2, ..., as bits; empty where only one did."""
 
     @classmethod
     def of(cls, draft: Draft, row: int, estimate: Estimate) -> GivenTree:
@@ -50,34 +54,36 @@ class GivenTree:
         return cls._ranked(list(zip(draft.tokens[row, :count].tolist(), parents, stated, strict=True)), survival)
 
     @classmethod
-    def joined(cls, trees: Sequence[GivenTree], most: int) -> GivenTree:
-        """Trees of one row as one of at most `most` nodes: a path is as likely as the likeliest of them says."""
-        nodes, survival, there = list[tuple[int, int]](), [1.0], dict[tuple[int, int], int]()
-        for tree in trees:
-            place = {0: 0}
-            for node in tree.order[:most]:
-                token, parent, _ = tree.nodes[node - 1]
-                key = place[parent], token
-                twin = place[node] = there.setdefault(key, len(survival))
-                if twin == len(survival):
-                    survival.append(0.0)
-                    nodes.append((token, key[0]))
-                survival[twin] = max(survival[twin], tree.survival[node])
+    def joined(cls, trees: Mapping[int, GivenTree], most: int, estimate: Agreed) -> GivenTree:
+        """Trees of one row, by who proposed them, as one of at most `most` nodes.
+
+        The surest of those that hold a path says how likely it is, and `estimate` what that is worth: the surest of
+        several is too sure, above all where the others hold something else or nothing.
+        """
+        nodes, survival, holders = _overlaid(trees, most)
         kept = {0: 0}
         for node in sorted(_by_survival(survival)[:most]):
             kept[node] = len(kept)
-        alive = [survival[node] for node in kept]
-        named = [(*nodes[node - 1], survival[node] / survival[nodes[node - 1][1]]) for node in kept if node]
-        return cls._ranked([(token, kept[parent], stated) for token, parent, stated in named], alive)
+        named, alive, held = list[tuple[int, int, float]](), [1.0], list[int]()
+        for node in list(kept)[1:]:
+            token, parent = nodes[node - 1]
+            stated = survival[node] / survival[parent]
+            named.append((token, kept[parent], stated))
+            alive.append(alive[kept[parent]] * estimate(holders[node], stated))
+            held.append(holders[node])
+        return cls._ranked(named, alive, held)
 
     @classmethod
-    def _ranked(cls, nodes: Sequence[tuple[int, int, float]], survival: Sequence[float]) -> GivenTree:
+    def _ranked(
+        cls, nodes: Sequence[tuple[int, int, float]], survival: Sequence[float], holders: Sequence[int] = ()
+    ) -> GivenTree:
         order = _by_survival(survival)
         return cls(
             nodes=tuple(nodes),
             survival=tuple(survival),
             order=tuple(order),
             worth=_worth([parent for _, parent, _ in nodes], survival, order),
+            holders=tuple(holders),
         )
 
     def builder(self) -> TreeBuilder:
@@ -94,6 +100,26 @@ def prunable(draft: Draft, row: int) -> bool:
     if getattr(draft, "resume", None) is not None or (draft.scouts is not None and bool(draft.scouts[row].any())):
         return False
     return all(kind == Drawn.GIVEN for kind in draft.drawn[row, :count].tolist())
+
+
+def _overlaid(trees: Mapping[int, GivenTree], most: int) -> tuple[list[tuple[int, int]], list[float], list[int]]:
+    """The best `most` nodes of each tree over each other: (token, parent id); then with the root, how likely the surest
+    tree thinks each path, and whose it is, as bits."""
+    nodes, survival, holders = list[tuple[int, int]](), [1.0], [0]
+    there = dict[tuple[int, int], int]()
+    for who, tree in trees.items():
+        place = {0: 0}
+        for node in tree.order[:most]:
+            token, parent, _ = tree.nodes[node - 1]
+            key = place[parent], token
+            twin = place[node] = there.setdefault(key, len(survival))
+            if twin == len(survival):
+                nodes.append((token, key[0]))
+                survival.append(0.0)
+                holders.append(0)
+            survival[twin] = max(survival[twin], tree.survival[node])
+            holders[twin] |= 1 << who
+    return nodes, survival, holders
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:

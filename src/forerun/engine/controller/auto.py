@@ -17,7 +17,7 @@ from forerun.errors import ArgumentError, nearest
 if TYPE_CHECKING:
     from forerun.engine.config import SpeculativeConfig
 
-_OPTIONS = ("drafters", "model")
+_OPTIONS = ("drafters", "model", "reproducible")
 _HEAD_KEYS = ("eagle", "draft_vocab_size", "speculators_model_type")
 
 
@@ -26,7 +26,7 @@ def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
     `auto` takes every drafter that copies and needs no option of its own, `prediction` and `suffix` among them; those
     in option ``drafters``, a list of configurations, which replace the ones of the same name; and option ``model``, a
-    draft model or head.
+    draft model or head. Option ``reproducible`` is read by `repeats`.
 
     Raises:
         ArgumentError: an option that `auto` does not have, or `auto` within `auto`.
@@ -43,6 +43,21 @@ def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     taken = {arm.method for arm in named}
     free = [_like(config, {"method": name}) for name in DRAFTERS if name not in taken and _copies_as_it_is(name)]
     return [*free, *named]
+
+
+def repeats(config: SpeculativeConfig) -> bool:
+    """Whether what is drafted for sampled requests that have a seed is deterministic, so that their text repeats.
+
+    So it is under `auto` unless option ``reproducible`` is false: who drafts depends there on what other requests
+    showed and on the clock. A drafter that is named draws as it was told to.
+
+    Raises:
+        ArgumentError: ``reproducible`` is neither true nor false.
+    """
+    wanted = config.options.get("reproducible", True)
+    if config.method == AUTO and not isinstance(wanted, bool):
+        raise ArgumentError(f"{AUTO}: reproducible is true or false, got {wanted!r}")
+    return config.method == AUTO and bool(wanted)
 
 
 def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:

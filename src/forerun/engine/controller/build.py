@@ -10,7 +10,7 @@ from forerun.drafters import build, entry_named
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.controller.arm import Arm, Sizes
-from forerun.engine.controller.auto import arms_of
+from forerun.engine.controller.auto import arms_of, repeats
 from forerun.engine.controller.controller import Controller
 from forerun.engine.controller.costs import COPY, Nominal, StepCosts
 from forerun.engine.controller.deferred import Deferred
@@ -50,7 +50,7 @@ def controller_for(
     Raises:
         ForerunError: whatever keeps a drafter from being built.
     """
-    arms = [_arm(own, setup, nodes) for own in arms_of(config)]
+    arms = [_arm(own, setup, nodes, reproducible=repeats(config)) for own in arms_of(config)]
     passes = costs if costs is not None else _measured(setup.target)
     step_costs = StepCosts(passes, getattr(passes, "drafts", None))
     for arm in arms:
@@ -58,7 +58,7 @@ def controller_for(
     return Controller(arms, step_costs, nodes=nodes, vocabulary=setup.target.vocab_size, measure=costs is None)
 
 
-def _arm(config: SpeculativeConfig, setup: DrafterSetup, nodes: int) -> Arm:
+def _arm(config: SpeculativeConfig, setup: DrafterSetup, nodes: int, *, reproducible: bool) -> Arm:
     drafter = build(config.method, config.drafter_options, setup)
     own = getattr(drafter, "config", None)
     shape = getattr(own, "shape", None)
@@ -66,7 +66,7 @@ def _arm(config: SpeculativeConfig, setup: DrafterSetup, nodes: int) -> Arm:
     return Arm(
         name=config.method,
         key=config.key,
-        drafter=Deferred(drafter),
+        drafter=Deferred(drafter, reproducible=reproducible),
         copies=entry_named(config.method).copies,
         limit=default,
         sizes=Sizes(nodes),

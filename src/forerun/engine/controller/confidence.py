@@ -1,6 +1,7 @@
 """What a drafter's own confidence in a given node is worth: learned from which nodes the text went on with.
 
-Only of given nodes, whose would-be acceptance follows from the committed text whether or not they were submitted.
+Only of given nodes, whose would-be acceptance follows from the committed text whether or not they were submitted. Nodes
+may be of kinds that are learned apart, such as who else proposed them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _ROW_MEMORY = 0.5 ** (1 / 128)
 _MOST = 0.999
 """Nothing is certain: longer paths must be less likely than shorter ones."""
 
-_Cells = dict[int, tuple[float, float]]
+_Cells = dict[tuple[int, int], tuple[float, float]]
+"""(kind, bin) -> right, tried."""
 
 
 class Confidence:
@@ -27,16 +29,22 @@ class Confidence:
         self._shared: _Cells = {}
         self._rows: dict[int, _Cells] = {}
 
-    def estimate(self, row: int, stated: float) -> float:
+    def estimate(self, row: int, stated: float, kind: int = 0) -> float:
         """Probability that a node survives if its parent does."""
-        key = _key(stated)
+        key = _key(stated, kind)
         right, tried = self._shared.get(key, (0.0, 0.0))
         shared = (right + _DRAFTER_WEIGHT * stated) / (tried + _DRAFTER_WEIGHT)
         right, tried = self._rows.get(row, {}).get(key, (0.0, 0.0))
         return min(_MOST, (right + _SHARED_WEIGHT * shared) / (tried + _SHARED_WEIGHT))
 
-    def learn(self, row: int, nodes: Sequence[tuple[int, int, float]], committed: Sequence[int]) -> int:
-        """Compare nodes (token, parent id, stated confidence) with the tokens that followed the root.
+    def learn(
+        self,
+        row: int,
+        nodes: Sequence[tuple[int, int, float]],
+        committed: Sequence[int],
+        kinds: Sequence[int] = (),
+    ) -> int:
+        """Compare nodes (token, parent id, stated confidence), kind 0 or by `kinds`, with what followed the root.
 
         Returns how many of the tokens the tree held: what would have been accepted.
         """
@@ -47,8 +55,9 @@ class Confidence:
             if depth is None or depth >= len(committed):
                 continue
             right = committed[depth] == token
-            _add(self._shared, _key(stated), right, _SHARED_MEMORY)
-            _add(own, _key(stated), right, _ROW_MEMORY)
+            key = _key(stated, kinds[node - 1] if kinds else 0)
+            _add(self._shared, key, right, _SHARED_MEMORY)
+            _add(own, key, right, _ROW_MEMORY)
             if right:
                 depths[node] = depth + 1
                 deepest = max(deepest, depth + 1)
@@ -59,10 +68,10 @@ class Confidence:
         self._rows.pop(row, None)
 
 
-def _key(stated: float) -> int:
-    return min(int(stated * _BINS), _BINS - 1)
+def _key(stated: float, kind: int) -> tuple[int, int]:
+    return kind, min(int(stated * _BINS), _BINS - 1)
 
 
-def _add(cells: _Cells, key: int, right: bool, memory: float) -> None:
+def _add(cells: _Cells, key: tuple[int, int], right: bool, memory: float) -> None:
     before, tried = cells.get(key, (0.0, 0.0))
     cells[key] = (memory * before + right, memory * tried + 1.0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from forerun import tree as trees
 from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune
 from forerun.engine.controller.arm import Arm
 from forerun.engine.controller.chooser import Copy, choose
+from forerun.engine.controller.confidence import Confidence
 from forerun.engine.controller.costs import StepCosts
 from forerun.engine.controller.goodput import Goodput
 from forerun.engine.controller.lessons import learn
@@ -53,6 +54,7 @@ class Controller:
     ) -> None:
         self.arms, self.costs, self.measure = list(arms), costs, measure
         self.goodput = Goodput()
+        self.agreement = Confidence()
         self.steps = 0
         self._nodes, self._vocabulary, self._clock = nodes, vocabulary, clock
         self._moment: Moment | None = None
@@ -117,14 +119,16 @@ class Controller:
         moment = self._moment
         if moment is not None:
             self._moment = None
-            learn(self.arms, moment, emitted, self.costs, self.goodput, measure=self.measure)
+            learn(self.arms, moment, emitted, self.agreement, self.costs, self.goodput, measure=self.measure)
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrank to these lengths, 0 for those that are free."""
         for arm in self.arms:
             arm.drafter.truncate(rows, lengths)
-            for row, length in zip(rows, lengths, strict=True):
-                if length == 0:
+        for row, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self.agreement.forget(row)
+                for arm in self.arms:
                     arm.forget(row)
 
     def memory_bytes(self) -> int:
@@ -173,11 +177,17 @@ class Controller:
         for member in range(len(moment.rows)):
             own = [(asked.arm, asked.trees[member]) for asked in moment.asked if member in asked.trees]
             if own:
-                tree = moment.copied[member] = GivenTree.joined([tree for _, tree in own], self._nodes)
+                tree = moment.copied[member] = self._joined(dict(own), moment.rows[member].row)
                 width = self._width(tree, moment)
                 main = max(own, key=lambda pair: pair[1].worth[min(width, len(pair[1].worth) - 1)])
                 found[member] = Copy(arm=main[0], worth=tree.worth, width=width)
         return found
+
+    def _joined(self, trees: Mapping[int, GivenTree], row: int) -> GivenTree:
+        def estimate(holders: int, stated: float) -> float:
+            return self.agreement.estimate(row, stated, holders)
+
+        return GivenTree.joined(trees, self._nodes, estimate)
 
     @staticmethod
     def _width(tree: GivenTree, moment: Moment) -> int:

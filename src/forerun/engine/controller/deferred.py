@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.composing.seeds import Seeds
 from forerun.step import Scores
 from forerun.types import Budget, Draft, Signal, Verdict
 
@@ -38,8 +39,10 @@ class _Row:
 class Deferred(Drafter):
     """A drafter whose `extend` waits until it is asked for a proposal."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, *, reproducible: bool = False) -> None:
+        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.drafter = drafter
+        self._seeds = Seeds() if reproducible else None
         self.failed = False
         """The drafter raised since this was last set to False."""
         self._rows: dict[int, _Row] = {}
@@ -83,7 +86,7 @@ class Deferred(Drafter):
         for index in wanted:
             self._rows[context.rows[index]].asked = True
         with self._noticing():
-            return self.drafter.propose(context, budget)
+            return self.drafter.propose(self._seeds.hidden(context) if self._seeds else context, budget)
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         with self._noticing():
@@ -93,6 +96,8 @@ class Deferred(Drafter):
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 self._rows.pop(row_id, None)
+                if self._seeds:
+                    self._seeds.forget([row_id])
             elif (row := self._rows.get(row_id)) is not None:
                 self._shorten(row, length)
         self.drafter.truncate(rows, lengths)

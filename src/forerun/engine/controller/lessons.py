@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.engine.controller.arm import Arm
+from forerun.engine.controller.confidence import Confidence
 from forerun.engine.controller.costs import StepCosts
 from forerun.engine.controller.goodput import Goodput
 from forerun.engine.controller.moment import Moment
@@ -16,16 +17,22 @@ def learn(
     arms: Sequence[Arm],
     moment: Moment,
     emitted: Sequence[Emitted],
+    agreement: Confidence,
     costs: StepCosts,
     goodput: Goodput,
     *,
     measure: bool,
 ) -> None:
-    """Count what the step kept, judge who drafted, correct the costs."""
+    """Count what the step kept, judge who drafted, correct the costs; `agreement` is of the joined trees."""
     own = [emitted[index] for index in moment.members]
     _confidences(arms, moment, own)
+    for member, tree in moment.copied.items():
+        agreement.learn(moment.rows[member].row, tree.nodes, own[member].tokens, tree.holders)
     for index, arm in enumerate(arms):
-        if not arm.copies and moment.chosen(arm, index):
+        if arm.copies:
+            continue
+        arm.survival.age()
+        if moment.chosen(arm, index):
             _acceptance(arm, index, moment, own, costs)
     spent = moment.times[min(moment.width, len(moment.times) - 1)]
     spent += sum(offer.ms for offer in moment.offers if offer.arm in moment.choice.offers.values())
@@ -55,7 +62,6 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
     offer = next(offer for offer in moment.offers if offer.arm == index)
     times = depth_times(arm, moment, costs, offer.depth)
     cost = times[-1] / times[0]
-    arm.survival.age()
     nodes = max(moment.counts[member] for member in chosen)
     arm.sizes.saw(offer.depth, min(nodes, moment.width) if moment.pruned else nodes)
     for member in chosen:

@@ -17,8 +17,9 @@ _ROW_WEIGHT = 12.0
 """Observations that the shared figures are worth to a row."""
 _SHARED_MEMORY = 0.5 ** (1 / 256)
 _ROW_MEMORY = 0.5 ** (1 / 96)
-"""What an observation still counts a step later: half after 256 steps, of a row after 96 of its own. Depths that are no
-longer drafted fade too, and are then believed to be like the depth above: so they are tried again."""
+"""What an observation still counts a step later, whoever drafted in it: half after 256 steps, of a row after 96. What
+is no longer asked, or no longer drafted so deep, fades towards the first guess and what the depth above shows: so it is
+tried again, also while something else pays."""
 _CARRIED = 0.8
 """Share of a row's surprise at one depth that is expected at the next."""
 _LEAST, _MOST = 0.005, 0.995
@@ -57,14 +58,15 @@ class Survival:
     def record(self, row: int, *, accepted: int, drafted: int) -> None:
         """Count a step whose path of `drafted` tokens was kept for `accepted`; depths behind a rejection are unseen."""
         own = self._rows.setdefault(row, _Counts())
-        own.fade(_ROW_MEMORY)
         for depth in range(min(accepted + 1, drafted)):
             self._shared.add(depth, depth < accepted)
             own.add(depth, depth < accepted)
 
     def age(self) -> None:
-        """A step of the drafter has passed: what all rows showed counts a little less."""
+        """A step has passed, whoever drafted in it: what was seen counts a little less."""
         self._shared.fade(_SHARED_MEMORY)
+        for own in self._rows.values():
+            own.fade(_ROW_MEMORY)
 
     def curve(self, row: int | None, depth: int) -> list[float]:
         """Probability that depth 1, 2, ... `depth` survives; of all rows together where `row` is None or new."""
