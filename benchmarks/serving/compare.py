@@ -196,7 +196,7 @@ def _rounds(
             count = max(FEWEST, clients) if turn >= 0 else 2
             for name in names if turn % 2 else reversed(names):
                 server, extra = arms[name]
-                bodies = [_body(text, extra) for text in _fresh(texts, count, f"{name} {turn}")]
+                bodies = [_body(text, extra) for text in _fresh(texts, count, f"{name} {turn} {clients}")]
                 load = _load(server, bodies, clients)
                 rate = load.tokens_per_second
                 console.print(f"  {turn + 1}/{options.rounds} {name:14} {clients:3} clients {rate:7.1f} tokens/s")

@@ -19,7 +19,7 @@ from forerun.engine.drafting import Drafting, Newcomer
 from forerun.engine.permitting import permitted
 from forerun.engine.prefixes import Prefixes, Seat, Wish
 from forerun.engine.reading import Reading, read
-from forerun.engine.scheduling import ALONE, Scheduling, next_in_line, pass_of, youngest
+from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
 from forerun.errors import ArgumentError
 from forerun.step import first_tokens, step
 from forerun.target import Target
@@ -111,7 +111,7 @@ class Engine:
         decoding = [answer for answer in self._running if answer not in reading]
         self._read_last = bool(reading) and not (decoding and self._read_last)
         if self._read_last:
-            chunks += self._read(alone=not decoding)
+            chunks += self._read()
         elif decoding:
             chunks += self._decode(decoding)
         self._retire()
@@ -222,10 +222,10 @@ class Engine:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def _read(self, *, alone: bool) -> list[StreamChunk]:
+    def _read(self) -> list[StreamChunk]:
         """The next pieces of prompts, and the first tokens of those that have been read to the end."""
         limits = self.scheduling
-        texts = pass_of(self._reading, limits.piece, ALONE if alone else limits.max_num_batched_tokens)
+        texts = pass_of(self._reading, limits.piece, limits.max_num_batched_tokens)
         logits = read(self.target, texts, limits.piece)
         done = [text for text in texts if text.finished]
         self._reading = [text for text in self._reading if not text.finished]

@@ -14,18 +14,15 @@ from forerun.engine.reading import Reading
 from forerun.errors import ArgumentError
 from forerun.target.model import PIECE
 
-ALONE = 4 * PIECE
-"""Most prompt tokens of a pass while nothing is decoded, tokens: more of them cost as much each, and all prompts of the
-pass wait for the last."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
     """Limits of an engine. The names are vLLM's where it has one."""
 
-    max_num_batched_tokens: int = PIECE
-    """Most prompt tokens of a pass while answers are being decoded, tokens; such a pass and a decoding step take turns.
-    Prompts are read in pieces that end at multiples of this, or of 512 where it is more, whatever else runs."""
+    max_num_batched_tokens: int = 2 * PIECE
+    """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
+    and all prompts of a pass wait for its end. Prompts are read in pieces that end at multiples of this, or of 512 where
+    it is more, whatever else runs."""
     enable_prefix_caching: bool = True
     """Whether a row that is free still serves the prompts that begin with what it held."""
     kv_cache_tokens: int | None = None
