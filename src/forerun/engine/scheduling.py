@@ -21,8 +21,8 @@ class Scheduling:
 
     max_num_batched_tokens: int = 2 * PIECE
     """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
-    and all prompts of a pass wait for its end. Prompts are read in pieces that end at multiples of this, or of 512 where
-    it is more, whatever else runs."""
+    and all prompts of a pass wait for its end. Prompts are read in pieces that end at multiples of this, or of 512
+    where it is more, whatever else runs."""
     enable_prefix_caching: bool = True
     """Whether a row that is free still serves the prompts that begin with what it held."""
     kv_cache_tokens: int | None = None
