@@ -26,7 +26,7 @@ from forerun.types import Budget, Draft, Signal
 
 Clock = Callable[[], float]
 """Seconds."""
-_DEAREST = 6.0
+_DEAREST = 4.0
 """Plain steps that a pass may cost to be thought of at all: copies of more nodes are not even asked for."""
 
 
