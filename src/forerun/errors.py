@@ -38,6 +38,10 @@ class NumericError(ForerunError, ArithmeticError):
     """The model produced NaN or infinite logits."""
 
 
+class EngineError(RuntimeError):
+    """A step failed, which ends every running request; its cause is the error. Nothing that the caller did."""
+
+
 class SlowReaderError(ForerunError):
     """Whoever asked for a stream does not read it."""
 

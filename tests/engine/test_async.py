@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.errors import ArgumentError, SlowReaderError
+from forerun.errors import ArgumentError, EngineError, SlowReaderError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["the cat sat", "the dog and the dog", "mat", "on the log the cat"]
@@ -106,7 +106,7 @@ async def test_a_failing_step_reaches_everybody_who_waits(llm: AsyncLLM, monkeyp
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(llm.llm.engine, "step", broken)
-    with pytest.raises(RuntimeError, match="device is gone"):
+    with pytest.raises(EngineError, match="device is gone"):
         await llm.generate(PROMPTS[0], GREEDY)
 
 

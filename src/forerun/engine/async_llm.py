@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from forerun.engine.llm import LLM, Speculative, as_list, as_params
 from forerun.engine.prompts import Prompt
-from forerun.errors import SlowReaderError
+from forerun.errors import EngineError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
@@ -103,6 +103,7 @@ class AsyncLLM:
                 stream ends with an error. None keeps them all.
 
         Raises:
+            EngineError: a step failed.
             SlowReaderError: more than `max_unread` chunks were waiting.
         """
         params = sampling_params or SamplingParams()
@@ -164,7 +165,9 @@ class AsyncLLM:
                     if queue is not None and not queue.deliver(chunk):
                         self._worker.submit(self.llm.abort, chunk.request_id)
         except Exception as error:
-            self._fail(error)
+            failure = EngineError(f"a step of the engine failed: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
 
     def _fail(self, error: BaseException) -> None:
         for queue in list(self._queues.values()):

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from forerun.errors import EngineError
 from forerun.serve.settings import ServeSettings
 from forerun.types import RequestOutput, SpeculationStats
 
@@ -95,6 +96,8 @@ def write_error(error: BaseException, *, message: bool) -> None:
     Args:
         message: also what it says, which may quote a prompt.
     """
+    if isinstance(error, EngineError) and error.__cause__ is not None:
+        error = error.__cause__
     record = current()
     if record is not None:
         record.code = record.code or "internal_error"
