@@ -61,3 +61,13 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """The same bf16 model twice; the second may be changed."""
     model = build(request.param)
     return model, copy.deepcopy(model)
+
+
+def by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention (B, N, heads, D') in float64, keys and values repeated for the heads of a group."""
+    repeats = query.shape[1] // key.shape[1]
+    keys, values = (tensor.double().repeat_interleave(repeats, 1) for tensor in (key, value))
+    scores = query.double() @ keys.transpose(2, 3) * scale + mask.double()
+    return (scores.softmax(-1) @ values).transpose(1, 2)

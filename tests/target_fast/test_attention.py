@@ -9,7 +9,7 @@ from torch import nn
 from forerun.errors import UnsupportedModelError
 from forerun.target.fast import attention
 from forerun.target.fast.attention import fold_attention
-from target_fast.conftest import build
+from target_fast.conftest import build, by_definition
 
 KEEP_OWN = {"gemma2"}
 
@@ -25,20 +25,13 @@ def problem(heads: int, kv_heads: int, count: int, dtype: torch.dtype) -> tuple[
     return tuple(t.to(dtype) for t in (query, key.transpose(1, 2), value.transpose(1, 2), mask))
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    keys, values = (t.double().repeat_interleave(repeats, 1) for t in (key, value))
-    scores = query.double() @ keys.transpose(2, 3) * 0.25 + mask.double()
-    return (scores.softmax(-1) @ values).transpose(1, 2)
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_equals_attention_by_definition(kv_heads: int, count: int) -> None:
     query, key, value, mask = problem(6, kv_heads, count, torch.float32)
     seen, weights = fold_attention(nn.Identity(), query, key, value, mask, scaling=0.25)
     assert weights is None
-    torch.testing.assert_close(seen.double(), reference(query, key, value, mask), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen.double(), by_definition(query, key, value, mask, 0.25), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("attention_path")
@@ -61,7 +54,7 @@ def test_masks_are_not_mixed_up_between_passes() -> None:
     other = mask.flip(0).contiguous()
     for seen in (mask, other, mask):
         result, _ = fold_attention(nn.Identity(), query, key, value, seen, scaling=0.25)
-        torch.testing.assert_close(result.double(), reference(query, key, value, seen), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result.double(), by_definition(query, key, value, seen, 0.25), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("extra", ["softcap", "s_aux"])

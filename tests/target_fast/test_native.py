@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from forerun.target.fast import native
 from forerun.target.fast.attention import fold_attention
+from target_fast.conftest import by_definition
 
 LOWEST = torch.finfo(torch.bfloat16).min
 needs_kernel = pytest.mark.skipif(native.kernel() is None, reason="no AVX-512 BF16 or no compiler")
@@ -26,13 +27,6 @@ def problem(
     unseen = torch.rand(batch, 1, count, width) < 0.4
     unseen[..., 0] = False
     return [query, key, value, torch.where(unseen, LOWEST, 0.0).bfloat16()]
-
-
-def by_definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    keys, values = (tensor.double().repeat_interleave(repeats, 1) for tensor in (key, value))
-    scores = query.double() @ keys.transpose(2, 3) * scale + mask.double()
-    return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
 @needs_kernel

@@ -99,8 +99,7 @@ class Composed(Drafter):
     def __init__(self, specs: Sequence[Spec], setup: DrafterSetup, *, reproducible: bool) -> None:
         """`reproducible`: what is drafted for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.members = [Member.of(spec, setup) for spec in specs]
-        self._reproducible = reproducible
-        self._seeds = Seeds()
+        self._seeds = Seeds(hide=reproducible)
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -124,7 +123,7 @@ class Composed(Drafter):
 
     def for_members(self, context: DraftContext) -> DraftContext:
         """The context as members see it: rows that are to be reproducible look as if they were greedy."""
-        return self._seeds.hidden(context) if self._reproducible else context
+        return self._seeds.hidden(context)
 
 
 def some_rows(context: DraftContext, places: Sequence[int]) -> DraftContext:

@@ -14,14 +14,19 @@ from forerun.sampling import Sampler
 
 
 class Seeds:
-    """Keeps the greedy twin of each row's sampler."""
+    """Keeps the greedy twin of each row's sampler.
 
-    def __init__(self) -> None:
+    Args:
+        hide: off, every context is shown as it is.
+    """
+
+    def __init__(self, *, hide: bool) -> None:
+        self._hide = hide
         self._greedy: dict[int, tuple[Sampler, Sampler]] = {}
 
     def hidden(self, context: DraftContext) -> DraftContext:
         """The context as a drafter is to see it when it proposes."""
-        if all(map(_free, context.samplers)):
+        if not self._hide or all(map(_free, context.samplers)):
             return context
         rows = zip(context.rows, context.samplers, strict=True)
         return replace(context, samplers=[s if _free(s) else self._as_greedy(row, s) for row, s in rows])

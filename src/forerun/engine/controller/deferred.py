@@ -42,7 +42,7 @@ class Deferred(Drafter):
     def __init__(self, drafter: Drafter, *, reproducible: bool = False) -> None:
         """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.drafter = drafter
-        self._seeds = Seeds() if reproducible else None
+        self._seeds = Seeds(hide=reproducible)
         self.failed = False
         """The drafter raised since this was last set to False."""
         self._rows: dict[int, _Row] = {}
@@ -86,7 +86,7 @@ class Deferred(Drafter):
         for index in wanted:
             self._rows[context.rows[index]].asked = True
         with self._noticing():
-            return self.drafter.propose(self._seeds.hidden(context) if self._seeds else context, budget)
+            return self.drafter.propose(self._seeds.hidden(context), budget)
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         with self._noticing():
@@ -96,8 +96,7 @@ class Deferred(Drafter):
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 self._rows.pop(row_id, None)
-                if self._seeds:
-                    self._seeds.forget([row_id])
+                self._seeds.forget([row_id])
             elif (row := self._rows.get(row_id)) is not None:
                 self._shorten(row, length)
         self.drafter.truncate(rows, lengths)

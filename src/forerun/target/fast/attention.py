@@ -75,21 +75,19 @@ def fold_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    if dropout:
-        return _fold(query, key, value, attention_mask, scaling, dropout), None
-    return _attention(query, key, value, attention_mask, scaling), None
+    return _attention(query, key, value, attention_mask, scaling, dropout), None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """(B, N, heads, D')"""
-    if native.takes(query, key, value, mask):
-        return native.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
-    return _fold(query, key, value, mask, scaling)
-
-
-def _fold(
+def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
+    """(B, N, heads, D')"""
+    if not dropout and native.takes(query, key, value, mask):
+        return native.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return _fold(query, key, value, mask, scaling, dropout)
+
+
+def _fold(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
     """(B, N, heads, D') as a view."""
     batch, heads, count, width = query.shape
     groups = heads // key.shape[1]

@@ -33,6 +33,12 @@ FLAGS = (
 DEPTHS = range(32, 257, 32)
 """Widths of a head that it takes."""
 _PATIENCE_S = 60.0
+_STRIDES = {
+    "query": ("batch", "head", "row"),
+    "key": ("batch", "head", "slot"),
+    "value": ("batch", "head", "slot"),
+    "mask": ("batch", "row"),
+}
 
 
 class _Problem(ctypes.Structure):
@@ -41,9 +47,7 @@ class _Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "out")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "count", "width", "depth", "value_depth")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name in ("query",) for axis in ("batch", "head", "row")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name in ("key", "value") for axis in ("batch", "head", "slot")),
-        *((f"mask_{axis}", ctypes.c_int64) for axis in ("batch", "row")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name, axes in _STRIDES.items() for axis in axes),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
