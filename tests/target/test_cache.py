@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -208,9 +210,9 @@ def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch
     widths: dict[int, set[int]] = {}
     begin = SlotCache.begin
 
-    def spy(cache: SlotCache, rows: list[int], slot_ids: torch.Tensor, width: int) -> None:
+    def spy(cache: SlotCache, rows: list[int], slot_ids: torch.Tensor, width: int, **how: Any) -> None:
         widths.setdefault(target.lengths[0], set()).add(width)
-        begin(cache, rows, slot_ids, width)
+        begin(cache, rows, slot_ids, width, **how)
 
     target.buckets = Buckets(nodes=(4,), width=8)
     target.prefill([0], [[5, 6, 7]])

@@ -44,11 +44,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A random model of the family whose logits depend on every part."""
+def build(family: str, dtype: torch.dtype = torch.bfloat16, **further: Any) -> Any:
+    """A random model of the family whose logits depend on every part; `further` options of its configuration."""
     torch.manual_seed(0)
     options = FAMILIES[family] if family == "gpt2" else COMMON | FAMILIES[family]
-    config = AutoConfig.for_model(family, initializer_range=0.2, **(options | {"vocab_size": 128}))
+    config = AutoConfig.for_model(family, initializer_range=0.2, **(options | {"vocab_size": 128} | further))
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

@@ -78,6 +78,14 @@ def test_one_mask_for_all_sequences() -> None:
 
 
 @needs_kernel
+def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
+    query, key, value, mask = problem(5, 4, 2, 3, 70)
+    rows = torch.tensor([4, 0, 3])
+    chosen = query[:3], key[rows], value[rows], mask[:3]
+    assert torch.equal(native.attend(query[:3], key, value, mask[:3], 0.125, rows), native.attend(*chosen, 0.125))
+
+
+@needs_kernel
 def test_large_scores_do_not_overflow() -> None:
     query, key, value, mask = problem(1, 2, 1, 5, 200)
     tensors = [100 * query, 10 * key, value, mask]

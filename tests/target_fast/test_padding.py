@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,8 +9,9 @@ from forerun import tree as trees
 from forerun.target import Target
 from forerun.target.buckets import Buckets
 from forerun.target.fast import accelerate
+from forerun.target.fast import native as native_kernel
 from forerun.target.fast.packing import PackedWeight, cpu_packs
-from forerun.target.fast.padding import PADDING, WORTH
+from forerun.target.fast.padding import WORTH, Flat
 from forerun.tree import TreeBuilder
 from forerun.types import Draft
 from target_fast.conftest import build
@@ -28,7 +31,7 @@ def chains(counts: dict[int, int]) -> Draft:
 
 
 def target(rows: int, buckets: Buckets | None = None) -> Target:
-    model = build("llama")
+    model = build("llama", head_dim=32)  # wide enough for the kernel
     accelerate(model)
     return Target(model, rows=rows, slots=64, buckets=buckets)
 
@@ -76,15 +79,42 @@ def test_the_reproducible_mode_multiplies_everything(products: list[int]) -> Non
     assert set(products) == {40}
 
 
-def test_little_padding_and_other_shapes_are_left_alone() -> None:
-    rows = torch.arange(2.0 * WORTH).unsqueeze(1)
+def test_little_padding_is_left_alone() -> None:
     real = torch.ones(2, WORTH, dtype=torch.bool)
     real[1, 1:] = False
-    with PADDING.of(real):
-        assert PADDING.without(rows, lambda given: given + 1).flatten().tolist() == (rows + 1).flatten().tolist()
+    assert Flat.worth(real) is None
     real[1] = False
-    with PADDING.of(real):
-        found = PADDING.without(rows, lambda given: given + 1)
-        assert found[:WORTH].equal(rows[:WORTH] + 1) and not found[WORTH:].any()
-        assert PADDING.without(rows[:3], lambda given: given + 1).equal(rows[:3] + 1)
-    assert PADDING.without(rows, lambda given: given + 1).equal(rows + 1)
+    flat = Flat.worth(real)
+    assert flat is not None
+    values = torch.arange(1.0, 2 * WORTH + 1).view(2, WORTH, 1)
+    assert flat.flatten(values).equal(values[:1])
+    assert flat.restore(flat.flatten(values)).equal(values * real.unsqueeze(2))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_scattered_rows_are_read_where_they_stand(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0, 2, 3 of four, drafts of unequal length, with the kernel and with torch: as each row alone."""
+    if not native:
+        monkeypatch.setattr("forerun.target.fast.native.kernel", lambda: None)
+    made = target(4)
+    made.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
+    rows, counts = [3, 0, 2], {3: 9, 0: 0, 2: 2}
+    together = made.score(rows, [8, 5, 7], chains(counts), signals={1}).signals[1]
+    for place, (row, count) in enumerate(counts.items()):
+        alone = made.score([row], [row + 5], chains({row: count}), signals={1}).signals[1]
+        torch.testing.assert_close(alone[0], together[place, : count + 1], rtol=2e-2, atol=2e-2)
+
+
+def test_layers_are_handed_no_copy_of_scattered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = target(4)
+    made.prefill(range(4), [[1, 2]] * 4)
+    store = made.cache.read(0, 0, 1)[0].untyped_storage().data_ptr()
+    seen, before = list[int](), native_kernel.attend
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(key.untyped_storage().data_ptr())
+        return before(query, key, *others)
+
+    monkeypatch.setattr(native_kernel, "attend", noted)
+    made.score([0, 3], [5, 6], chains({0: 1, 3: 1}))
+    assert store in seen or native_kernel.kernel() is None

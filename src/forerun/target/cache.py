@@ -8,12 +8,13 @@ window is in the mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from forerun.errors import OutOfMemoryError
+from forerun.target.fast.padding import Flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +22,22 @@ class _Window:
     """Where the tokens of the pass that is about to run go, and what their layers may look at; on one device."""
 
     flat: Tensor
-    """(B * N,) int64 index into (rows * slots): where each token is written."""
+    """(M,) int64 index into (rows * slots): where each token is written."""
     rows: Tensor | None
     """(B,) int64 rows to read, or None where they are contiguous."""
+    select: bool
+    """Whether `read` selects them; else all rows are read."""
     first: int
     count: int
     width: int
 
     def read(self, store: Tensor) -> Tensor:
-        """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a view where the rows are contiguous."""
+        """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
         seen = store.narrow(1, 0, self.width)
-        seen = seen.narrow(0, self.first, self.count) if self.rows is None else seen.index_select(0, self.rows)
+        if self.rows is None:
+            seen = seen.narrow(0, self.first, self.count)
+        elif self.select:
+            seen = seen.index_select(0, self.rows)
         return seen.transpose(1, 2)
 
 
@@ -47,20 +53,33 @@ class SlotCache:
         """The slot behind the last: padding is written there and nothing reads it."""
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
-        self._window = _Window(torch.zeros(0, dtype=torch.int64), None, 0, 0, 0)
+        self._window = _Window(torch.zeros(0, dtype=torch.int64), None, True, 0, 0, 0)
 
-    def begin(self, rows: Sequence[int], slot_ids: Tensor, width: int) -> None:
-        """Announce a pass over `rows`: token (b, n) goes to ``slot_ids[b, n]`` (B, N), `width` slots are read."""
+    def begin(
+        self, rows: Sequence[int], slot_ids: Tensor, width: int, *, real: Flat | None = None, select: bool = True
+    ) -> None:
+        """Announce a pass over `rows`: token (b, n) goes to ``slot_ids[b, n]`` (B, N), `width` slots are read.
+
+        Args:
+            real: these tokens run behind each other: `update` is handed them alone.
+            select: scattered rows are copied for the layers; else these are given all rows, see `unselected`.
+        """
         contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
         index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
-        flat = (index.unsqueeze(1) * (self.slots + 1) + slot_ids).flatten()
-        self._window = _Window(flat, None if contiguous else index, rows[0], len(rows), width)
+        places = index.unsqueeze(1) * (self.slots + 1) + slot_ids
+        flat = (places if real is None else real.flatten(places)).flatten()
+        self._window = _Window(flat, None if contiguous else index, select, rows[0], len(rows), width)
         self._windows = {flat.device: self._window}
+
+    @property
+    def unselected(self) -> Tensor | None:
+        """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
+        return None if self._window.select else self._window.rows
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, N, dim); returns what the layer may read, (B, heads, width, dim) each."""
+        """Write (B, heads, N, dim) or (1, heads, M, dim); returns what the layer may read: (B, heads, width, dim)."""
         if layer_idx not in self._stores:
             self._stores[layer_idx] = (self._allocate(keys), self._allocate(values))
         window = self._on(keys.device)
@@ -113,7 +132,7 @@ class SlotCache:
         if device not in self._windows:
             here = self._window
             rows = None if here.rows is None else here.rows.to(device)
-            self._windows[device] = _Window(here.flat.to(device), rows, here.first, here.count, here.width)
+            self._windows[device] = replace(here, flat=here.flat.to(device), rows=rows)
         return self._windows[device]
 
     def reserve(self, other: SlotCache) -> None:

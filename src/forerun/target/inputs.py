@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from forerun.target import masks
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
+from forerun.target.fast.padding import Flat
 from forerun.target.masks import MaskStyle
 from forerun.tree import ancestor_mask
 from forerun.types import Draft
@@ -82,12 +83,21 @@ class Frame:
     """Of the masks."""
 
     def place(
-        self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, *, padded: bool, device: torch.device
+        self,
+        rows: Sequence[int],
+        committed: Sequence[int],
+        nodes: Nodes,
+        *,
+        padded: bool,
+        device: torch.device,
+        flat: Flat | None = None,
+        select: bool = True,
     ) -> dict[str, Any]:
         """Keyword arguments for the base model's forward; tells the cache where the tokens go.
 
         Padding nodes are written to the dump slot and look at slot 0 alone. The width counts them, so that it is the
-        same for a plain and a speculative step that are padded to the same N.
+        same for a plain and a speculative step that are padded to the same N. With `flat` the model is handed the real
+        tokens alone, as one sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`.
         """
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing = size - nodes.fresh
@@ -102,10 +112,11 @@ class Frame:
             node_positions=positions.to(device),
         )
         fresh_slots = pad(slots[:, nodes.start :], (0, missing), value=self.cache.dump)
-        self.cache.begin(rows, fresh_slots.to(device), width)
+        self.cache.begin(rows, fresh_slots.to(device), width, real=flat, select=select)
+        ids, positions = pad(nodes.ids[:, nodes.start :], (0, missing)).to(device), block.query_positions
         return {
-            "input_ids": pad(nodes.ids[:, nodes.start :], (0, missing)).to(device),
-            "position_ids": block.query_positions,
+            "input_ids": ids if flat is None else flat.flatten(ids),
+            "position_ids": positions if flat is None else flat.flatten(positions),
             "attention_mask": masks.build(block, self.style, width, self.dtype),
             "past_key_values": self.cache,
             "use_cache": True,

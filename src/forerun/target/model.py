@@ -7,7 +7,6 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
-from forerun.target import resuming
+from forerun.target import fast, resuming
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
-from forerun.target.fast.padding import PADDING
+from forerun.target.fast.packing import packed_bytes
+from forerun.target.fast.padding import RUNNING, Flat
 from forerun.target.gathered import Gathered
 from forerun.target.inputs import Frame, Nodes
 from forerun.target.load import LoadOptions
@@ -189,9 +189,9 @@ class Target:
         """
         check_signals(signals, self.num_layers)
         nodes = self._tree(rows, roots, draft, start)
-        with self._unpadded(nodes, padded=True):
-            states, caught = self._score(rows, nodes, signals, resume)
-            logits = self.head(states)
+        flat = self._flat(nodes, padded=True)
+        states, caught = self._score(rows, nodes, signals, resume, flat)
+        logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
         self._note_run(rows, nodes)
         kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
         return Scored(logits=logits[:, : nodes.fresh], signals=kept)
@@ -299,13 +299,21 @@ class Target:
         """Raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
         return self.head(states)
 
+    @property
+    def computes_padding(self) -> bool:
+        """Whether a scoring pass costs what its widest row costs in every row; False: only real tokens run."""
+        return bool(self.buckets.nodes) or not self._folds
+
+    @property
+    def _folds(self) -> bool:
+        """Whether attention finds rows and real tokens by itself."""
+        return fast.folds(self.model, self._base)
+
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
         weights: int = self.model.get_memory_footprint()
-        found = [getattr(module, "packed_weight", None) for module in self.model.modules()]
-        packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
         cache: int = self.cache.nbytes()
-        return weights + sum(packed.values()) + cache
+        return weights + packed_bytes(self.model) + cache
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
@@ -314,19 +322,19 @@ class Target:
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
         nodes = Nodes.of_prompt(pieces)
-        with self._unpadded(nodes, padded=False):
-            result = self._forward(self._place(rows, nodes, padded=False), signals)
+        flat = self._flat(nodes, padded=False)
+        result = self._forward(rows, nodes, signals, flat, padded=False)
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
             self._ran.pop(row, None)
         return result
 
     def _score(
-        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], resume: Resume | None
+        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], resume: Resume | None, flat: Flat | None
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         begun = resuming.usable(resume, [self.writes[row] for row in rows], signals)
         if begun is None:
-            return self._forward(self._place(rows, nodes, padded=True), signals)
+            return self._forward(rows, nodes, signals, flat, padded=True)
         resuming.check(begun, nodes, self.hidden_size, self.num_layers)
         place = partial(self._place, rows, padded=True)
         return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
@@ -339,27 +347,35 @@ class Target:
         self._check_room(rows, nodes.real.sum(1).tolist(), nodes.reach())
         return nodes
 
-    def _place(self, rows: Sequence[int], nodes: Nodes, *, padded: bool) -> dict[str, Any]:
+    def _place(
+        self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
+    ) -> dict[str, Any]:
         frame = Frame(
             cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
         )
         for row in rows:
             self.writes[row] += 1
-        return frame.place(rows, [self.lengths[row] for row in rows], nodes, padded=padded, device=self.device)
+        committed = [self.lengths[row] for row in rows]
+        return frame.place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
 
-    def _forward(self, inputs: dict[str, Any], signals: Set[Signal]) -> tuple[Tensor, dict[Signal, Tensor]]:
+    def _forward(
+        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None, *, padded: bool
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
         """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
-        with captured(self._layers, signals) as caught:
+        inputs = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
+        with captured(self._layers, signals) as caught, RUNNING.of(flat, self.cache.unselected):
             states: Tensor = self._base(**inputs).last_hidden_state
         if LAST_HIDDEN in signals:
             caught[LAST_HIDDEN] = states
-        return states, caught
+        if flat is None:
+            return states, caught
+        return flat.restore(states), {signal: flat.restore(value) for signal, value in caught.items()}
 
-    def _unpadded(self, nodes: Nodes, *, padded: bool) -> AbstractContextManager[None]:
-        """Linears leave padding out, except in the reproducible mode: of fewer tokens a product may sum otherwise."""
-        if padded and self.buckets.nodes:
-            return nullcontext()
-        return PADDING.of(nodes.real[:, nodes.start :])
+    def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
+        """Which tokens of a pass run; None: all, also padding."""
+        if (padded and self.buckets.nodes) or not self._folds:
+            return None
+        return Flat.worth(nodes.real[:, nodes.start :])
 
     def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
         self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))

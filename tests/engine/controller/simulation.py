@@ -15,6 +15,8 @@ import torch
 
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.controller import Arm, Controller, Deferred, Sizes, StepCosts
+from forerun.engine.controller.costs import READING
+from forerun.engine.controller.filling import Filling, Packed
 from forerun.engine.cost import DraftCost
 from forerun.step import Emitted, Group, Row, context_for, drafter_failed
 from forerun.tree import TreeBuilder, gather, stack
@@ -38,7 +40,7 @@ class Passes:
 
     slope: float = 0.03
 
-    def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         return 1.0 + self.slope * (rows * nodes - 1)
 
 
@@ -52,11 +54,14 @@ class Simulated(Drafter):
         self.step = 0
         self.proposals = 0
         self.shown: dict[int, int] = {}
+        self.read = 0
+        """Tokens that it was shown in pieces too large to be caught up with in passing."""
 
     def extend(self, context: DraftContext) -> None:
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             assert self.shown.get(row, 0) == len(tokens) - fresh, "tokens were left out or shown twice"
             self.shown[row] = len(tokens)
+            self.read += fresh if fresh >= READING else 0
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         self.proposals += 1
@@ -93,6 +98,8 @@ class Spec:
     believed: DraftCost | None = None
     """What the controller is told that it costs; None tells the truth."""
     fails_at: int | None = None
+    reading_ms: float = 0.0
+    """Of each token of a text that it has not been shown."""
 
 
 @dataclass
@@ -122,6 +129,7 @@ class World:
         believed: Any = None,
         measure: bool = False,
         seed: int = 0,
+        filling: Filling = Packed(),  # noqa: B008
     ) -> None:
         self.specs, self.passes = specs, passes
         self.drafters = [
@@ -144,14 +152,14 @@ class World:
             )
             for spec, drafter in zip(specs, self.drafters, strict=True)
         ]
-        costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs})
+        costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs}, filling)
         self.controller = Controller(arms, costs, nodes=64, vocabulary=VOCABULARY, measure=measure, clock=lambda: 0.0)
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
         self._show(self.rows)
 
-    def row(self, index: int, prompt: int = 5) -> Row:
+    def row(self, index: int, prompt: int = 5, room: int = 10**9) -> Row:
         """A new row with a prompt."""
         return Row(
             row=index,
@@ -160,13 +168,13 @@ class World:
             sampler=None,  # type: ignore[arg-type]
             seed=0,
             stop_ids=frozenset(),
-            room=10**9,
+            room=room,
         )
 
-    def renew(self, index: int) -> None:
+    def renew(self, index: int, prompt: int = 5, room: int = 10**9) -> None:
         """The row's answer ends and another begins in its place."""
         self.controller.forget([index], [0])
-        self.rows[index] = self.row(index)
+        self.rows[index] = self.row(index, prompt, room)
         self._show([self.rows[index]])
 
     def run(self, steps: int) -> Steps:
@@ -184,15 +192,17 @@ class World:
             drafter.step = self.count
         members = list(range(len(self.rows)))
         groups = self.controller.plan(self.rows, members, [None] * len(members))
-        drafts, spent = [], 0.0
+        drafts, spent = [], -self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)
             if group.members and (draft := self._propose(group)) is not None:
                 drafts.append((group.members, draft))
                 spent += 0.0 if spec.copies else spec.cost.ms(max(group.depths))
-        spent += sum(spec.cost.ms(1) for spec in self.specs if spec.copies)
+        spent += sum(spec.cost.ms(1) for spec in self.specs if spec.copies) + self._reading()
         draft = self.controller.admit(gather(drafts, len(members)) if drafts else empty_draft(len(members)))
-        verify = self.passes.pass_ms(1 + max(draft.counts.tolist()), len(members))
+        filling = self.controller.costs.filling
+        nodes = filling.nodes(filling.size(draft.counts.tolist()), len(members))
+        verify = self.passes.pass_ms(1 + nodes, len(members))
         emitted = [self._emit(index, draft, spent, verify) for index in members]
         self._teach(groups, emitted)
         self.controller.learn(emitted)
@@ -202,6 +212,10 @@ class World:
         self.steps.times.append(spent + verify)
         self.steps.tokens.append(sum(len(one.tokens) for one in emitted))
         self.count += 1
+
+    def _reading(self) -> float:
+        """What reading has taken so far, ms."""
+        return sum(spec.reading_ms * drafter.read for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
     def _propose(self, group: Group) -> Draft | None:
         if group.draft is not None:
@@ -221,6 +235,7 @@ class World:
             accepted += 1
         tokens = [truth(len(row.tokens) + place) for place in range(accepted + 1)]
         row.tokens.extend(tokens)
+        row.room -= len(tokens)
         trace = StepTrace(
             step=self.count,
             position=0,

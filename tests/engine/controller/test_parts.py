@@ -20,11 +20,13 @@ from forerun.drafters.ngram import NgramConfig
 from forerun.engine import drafting
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.controller import Deferred, StepCosts, arms_of, chooser, depth, offers, survival, switch
-from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune
+from forerun.engine.controller.admission import GivenTree, prunable, prune
 from forerun.engine.controller.auto import method_of
 from forerun.engine.controller.build import controller_for
 from forerun.engine.controller.chooser import Copy, Offer, choose
 from forerun.engine.controller.confidence import Confidence
+from forerun.engine.controller.costs import READING, Nominal
+from forerun.engine.controller.filling import Packed, Padded
 from forerun.errors import ArgumentError
 from forerun.step import warn_drafter
 from forerun.tree import TreeBuilder, rebuild, stack
@@ -164,20 +166,49 @@ def test_what_decides_before_drawing_never_sees_a_draft() -> None:
 
 def test_width_follows_the_staircase_and_goodput() -> None:
     worth, stairs = (0.0, 0.5, 0.9, 1.0, 1.05), [1.0, 1.3, 1.3, 1.9, 1.9]
-    assert best_width([worth], times=stairs, goodput=1.0) == 2
-    assert best_width([worth], times=stairs, goodput=10.0) == 0
-    assert best_width([worth], times=stairs, goodput=0.01) == 4
-    assert best_width([worth], times=stairs, goodput=10.0, least=3) == 4, "what is paid for in any case is filled"
-    assert best_width([worth] * 4, times=stairs, goodput=5.0) == 2, "rows share the price"
+
+    def best(count: int, goodput: float, *fixed: int) -> list[int]:
+        return Padded().best([worth] * count, times=stairs, goodput=goodput, fixed=fixed)
+
+    assert best(1, 1.0) == [2]
+    assert best(1, 10.0) == [0]
+    assert best(1, 0.01) == [4]
+    assert best(1, 10.0, 1, 3) == [4], "what is paid for in any case is filled"
+    assert best(4, 5.0) == [2] * 4, "rows share the price"
+
+
+def test_where_padding_is_left_out_every_node_is_paid_for_and_the_best_come_first() -> None:
+    line = [1.0 + 0.1 * size for size in range(9)]
+    sure, vague, none = (0.0, 0.9, 1.7, 2.4), (0.0, 0.5, 0.6), (0.0,)
+
+    def best(goodput: float, *fixed: int) -> list[int]:
+        return Packed().best([sure, vague, none], times=line, goodput=goodput, fixed=fixed)
+
+    assert best(0.5) == [3, 2, 0]
+    assert best(4.0) == [3, 1, 0]
+    assert best(6.0) == [3, 0, 0]
+    assert best(7.5) == [2, 0, 0]
+    assert best(10.0) == [0, 0, 0]
+    assert best(0.5, 4, 2) == [2, 0, 0], "no larger than a pass may be"
+    assert Packed().best([], times=line, goodput=1.0) == []
+    free = [1.0] * 4 + [9.0] * 5
+    assert Packed().best([vague, sure], times=free, goodput=1.0, fixed=(1,)) == [0, 2], "the step before the stair"
+
+
+def test_sizes_of_a_pass() -> None:
+    for filling in (Padded(), Packed()):
+        assert filling.size([3] * 5) == filling.most(5, 3)
+        assert filling.nodes(filling.most(5, 3), 5) == 3
+    assert Padded().size([1, 4, 0]) == 4 and Packed().size([1, 4, 0]) == 5
 
 
 def test_a_copy_and_a_model_are_weighed_by_gain() -> None:
     times = [1.0 + 0.1 * nodes for nodes in range(9)]
     offer = Offer(arm=1, depth=4, nodes=4, ms=1.0, tokens={0: 2.0, 1: 2.0})
     copy = Copy(arm=0, worth=[0.0, 0.9, 1.7, 2.4], width=3)
-    both = choose(2, {0: copy}, [offer], times=times, goodput=1.0)
+    both = choose(2, {0: copy}, [offer], times=times, goodput=1.0, filling=Padded())
     assert (both.copies, both.offers) == ({0: 0}, {1: 1})
-    alone = choose(2, {0: copy}, [offer], times=times, goodput=3.0)
+    alone = choose(2, {0: copy}, [offer], times=times, goodput=3.0, filling=Padded())
     assert (alone.copies, alone.offers) == ({0: 0}, {})
 
 
@@ -186,11 +217,46 @@ def test_costs_fall_back_on_what_was_seen() -> None:
     costs.expect("m", drafting_cost(0.5))
     for _ in range(12):
         costs.saw_pass(2, 1, 0, 3 * Passes().pass_ms(3))
-        costs.saw_draft("m", 2, 4.0)
+        costs.saw_draft("m", 2, 1, 4.0)
     assert costs.times(1, 0, 4) == pytest.approx([3 * Passes().pass_ms(nodes + 1) for nodes in range(5)], rel=0.01)
-    assert costs.draft_ms("m", 2) == pytest.approx(4.0, rel=0.01)
+    assert costs.draft_ms("m", 2, 1) == pytest.approx(4.0, rel=0.01)
     costs.saw_pass(2, 1, 0, 500.0)
     assert costs.times(1, 0, 2)[2] < 4.0, "one outlier moves nothing"
+
+
+def test_a_slower_machine_slows_what_was_not_seen_of_late() -> None:
+    """Sizes keep what they have of their own beside each other, the pace is common to all."""
+    costs = StepCosts(Passes())
+    alone, wide = Passes().pass_ms(1), Passes().pass_ms(4)
+    for _ in range(40):
+        costs.saw_pass(0, 1, 0, alone)
+        costs.saw_pass(3, 1, 0, 1.5 * wide)
+    before = costs.times(1, 0, 3)
+    assert before[3] / before[0] == pytest.approx(1.5 * wide / alone, rel=0.15)
+    for _ in range(40):
+        costs.saw_pass(3, 1, 0, 2 * 1.5 * wide)
+    after = costs.times(1, 0, 3)
+    assert [after[n] / before[n] for n in (0, 3)] == pytest.approx([2, 2], rel=0.1)
+
+
+def test_a_proposal_for_many_rows_is_no_proposal_for_one() -> None:
+    costs = StepCosts(Nominal(), {"m": drafting_cost(0.5)})
+    growth = Nominal().pass_ms(1, 16)
+    assert costs.draft_ms("m", 4, 16) == pytest.approx(growth * costs.draft_ms("m", 4, 1))
+    for _ in range(12):
+        costs.saw_draft("m", 4, 1, 2.0)
+        costs.saw_draft("m", 4, 16, 9.0)
+    assert costs.draft_ms("m", 4, 1) == pytest.approx(2.0, rel=0.1)
+    assert costs.draft_ms("m", 4, 16) == pytest.approx(9.0, rel=0.15)
+
+
+def test_reading_a_text_is_told_from_drafting() -> None:
+    costs = StepCosts(Nominal(), {"m": drafting_cost(0.5)})
+    assert costs.reading_ms("m", 300) == 0.0, "nothing is known yet"
+    costs.saw_draft("m", 4, 1, 2.0 + 30.0, unread=300)
+    assert costs.draft_ms("m", 4, 1) == 2.0
+    assert costs.reading_ms("m", 600) == pytest.approx(60.0)
+    assert costs.reading_ms("m", READING - 1) == 0.0
 
 
 def drafting_cost(level_ms: float) -> Any:

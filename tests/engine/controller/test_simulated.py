@@ -9,6 +9,7 @@ from statistics import median
 import pytest
 
 from engine.controller.simulation import Passes, Spec, World, optimum, rate_at
+from forerun.engine.controller.filling import Filling, Packed, Padded
 from forerun.engine.cost import DraftCost
 from forerun.step import warn_drafter
 
@@ -102,11 +103,12 @@ def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
     assert outside["model"] > 0.9 * outside.total()
 
 
+@pytest.mark.parametrize("filling", [Packed(), Padded()])
 @pytest.mark.parametrize("rows", [4, 16])
-def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int) -> None:
+def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, filling: Filling) -> None:
     passes = Passes(0.002)
     spec = Spec(name="m", alpha=lambda step, row: 0.9 if row % 2 else 0.05, cost=level(0.1))
-    steps = World(spec, rows=rows, passes=passes).run(300)
+    steps = World(spec, rows=rows, passes=passes, filling=filling).run(300)
     late = steps.depths[200:]
     assert sum(row[1] >= 4 for row in late) > 90
     assert sum(row[0] == 0 for row in late) > 90
@@ -120,6 +122,33 @@ def test_a_new_row_starts_from_what_the_others_showed() -> None:
     before = world.drafters[0].proposals
     world.run(20)
     assert world.drafters[0].proposals - before <= 3
+
+
+@pytest.mark.parametrize(("reading_ms", "read"), [(0.05, False), (0.001, True)])
+def test_a_text_is_read_where_that_repays_itself(reading_ms: float, read: bool) -> None:
+    """Answers of 40 tokens to prompts of 300: reading takes 15 plain steps, or a third of one."""
+    spec = Spec(name="m", alpha=0.7, cost=level(0.1), reading_ms=reading_ms)
+    world = World(spec, measure=True)
+    for _ in range(40):
+        world.renew(0, prompt=300, room=40)
+        while world.rows[0].room > 0:
+            world.run(1)
+        if len(world.steps.tokens) < 100:
+            begun = world.drafters[0].read
+    assert begun > 0, "the first ones have to be read to know what that takes"
+    late = world.drafters[0].read - begun
+    assert (late > 20 * 300) if read else (late < 5 * 300)
+    assert world.steps.rate(100) > (1.25 if read else 0.9) / Passes().pass_ms(1)
+
+
+def test_a_trial_that_reads_much_is_seldom() -> None:
+    """A useless drafter for 8 rows: the texts that a trial reads count as what it costs."""
+    trials = []
+    for reading_ms in (0.0, 0.2):
+        world = World(Spec(name="m", alpha=0.02, cost=level(0.1), reading_ms=reading_ms), rows=8, measure=True)
+        world.run(1500)
+        trials.append(sum(any(row) for row in world.steps.depths[200:]))
+    assert trials[0] > 2 * trials[1]
 
 
 def test_what_steps_take_corrects_what_was_believed() -> None:

@@ -17,6 +17,7 @@ from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.target import Target
 from forerun.target.cache import SlotCache
 from forerun.target.fast.attention import fold_attention
+from forerun.target.fast.packing import packed_bytes
 from forerun.target.inputs import Nodes
 from forerun.target.masks import FULL, Block, MaskStyle, build
 from forerun.types import Signal
@@ -59,7 +60,8 @@ class HeadRunner:
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
-        return sum(weight.nbytes for weight in self.head.parameters()) + self._cache.nbytes()
+        own = sum(weight.nbytes for weight in self.head.parameters())
+        return own + packed_bytes(self.head) + self._cache.nbytes()
 
     def truncate(self, row: int, length: int) -> None:
         """Forget all but the first `length` entries of a row."""

@@ -1,9 +1,9 @@
 """After drafting: which of the drafted nodes the target shall score. Only given nodes are ever taken away.
 
-A node is worth its place if its probability of surviving exceeds the running goodput times what it costs. Passes are
-as wide as their widest row and cost a staircase, so the rule is applied to widths: rank each row's nodes by the
-probability that their whole path survives, take for each width the best prefix of every row, and choose the width that
-gains most. Width 0 is plain decoding. Knows no drafter and no clock.
+A node is worth its place if its probability of surviving exceeds the running goodput times what it costs. Costs are
+staircases, so the rule is applied to sizes of a pass (`filling`): rank each row's nodes by the probability that their
+whole path survives, take for each size the best prefixes that fit, and choose the size that gains most. Size 0 is plain
+decoding. Knows no drafter and no clock.
 """
 
 from __future__ import annotations
@@ -137,24 +137,6 @@ def _worth(parents: Sequence[int], survival: Sequence[float], order: Sequence[in
         total += gain
         found.append(total)
     return tuple(found)
-
-
-def best_width(worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, least: int = 0) -> int:
-    """How many nodes every row may submit.
-
-    Args:
-        worths: of each row, the expected number of accepted tokens by nodes submitted.
-        times: entry n: a pass over n drafted nodes per row, ms.
-        goodput: tokens per ms that decoding currently yields.
-        least: width that the pass has in any case, because of rows that cannot be pruned.
-    """
-    most = min(len(times) - 1, max((len(worth) - 1 for worth in worths), default=0))
-    best, best_gain = 0, float("-inf")
-    for width in range(most + 1):
-        gain = sum(worth[min(width, len(worth) - 1)] for worth in worths) - goodput * times[max(width, least)]
-        if gain > best_gain + 1e-12:
-            best, best_gain = width, gain
-    return best
 
 
 def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:

@@ -19,10 +19,10 @@ class Sizes:
         self._most = most
         self._seen: dict[int, float] = {}
 
-    def saw(self, depth: int, nodes: int) -> None:
-        """A proposal that might go to `depth` had `nodes` in its widest row."""
+    def saw(self, depth: int, nodes: float) -> None:
+        """Of a proposal that might go to `depth`, `nodes` of each row were scored."""
         before = self._seen.get(depth)
-        self._seen[depth] = float(nodes) if before is None else before + 0.2 * (nodes - before)
+        self._seen[depth] = nodes if before is None else before + 0.2 * (nodes - before)
 
     def expected(self, depth: int) -> int:
         """Nodes per row, at least 1; depths that were never tried are in proportion to the nearest that was."""

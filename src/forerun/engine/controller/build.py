@@ -14,6 +14,7 @@ from forerun.engine.controller.auto import arms_of, repeats
 from forerun.engine.controller.controller import Controller
 from forerun.engine.controller.costs import COPY, Nominal, StepCosts
 from forerun.engine.controller.deferred import Deferred
+from forerun.engine.controller.filling import Packed, Padded
 from forerun.engine.cost import DraftCost, PassCost, load_or_measure
 from forerun.errors import ArgumentError
 from forerun.target import Target
@@ -52,7 +53,8 @@ def controller_for(
     """
     arms = [_arm(own, setup, nodes, reproducible=repeats(config)) for own in arms_of(config)]
     passes = costs if costs is not None else _measured(setup.target)
-    step_costs = StepCosts(passes, getattr(passes, "drafts", None))
+    filling = Padded() if setup.target.computes_padding else Packed()
+    step_costs = StepCosts(passes, getattr(passes, "drafts", None), filling)
     for arm in arms:
         step_costs.expect(arm.key, COPY if arm.copies else _guess(arm.drafter, setup.target, passes))
     return Controller(arms, step_costs, nodes=nodes, vocabulary=setup.target.vocab_size, measure=costs is None)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
+
+from forerun.engine.controller.filling import Filling
 
 _EXPLORATION = 0.5
 """Standard errors added to an arm's mean per square root of the log of steps."""
@@ -42,6 +44,8 @@ class Offer:
     """Of its proposal, for all rows together."""
     tokens: Mapping[int, float]
     """Member -> expected accepted tokens; only members that it may draft for."""
+    unread: Mapping[int, int] = field(default_factory=dict)
+    """Member -> tokens that the drafter must read before its proposal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,7 @@ def choose(
     *,
     times: Sequence[float],
     goodput: float,
+    filling: Filling,
 ) -> Choice:
     """The choice with the largest expected gain: tokens less `goodput` times the step's time.
 
@@ -80,16 +85,17 @@ def choose(
         members: how many rows.
         copies: member -> what lies ready for it.
         offers: of drafters that cost a pass.
-        times: entry n: a pass over n drafted nodes per row, ms.
+        times: entry s: a pass of size s, ms.
         goodput: tokens per ms that decoding currently yields.
+        filling: what size of a pass nodes of several rows make up.
     """
     best, best_gain = Choice(copies={}, offers={}), float("-inf")
     for chosen in _subsets(offers):
         choice = _assign(members, copies, chosen)
-        width = max((copies[member].width for member in choice.copies), default=0)
-        width = max([width, *(offer.nodes for offer in chosen if offer.arm in choice.offers.values())])
-        spent = times[min(width, len(times) - 1)] + sum(offer.ms for offer in chosen)
         by_arm = {offer.arm: offer for offer in chosen}
+        counts = [copies[member].width for member in choice.copies]
+        counts += [by_arm[arm].nodes for arm in choice.offers.values()]
+        spent = times[min(filling.size(counts), len(times) - 1)] + sum(offer.ms for offer in chosen)
         tokens = sum(_value(copies[member]) for member in choice.copies)
         tokens += sum(by_arm[arm].tokens[member] for member, arm in choice.offers.items())
         gain = tokens - goodput * spent

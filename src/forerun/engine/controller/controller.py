@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from forerun import tree as trees
-from forerun.engine.controller.admission import GivenTree, best_width, prunable, prune
+from forerun.engine.controller.admission import GivenTree, prunable, prune
 from forerun.engine.controller.arm import Arm
 from forerun.engine.controller.chooser import Copy, choose
 from forerun.engine.controller.confidence import Confidence
@@ -92,7 +92,14 @@ class Controller:
             if not arm.copies
         )
         moment.offers = [offer for offer in found if offer is not None]
-        moment.choice = choose(len(members), moment.copies, moment.offers, times=moment.times, goodput=moment.goodput)
+        moment.choice = choose(
+            len(members),
+            moment.copies,
+            moment.offers,
+            times=moment.times,
+            goodput=moment.goodput,
+            filling=self.costs.filling,
+        )
         return [self._group(moment, arm, index) for index, arm in enumerate(self.arms)]
 
     def admit(self, draft: Draft) -> Draft:
@@ -102,16 +109,17 @@ class Controller:
         self._rank(moment, draft)
         counts: list[int] = draft.counts.tolist()
         places = {moment.members[member]: member for member in moment.trees}
-        fixed = max((count for index, count in enumerate(counts) if index not in places), default=0)
-        widest = max(counts, default=0)
-        moment.counts = [counts[index] for index in moment.members]
-        if widest >= len(moment.times):
-            moment.times = self.costs.times(moment.batch, moment.context, widest)
+        fixed = [count for index, count in enumerate(counts) if index not in places]
+        if max(counts, default=0) > self._nodes:
+            moment.times = self.costs.times(moment.batch, moment.context, max(counts))
         worths = [tree.worth for tree in moment.trees.values()]
-        width = best_width(worths, times=moment.times, goodput=moment.goodput, least=fixed)
-        keep = {index: moment.trees[member].order[:width] for index, member in places.items() if counts[index] > width}
+        best = self.costs.filling.best(worths, times=moment.times, goodput=moment.goodput, fixed=fixed)
+        taken = {moment.members[member]: count for member, count in zip(moment.trees, best, strict=True)}
+        keep = {index: moment.trees[places[index]].order[:n] for index, n in taken.items() if n < counts[index]}
+        counts = [taken.get(index, count) for index, count in enumerate(counts)]
         moment.pruned = {places[index] for index in keep}
-        moment.width = max(fixed, min(width, widest))
+        moment.submitted = [counts[index] for index in moment.members]
+        moment.size = self.costs.filling.size(counts)
         return prune(draft, keep) if keep else draft
 
     def learn(self, emitted: Sequence[Emitted]) -> None:
@@ -189,10 +197,11 @@ class Controller:
 
         return GivenTree.joined(trees, self._nodes, estimate)
 
-    @staticmethod
-    def _width(tree: GivenTree, moment: Moment) -> int:
-        """Nodes of one row's tree that pay, the pass being shared by all rows of the step."""
-        return best_width([tree.worth], times=moment.times, goodput=moment.goodput / moment.batch)
+    def _width(self, tree: GivenTree, moment: Moment) -> int:
+        """Nodes of one row's tree that pay, if the others have none or as many."""
+        filling = self.costs.filling
+        goodput = moment.goodput * filling.share(moment.batch)
+        return filling.best([tree.worth], times=moment.times, goodput=goodput)[0]
 
     def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
         chosen = moment.chosen(arm, index)

@@ -1,26 +1,27 @@
 """What a step will cost: the calibrated figures, corrected by what the steps themselves were seen to cost.
 
-Medians of recent ratios between seen and predicted, so a garbage collection or a prompt that was caught up with moves
-nothing. Knows no clock: times are handed in.
+Knows no clock: times are handed in.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import overload
 
+from forerun.engine.controller.correction import Correction
+from forerun.engine.controller.filling import Filling, Packed
 from forerun.engine.cost import DraftCost, PassCost
 
-_WINDOW = 12
-"""Ratios kept of each size."""
-_STALE = 512
-"""Additions after which a ratio no longer counts."""
-_POOLED_WEIGHT = 3.0
-"""Observations that the ratio of all sizes together is worth to one size."""
+_WINDOW = 24
+"""Steps whose host work is kept."""
 _CONTEXT_STEP = 256
 """Predictions are renewed when the context grows into the next multiple of this, tokens."""
+_MOST_PREDICTIONS = 8192
 _LEAST_MS = 1e-3
+READING = 32
+"""Tokens that a row's drafter may not have been shown yet and still catch up with in passing."""
 COPY = DraftCost(fixed_ms=0.02, level_ms=0.0)
 """First guess for a drafter that looks things up."""
 
@@ -36,43 +37,49 @@ class Nominal:
         return 1.0 + 0.04 * (nodes * rows - 1)
 
 
-class Correction:
-    """Seen over predicted, by size, leaning on all sizes together while a size has been seen seldom."""
+class Times(Sequence[float]):
+    """Entry s: a step with a pass of size s, ms; worked out when it is asked for."""
 
-    def __init__(self) -> None:
-        self._pooled: deque[float] = deque(maxlen=2 * _WINDOW)
-        self._sizes: dict[Hashable, deque[tuple[int, float]]] = {}
-        self._ratios: dict[Hashable, float] = {}
-        self._count = 0
-        self.pooled = 1.0
-        """The ratio of sizes that were never seen."""
+    def __init__(self, length: int, time: Callable[[int], float]) -> None:
+        self._length, self._time = length, time
+        self._known: dict[int, float] = {}
 
-    def add(self, size: Hashable, seen: float, predicted: float) -> None:
-        """Take in one figure; both above 0."""
-        self._count += 1
-        ratio = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS)
-        self._pooled.append(ratio)
-        self.pooled = median(self._pooled)
-        own = self._sizes.setdefault(size, deque(maxlen=_WINDOW))
-        own.append((self._count, ratio))
-        while own[0][0] < self._count - _STALE:
-            own.popleft()
-        middle = median(ratio for _, ratio in own)
-        self._ratios[size] = (len(own) * middle + _POOLED_WEIGHT * self.pooled) / (len(own) + _POOLED_WEIGHT)
+    def __len__(self) -> int:
+        return self._length
 
-    def ratio(self, size: Hashable) -> float:
-        """To multiply a prediction with."""
-        return self._ratios.get(size, self.pooled)
+    @overload
+    def __getitem__(self, size: int) -> float: ...
+    @overload
+    def __getitem__(self, size: slice) -> list[float]: ...
+    def __getitem__(self, size: int | slice) -> float | list[float]:
+        if isinstance(size, slice):
+            return [self[index] for index in range(*size.indices(self._length))]
+        if not 0 <= size < self._length:
+            raise IndexError(size)
+        found = self._known.get(size)
+        if found is None:
+            found = self._known[size] = self._time(size)
+        return found
 
 
 class StepCosts:
-    """Times of passes and drafts in ms, for the sizes a controller weighs."""
+    """Times of passes and drafts in ms, for the sizes a controller weighs.
 
-    def __init__(self, passes: PassCost, drafts: Mapping[str, DraftCost] | None = None) -> None:
+    Args:
+        passes: what passes cost, over as many nodes in each row.
+        drafts: what is known of drafters.
+        filling: what size of a pass nodes of several rows make up.
+    """
+
+    def __init__(
+        self, passes: PassCost, drafts: Mapping[str, DraftCost] | None = None, filling: Filling | None = None
+    ) -> None:
         self._passes, self._drafts = passes, dict(drafts or {})
-        self._tables: dict[tuple[int, int], list[float]] = {}
+        self.filling = filling or Packed()
+        self._predictions: dict[tuple[int, int, int], float] = {}
         self._pass, self._draft = Correction(), dict[str, Correction]()
-        self._overheads: deque[float] = deque(maxlen=2 * _WINDOW)
+        self._overheads: deque[float] = deque(maxlen=_WINDOW)
+        self._readings = dict[str, deque[float]]()
         self.overhead_ms = 0.0
         """Host work of a step in which no drafter that costs a forward pass took part."""
 
@@ -80,43 +87,66 @@ class StepCosts:
         """A first guess of a drafter's cost, where it was not calibrated."""
         self._drafts.setdefault(key, cost)
 
-    def times(self, rows: int, context: int, most: int) -> list[float]:
-        """Entry n, n = 0 .. `most`: a pass over n drafted nodes in each of `rows` rows, and the step's host work."""
-        predicted = self._predicted(rows, context, most)
-        pooled, overhead, correction = self._pass.pooled, self.overhead_ms, self._pass
-        found = [time * pooled + overhead for time in predicted[: most + 1]]
-        for nodes in range(min(most + 1, len(found))):
-            ratio = correction.ratio((nodes, rows))
-            if ratio != pooled:
-                found[nodes] = predicted[nodes] * ratio + overhead
-        return found
+    def times(self, rows: int, context: int, nodes: int) -> Times:
+        """Entry s: a pass of size s over `rows` rows of up to `nodes` drafted nodes each, and the step's host work."""
 
-    def draft_ms(self, key: str, depth: int) -> float:
-        """A proposal down to `depth` by a drafter."""
+        def time(size: int) -> float:
+            return self._predicted(size, rows, context) * self._pass.factor(_kind(size, rows)) + self.overhead_ms
+
+        return Times(self.filling.most(rows, nodes) + 1, time)
+
+    def draft_ms(self, key: str, depth: int, rows: int) -> float:
+        """A proposal down to `depth` by a drafter in a step of `rows` rows that it knows the text of."""
         correction = self._draft.get(key)
-        return self._drafts[key].ms(depth) * (correction.ratio(depth) if correction is not None else 1.0)
+        return self._proposal(key, depth, rows) * (correction.factor((depth, rows)) if correction is not None else 1.0)
 
-    def saw_pass(self, nodes: int, rows: int, context: int, ms: float) -> None:
-        """A pass over `nodes` drafted nodes per row, and its verification, took this long."""
-        self._pass.add((nodes, rows), ms, self._predicted(rows, context, nodes)[nodes])
+    def reading_ms(self, key: str, tokens: int) -> float:
+        """A drafter's first look at so many tokens; 0 while that has never been seen."""
+        seen = self._readings.get(key)
+        return tokens * median(seen) if seen and tokens >= READING else 0.0
 
-    def saw_draft(self, key: str, depth: int, ms: float) -> None:
-        """A step's host work and the proposal of one drafter took this long."""
+    def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
+        """A pass of this size over `rows` rows, and its verification, took this long."""
+        self._pass.add(_kind(size, rows), ms, self._predicted(size, rows, context))
+
+    def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
+        """A step's host work and the proposal of one drafter took this long, `unread` tokens being read before it."""
         own = max(_LEAST_MS, ms - self.overhead_ms)
-        self._draft.setdefault(key, Correction()).add(depth, own, self._drafts[key].ms(depth))
+        if unread >= READING:
+            reading = max(0.0, own - self.draft_ms(key, depth, rows)) / unread
+            self._readings.setdefault(key, deque(maxlen=_WINDOW)).append(reading)
+        else:
+            self._draft.setdefault(key, Correction()).add((depth, rows), own, self._proposal(key, depth, rows))
 
     def saw_overhead(self, ms: float) -> None:
         """A step's host work took this long, no drafter that costs a forward pass being among it."""
         self._overheads.append(ms)
         self.overhead_ms = median(self._overheads)
 
-    def _predicted(self, rows: int, context: int, most: int) -> list[float]:
-        key = rows, context // _CONTEXT_STEP
-        table = self._tables.get(key)
-        if table is None:
-            if len(self._tables) > 64:
-                self._tables.clear()
-            table = self._tables[key] = []
-        while len(table) <= most:
-            table.append(self._passes.pass_ms(len(table) + 1, rows, key[1] * _CONTEXT_STEP))
-        return table
+    def _proposal(self, key: str, depth: int, rows: int) -> float:
+        """As calibrated on one row, growing with the rows as the target's pass does."""
+        growth = self._predicted(0, rows, 0) / self._predicted(0, 1, 0) if rows > 1 else 1.0
+        return self._drafts[key].ms(depth) * growth
+
+    def _predicted(self, size: int, rows: int, context: int) -> float:
+        place = size, rows, context // _CONTEXT_STEP
+        found = self._predictions.get(place)
+        if found is None:
+            if len(self._predictions) > _MOST_PREDICTIONS:
+                self._predictions.clear()
+            found = self._predictions[place] = self._even(self.filling.nodes(size, rows), rows, place[2])
+        return found
+
+    def _even(self, nodes: float, rows: int, contexts: int) -> float:
+        """A pass in which every row has that many drafted nodes; parts of one are interpolated."""
+        whole, context = int(nodes), contexts * _CONTEXT_STEP
+        below = self._passes.pass_ms(whole + 1, rows, context)
+        if nodes == whole:
+            return below
+        return below + (nodes - whole) * (self._passes.pass_ms(whole + 2, rows, context) - below)
+
+
+def _kind(size: int, rows: int) -> tuple[int, int]:
+    """What passes are corrected alike: of about as many rows, and of about the same size, in steps of an eighth."""
+    shift = max(0, size.bit_length() - 4)
+    return size >> shift << shift, rows if rows < 4 else 2 ** rows.bit_length()

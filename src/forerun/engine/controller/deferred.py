@@ -73,6 +73,11 @@ class Deferred(Drafter):
             with self._noticing():
                 self.drafter.extend(part)
 
+    def unread(self, row: int, length: int) -> int:
+        """Tokens of a row's `length` that the drafter must be shown before its next proposal."""
+        known = self._rows.get(row)
+        return length - (known.shown if known is not None else 0)
+
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]

@@ -19,16 +19,17 @@ class Depth:
     """Expected tokens per time over those of plain decoding."""
 
 
-def best_depth(curves: Sequence[Sequence[float]], times: Sequence[float]) -> Depth:
-    """The depth with the most expected tokens per time, over all rows that draft together.
+def best_depth(curves: Sequence[Sequence[float]], times: Sequence[float], rows: int) -> Depth:
+    """The depth with the most expected tokens per time, over all rows of the step.
 
     Args:
-        curves: of each row, the probability that depth 1, 2, ... survives; rows may end early.
+        curves: of each row that drafts, the probability that depth 1, 2, ... survives; rows may end early.
         times: entry d: a step that drafts to depth d, ms; entry 0 is plain decoding. At least two entries.
+        rows: of the step, whether or not they draft.
     """
-    plain = len(curves) / times[0]
+    plain = rows / times[0]
     best = Depth(tokens=1, ratio=0.0)
-    expected = float(len(curves))
+    expected = float(rows)
     for depth in range(1, len(times)):
         expected += sum(curve[depth - 1] for curve in curves if depth <= len(curve))
         ratio = expected / times[depth] / plain

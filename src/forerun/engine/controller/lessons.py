@@ -34,7 +34,7 @@ def learn(
         arm.survival.age()
         if moment.chosen(arm, index):
             _acceptance(arm, index, moment, own, costs)
-    spent = moment.times[min(moment.width, len(moment.times) - 1)]
+    spent = moment.times[min(moment.size, len(moment.times) - 1)]
     spent += sum(offer.ms for offer in moment.offers if offer.arm in moment.choice.offers.values())
     if measure and own:
         spent = _times(arms, moment, own[0], costs)
@@ -60,10 +60,13 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
         arm.switch.fail([moment.rows[member].row for member in chosen])
         return
     offer = next(offer for offer in moment.offers if offer.arm == index)
-    times = depth_times(arm, moment, costs, offer.depth)
-    cost = times[-1] / times[0]
-    nodes = max(moment.counts[member] for member in chosen)
-    arm.sizes.saw(offer.depth, min(nodes, moment.width) if moment.pruned else nodes)
+    times = depth_times(arm, moment, costs, offer.depth, len(chosen))
+    extra = times[-1] / times[0] - 1
+    cost = 1 + extra * moment.batch / len(chosen)  # which those answer for that it drafts for
+    if any(arm.switch.trying(moment.rows[member].row) for member in chosen):
+        arm.switch.spend(extra + costs.reading_ms(arm.key, moment.unread(offer)) / times[0])
+    scored = [moment.submitted[member] for member in chosen]
+    arm.sizes.saw(offer.depth, costs.filling.nodes(costs.filling.size(scored), len(scored)))
     for member in chosen:
         row, step = moment.rows[member], own[member]
         if step.tokens[-1] in row.stop_ids:
@@ -75,8 +78,8 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
             if passed is not None:
                 arm.survival.renew(row.row, passed)
         else:
-            expected = 1 + sum(arm.survival.curve(row.row, offer.depth))
-            arm.switch.judge(row.row, expected / cost)
+            hoped = sum(arm.survival.curve(row.row, offer.depth)) if moment.submitted[member] else 0.0
+            arm.switch.judge(row.row, (1 + hoped) / cost)
 
 
 def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[int, int]:
@@ -90,13 +93,16 @@ def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[
 
 
 def _times(arms: Sequence[Arm], moment: Moment, step: Emitted, costs: StepCosts) -> float:
-    """Correct the costs by what the step took; returns that, ms."""
+    """Correct the costs by what the step took; returns that without what reading a prompt took, ms."""
     trace = step.trace
     host = trace.draft_ms + trace.commit_ms
-    costs.saw_pass(moment.width, moment.batch, moment.context, trace.verify_ms)
+    costs.saw_pass(moment.size, moment.batch, moment.context, trace.verify_ms)
     used = [offer for offer in moment.offers if offer.arm in moment.choice.offers.values()]
     if not used:
         costs.saw_overhead(host)
     elif len(used) == 1:
-        costs.saw_draft(arms[used[0].arm].key, used[0].depth, host)
+        unread = moment.unread(used[0])
+        key = arms[used[0].arm].key
+        costs.saw_draft(key, used[0].depth, moment.batch, host, unread=unread)
+        host -= min(host, costs.reading_ms(key, unread))
     return host + trace.verify_ms

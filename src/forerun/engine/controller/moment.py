@@ -36,8 +36,8 @@ class Moment:
     """Longest text among the members, tokens."""
     limits: Sequence[int]
     """By member: most tokens on a path; 0 where nothing may be drafted."""
-    times: list[float] = field(default_factory=list)
-    """Entry n: a pass over n drafted nodes per row, and the host work, ms."""
+    times: Sequence[float] = ()
+    """Entry s: a pass of size s, and the host work, ms."""
     factor: float = 1.0
     """Tokens per time that decoding yields of late, over plain decoding's."""
     asked: list[Asked] = field(default_factory=list)
@@ -48,14 +48,14 @@ class Moment:
     choice: Choice = field(default_factory=lambda: Choice(copies={}, offers={}))
     trees: dict[int, GivenTree] = field(default_factory=dict)
     """Member -> the given tree that is proposed, wherever it comes from."""
-    counts: list[int] = field(default_factory=list)
-    """By member: nodes drafted, scouts included, before any was taken away."""
     pruned: set[int] = field(default_factory=set)
     """Members that lost nodes after they were drafted."""
     matched: dict[int, int] = field(default_factory=dict)
     """Member -> how many of the committed tokens its given tree held, before any node was taken away."""
-    width: int = 0
-    """Drafted nodes of the widest row of the pass."""
+    submitted: list[int] = field(default_factory=list)
+    """By member: nodes that the target scores."""
+    size: int = 0
+    """Of the pass."""
 
     @property
     def goodput(self) -> float:
@@ -66,6 +66,10 @@ class Moment:
         """The offer that was taken for a member."""
         arm = self.choice.offers.get(member)
         return next((offer for offer in self.offers if offer.arm == arm), None)
+
+    def unread(self, offer: Offer) -> int:
+        """Tokens that the drafter of an offer reads before it drafts for the members that take it."""
+        return sum(offer.unread[member] for member, arm in self.choice.offers.items() if arm == offer.arm)
 
     def row_ids(self) -> list[int]:
         """Cache rows of the members."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from forerun.engine.controller.arm import Arm
 from forerun.engine.controller.chooser import Offer, optimism
 from forerun.engine.controller.costs import StepCosts
@@ -13,14 +15,19 @@ _TRIAL = 100.0
 """Tokens that are added to the offer for rows on trial: a trial is not put off."""
 _TIE = 1e-3
 """Tokens per ratio that order drafters which are kept on although plain decoding seems no worse."""
+_RETURN = 2.0
+"""Times over that reading a text must repay itself, by what is expected: answers end early and hopes are high."""
+_Curves = Mapping[int, Sequence[float]]
+"""Member -> probability that depth 1, 2, ... survives."""
 
 
-def depth_times(arm: Arm, moment: Moment, costs: StepCosts, deepest: int) -> list[float]:
-    """Entry d: a step that drafts to depth d with this drafter, ms; entry 0 is plain decoding."""
+def depth_times(arm: Arm, moment: Moment, costs: StepCosts, deepest: int, members: int) -> list[float]:
+    """Entry d: a step in which this drafter drafts to depth d for so many members, ms; entry 0 is plain decoding."""
     last = len(moment.times) - 1
+    sizes = (costs.filling.most(members, arm.sizes.expected(depth)) for depth in range(1, deepest + 1))
     steps = (
-        moment.times[min(last, arm.sizes.expected(depth))] + costs.draft_ms(arm.key, depth)
-        for depth in range(1, deepest + 1)
+        moment.times[min(last, size)] + costs.draft_ms(arm.key, depth, moment.batch)
+        for depth, size in enumerate(sizes, start=1)
     )
     return [moment.times[0], *steps]
 
@@ -31,24 +38,19 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int)
     Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is the
     switch's business, which is patient, and not that of a noisy estimate. Where copies yield more, its time is dear.
     """
-    members = [
-        member
-        for member, row in enumerate(moment.rows)
-        if moment.limits[member] > 0 and (arm.switch.on(row.row) or arm.switch.trying(row.row))
-    ]
-    if not members:
+    curves: _Curves = _curves(arm, moment)
+    if not curves:
         return None
-    limits = {member: min(arm.limit, moment.limits[member]) for member in members}
-    curves = {
-        member: guessed(limit)
-        if arm.switch.trying(moment.rows[member].row)
-        else arm.survival.curve(moment.rows[member].row, limit)
-        for member, limit in limits.items()
-    }
-    times = depth_times(arm, moment, costs, max(limits.values()))
-    depth = best_depth(list(curves.values()), times)
+    deepest = max(map(len, curves.values()))
+    times = depth_times(arm, moment, costs, deepest, len(curves))
+    unread = {member: arm.drafter.unread(moment.rows[member].row, len(moment.rows[member].tokens)) for member in curves}
+    curves = _repaying(arm, moment, costs, curves, times, unread)
+    if not curves:
+        return None
+    times = depth_times(arm, moment, costs, deepest, len(curves))
+    depth = best_depth(list(curves.values()), times, moment.batch)
     extra = times[depth.tokens] - times[0]
-    patience = moment.batch * extra / moment.times[0] / len(members) + _TIE * depth.ratio
+    patience = moment.batch * extra / moment.times[0] / len(curves) + _TIE * depth.ratio
     tokens = {}
     for member, curve in curves.items():
         row = moment.rows[member].row
@@ -59,6 +61,33 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int)
         arm=index,
         depth=depth.tokens,
         nodes=min(len(moment.times) - 1, arm.sizes.expected(depth.tokens)),
-        ms=costs.draft_ms(arm.key, depth.tokens),
+        ms=costs.draft_ms(arm.key, depth.tokens, moment.batch),
         tokens=tokens,
+        unread={member: unread[member] for member in curves},
     )
+
+
+def _curves(arm: Arm, moment: Moment) -> dict[int, list[float]]:
+    """Of the members that the drafter is on for, or on trial for."""
+    found = {}
+    for member, row in enumerate(moment.rows):
+        limit, trying = min(arm.limit, moment.limits[member]), arm.switch.trying(row.row)
+        if limit > 0 and (trying or arm.switch.on(row.row)):
+            found[member] = guessed(limit) if trying else arm.survival.curve(row.row, limit)
+    return found
+
+
+def _repaying(
+    arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves, times: Sequence[float], unread: Mapping[int, int]
+) -> _Curves:
+    """Without the members whose text the drafter has yet to read and would not repay it in what is left to write."""
+    depth = best_depth(list(curves.values()), times, moment.batch).tokens
+    extra = (times[depth] - times[0]) / len(curves)
+    found = {}
+    for member, curve in curves.items():
+        row, reading = moment.rows[member], costs.reading_ms(arm.key, unread[member])
+        accepted = sum(curve[:depth])
+        gain = (accepted - moment.goodput * extra) * row.room / (1.0 + accepted)
+        if reading == 0.0 or arm.switch.trying(row.row) or gain > _RETURN * moment.goodput * reading:
+            found[member] = curve
+    return found

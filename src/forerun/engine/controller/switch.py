@@ -1,7 +1,7 @@
 """Off where a drafter does not pay, and back on when it does: hysteresis, and short trials of all rows at once.
 
-Trials are common to all rows because a pass is as wide as its widest row: rows that tried by turns would keep every
-pass wide. Knows ratios to plain decoding, no drafter and no clock.
+Trials are common to all rows because a pass may be as wide as its widest row: rows that tried by turns would keep
+every pass wide. Knows ratios to plain decoding, no drafter and no clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Switch:
         self._useless = False
         """No row was on when last looked: new rows start off."""
         self._step, self._due = 0, INTERVAL
-        self._spent, self._began = 0.0, 0
+        self._spent = 0.0
 
     def begin(self, rows: list[int]) -> None:
         """A step of these rows begins: new ones start as the drafter stands, and trials start when they are due."""
@@ -52,7 +52,7 @@ class Switch:
                     self._off.add(row)
         if self._off and self._step >= self._due and not self._trials:
             self._trials = {row: _Trial() for row in rows if row in self._off}
-            self._began, self._spent = self._step, 0.0
+            self._spent = 0.0
 
     def on(self, row: int) -> bool:
         """Whether the drafter works for the row, not counting trials."""
@@ -69,12 +69,14 @@ class Switch:
             self._put_off([row])
 
     def tried(self, row: int, *, accepted: int, drafted: int, cost: float) -> list[tuple[int, int]] | None:
-        """A row on trial has drafted at `cost` plain steps. Where it passed: its steps, (accepted, drafted)."""
+        """A row on trial has drafted, for which it answers with `cost` plain steps.
+
+        Where it passed: its steps, (accepted, drafted).
+        """
         trial = self._trials[row]
         trial.tokens += accepted + 1
         trial.cost += cost
         trial.steps.append((accepted, drafted))
-        self._spent = max(self._spent, trial.cost - len(trial.steps))
         good = trial.tokens >= THRESHOLD * trial.cost
         if len(trial.steps) < (_LONGEST if good else _SHORTEST):
             return None
@@ -84,6 +86,10 @@ class Switch:
         self._off.discard(row)
         self._points[row], self._useless = 0, False
         return trial.steps
+
+    def spend(self, cost: float) -> None:
+        """A step with a trial took this much more than a plain one, in plain steps."""
+        self._spent += cost
 
     def fail(self, rows: list[int]) -> None:
         """The drafter raised: these rows go on without it until the next trial."""

@@ -48,3 +48,9 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
         attention.install(model)
     compiled = compile and compiling.compile_forward(model)
     return Acceleration(packing=packed, folded_attention=folded, compiled=compiled)
+
+
+def folds(model: Any, base: Any) -> bool:
+    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which is told by `RUNNING` where
+    tokens stand; in compiled passes it is not."""
+    return attention.installed(model) and not isinstance(base.forward, compiling.CompiledForward)

@@ -19,6 +19,7 @@ enum { LANES = 16, BLOCK = 128, TILE = 4, CHUNK = 64, MOST_DEPTH = 256 };
 
 typedef struct {
     const uint16_t *query, *key, *value, *mask;
+    const int64_t *rows;        // (batch,) which row of the keys and values each sequence has; NULL: its own number
     uint16_t *out;              // (batch, count, heads, value_depth), contiguous
     int64_t batch, heads, key_heads, count, width, depth, value_depth;
     int64_t query_batch, query_head, query_row;
@@ -244,8 +245,9 @@ static void finish(const Problem *p, int64_t batch, int64_t key_head, int64_t fi
 
 // Up to CHUNK rows of one sequence that share a key head. Row r is position r % count of head r / count of the group.
 static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int64_t first, int64_t rows, Scratch *s) {
-    const uint16_t *key = p->key + batch * p->key_batch + key_head * p->key_head;
-    const uint16_t *value = p->value + batch * p->value_batch + key_head * p->value_head;
+    int64_t held = p->rows ? p->rows[batch] : batch;
+    const uint16_t *key = p->key + held * p->key_batch + key_head * p->key_head;
+    const uint16_t *value = p->value + held * p->value_batch + key_head * p->value_head;
     const uint16_t *mask = p->mask + batch * p->mask_batch;
     begin(p, batch, key_head, first, rows, s);
     for (int64_t start = 0; start < p->width; start += BLOCK) {

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
 from forerun.target.fast import native
+from forerun.target.fast.padding import RUNNING
 
 NAME = "forerun_fold"
 """Under which transformers knows it."""
@@ -47,8 +48,8 @@ def fold_attention(
 
     Args:
         module: the layer's attention.
-        query: (B, heads, N, D)
-        key: (B, kv_heads, W, D)
+        query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
+        key: (B, kv_heads, W, D); those of all rows where the cache leaves it to attention to select them.
         value: (B, kv_heads, W, D')
         attention_mask: (B, 1, N, W), additive or boolean.
         scaling: of the scores.
@@ -56,7 +57,7 @@ def fold_attention(
         kwargs: what else the model says; `CACHE` only inside a compiled pass.
 
     Returns:
-        (B, N, heads, D') and no weights.
+        (B, N, heads, D') or (1, M, heads, D'), and no weights.
 
     Raises:
         UnsupportedModelError: the model uses a soft cap or attention sinks.
@@ -75,15 +76,28 @@ def fold_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    return _attention(query, key, value, attention_mask, scaling, dropout), None
+    flat, rows = RUNNING.flat, RUNNING.rows
+    if flat is None:
+        return _attention(query, key, value, attention_mask, scaling, dropout=dropout, rows=rows), None
+    query = flat.restore(query.transpose(1, 2)).transpose(1, 2)
+    return flat.flatten(_attention(query, key, value, attention_mask, scaling, dropout=dropout, rows=rows)), None
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    *,
+    dropout: float = 0.0,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """(B, N, heads, D')"""
+    """(B, N, heads, D'); `rows` (B,) selects among keys and values."""
     if not dropout and native.takes(query, key, value, mask):
-        return native.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return native.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling, rows)
+    if rows is not None:
+        key, value = key.index_select(0, rows), value.index_select(0, rows)
     return _fold(query, key, value, mask, scaling, dropout)
 
 
@@ -146,6 +160,11 @@ _MASKS = _Repeated()
 def suits(model: Any) -> bool:
     """True if `model` runs transformers' ``sdpa`` on a CPU: then it has neither soft caps nor sinks."""
     return getattr(model.config, "_attn_implementation", None) == "sdpa" and model.device.type == "cpu"
+
+
+def installed(model: Any) -> bool:
+    """Whether `model` uses `fold_attention`."""
+    return getattr(model.config, "_attn_implementation", None) == NAME
 
 
 def install(model: Any) -> None:

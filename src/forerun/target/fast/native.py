@@ -45,7 +45,7 @@ class _Problem(ctypes.Structure):
     """`Problem` of ``attend.c``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "out")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "rows", "out")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "count", "width", "depth", "value_depth")),
         *((f"{name}_{axis}", ctypes.c_int64) for name, axes in _STRIDES.items() for axis in axes),
         ("scale", ctypes.c_float),
@@ -66,15 +66,16 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
     """Attention where `takes` says so; a row's bits depend on what that row sees alone.
 
     Args:
         query: (B, heads, N, D)
-        key: (B, kv_heads, W, D)
-        value: (B, kv_heads, W, D')
+        key: (R, kv_heads, W, D)
+        value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
         scale: of the scores.
+        rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
 
     Returns:
         (B, N, heads, D')
@@ -86,7 +87,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     mask = mask.expand(batch, 1, count, key.shape[2])
     sizes = (batch, heads, key.shape[1], count, key.shape[2], depth, value.shape[-1])
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
-    pointers = [tensor.data_ptr() for tensor in (query, key, value, mask, out)]
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, mask, rows, out)]
     found(ctypes.byref(_Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())))
     return out
 

@@ -17,8 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from forerun.target.fast.padding import PADDING
-
 PACK_ROWS = 16
 """The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -58,7 +56,7 @@ class PackedWeight:
             traced: Tensor = torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
             return traced
         rows = states.reshape(-1, self.in_features)
-        result = PADDING.without(rows, self._product)
+        result = self._product(rows)
         return result.view(*states.shape[:-1], result.shape[-1])
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -225,6 +223,13 @@ def pack(model: nn.Module) -> Packing:
                 setattr(parent, name, packed)
                 layers, size = layers + 1, size + packed.packed_weight.nbytes()
     return Packing(layers=layers, fused=fused, nbytes=size)
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Bytes of what `pack` packed: weights that are no parameters any longer."""
+    found = [getattr(module, "packed_weight", None) for module in model.modules()]
+    packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
+    return sum(packed.values())
 
 
 def _parents(model: nn.Module) -> Iterator[nn.Module]:
