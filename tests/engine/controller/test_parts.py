@@ -27,6 +27,7 @@ from forerun.engine.controller.chooser import Copy, Offer, choose
 from forerun.engine.controller.confidence import Confidence
 from forerun.engine.controller.costs import READING, Nominal
 from forerun.engine.controller.filling import Packed, Padded
+from forerun.engine.controller.survival import Survival
 from forerun.errors import ArgumentError
 from forerun.step import warn_drafter
 from forerun.tree import TreeBuilder, rebuild, stack
@@ -248,6 +249,18 @@ def test_a_proposal_for_many_rows_is_no_proposal_for_one() -> None:
         costs.saw_draft("m", 4, 16, 9.0)
     assert costs.draft_ms("m", 4, 1) == pytest.approx(2.0, rel=0.1)
     assert costs.draft_ms("m", 4, 16) == pytest.approx(9.0, rel=0.15)
+
+
+def test_what_was_useless_for_long_is_not_hoped_for_anew() -> None:
+    survival = Survival()
+    for _ in range(400):
+        survival.record(0, accepted=0, drafted=1)
+        survival.age()
+    seen = survival.curve(None, 1)[0]
+    for _ in range(3000):
+        survival.age()
+    assert survival.curve(None, 1)[0] < seen + 0.1 < 0.2
+    assert survival.evidence(1) < 2.0, "but little stands behind it"
 
 
 def test_reading_a_text_is_told_from_drafting() -> None:

@@ -141,6 +141,22 @@ def test_a_text_is_read_where_that_repays_itself(reading_ms: float, read: bool) 
     assert world.steps.rate(100) > (1.25 if read else 0.9) / Passes().pass_ms(1)
 
 
+def test_texts_are_read_again_now_and_then_where_that_did_not_pay() -> None:
+    """Useless for 2000 steps, good from then on: what is read meanwhile takes little, and it is found out."""
+    turn = 2000
+    good = Spec(name="m", alpha=lambda step, row: 0.1 if step < turn else 0.9, cost=level(0.1), reading_ms=0.01)
+    world = World(good, rows=4, measure=True)
+    for _ in range(3500):
+        for index, row in enumerate(world.rows):
+            if row.room <= 0 or row.prompt_length < 300:
+                world.renew(index, prompt=300, room=60)
+        world.run(1)
+    before, after = world.steps.rate(400, turn), world.steps.rate(turn + 600)
+    plain = 4 / Passes().pass_ms(1, 4)
+    assert before > 0.93 * plain
+    assert after > 1.5 * plain
+
+
 def test_a_trial_that_reads_much_is_seldom() -> None:
     """A useless drafter for 8 rows: the texts that a trial reads count as what it costs."""
     trials = []

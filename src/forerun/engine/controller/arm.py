@@ -50,6 +50,8 @@ class Arm:
     confidence: Confidence = field(default_factory=Confidence)
     switch: Switch = field(default_factory=Switch)
     asking: Asking = field(default_factory=Asking)
+    read: int = 0
+    """The step in which it was last offered for a text that it had to read."""
 
     def forget(self, row: int) -> None:
         """The row is free."""

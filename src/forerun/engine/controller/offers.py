@@ -10,12 +10,13 @@ from forerun.engine.controller.costs import StepCosts
 from forerun.engine.controller.depth import best_depth
 from forerun.engine.controller.moment import Moment
 from forerun.engine.controller.survival import guessed
+from forerun.engine.controller.switch import TRIAL_SHARE
 
 _TRIAL = 100.0
 """Tokens that are added to the offer for rows on trial: a trial is not put off."""
 _TIE = 1e-3
 """Tokens per ratio that order drafters which are kept on although plain decoding seems no worse."""
-_RETURN = 2.0
+_RETURN = 1.25
 """Times over that reading a text must repay itself, by what is expected: answers end early and hopes are high."""
 _Curves = Mapping[int, Sequence[float]]
 """Member -> probability that depth 1, 2, ... survives."""
@@ -44,7 +45,7 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int)
     deepest = max(map(len, curves.values()))
     times = depth_times(arm, moment, costs, deepest, len(curves))
     unread = {member: arm.drafter.unread(moment.rows[member].row, len(moment.rows[member].tokens)) for member in curves}
-    curves = _repaying(arm, moment, costs, curves, times, unread)
+    curves = _repaying(arm, moment, costs, curves, times, unread, steps)
     if not curves:
         return None
     times = depth_times(arm, moment, costs, deepest, len(curves))
@@ -78,16 +79,28 @@ def _curves(arm: Arm, moment: Moment) -> dict[int, list[float]]:
 
 
 def _repaying(
-    arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves, times: Sequence[float], unread: Mapping[int, int]
+    arm: Arm,
+    moment: Moment,
+    costs: StepCosts,
+    curves: _Curves,
+    times: Sequence[float],
+    unread: Mapping[int, int],
+    steps: int,
 ) -> _Curves:
-    """Without the members whose text the drafter has yet to read and would not repay it in what is left to write."""
+    """Without the members whose text the drafter has yet to read and would not repay it in what is left to write.
+
+    One of them is read all the same where none has been for so long that it takes `TRIAL_SHARE` of the time.
+    """
     depth = best_depth(list(curves.values()), times, moment.batch).tokens
     extra = (times[depth] - times[0]) / len(curves)
+    plain = moment.batch / times[0]
     found = {}
     for member, curve in curves.items():
         row, reading = moment.rows[member], costs.reading_ms(arm.key, unread[member])
         accepted = sum(curve[:depth])
-        gain = (accepted - moment.goodput * extra) * row.room / (1.0 + accepted)
-        if reading == 0.0 or arm.switch.trying(row.row) or gain > _RETURN * moment.goodput * reading:
+        gain = (accepted - plain * extra) * row.room / (1.0 + accepted)
+        explores = steps - arm.read >= reading / times[0] / TRIAL_SHARE
+        if reading == 0.0 or arm.switch.trying(row.row) or explores or gain > _RETURN * plain * reading:
             found[member] = curve
+            arm.read = steps if reading else arm.read
     return found

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 FIRST_GUESS = 0.7
 """Conditional acceptance assumed of a drafter that nobody has seen: good enough to be tried at once."""
 _SHARED_WEIGHT = 12.0
-"""Observations that the depth above (or the first guess) is worth to the shared figures."""
+"""Observations that the depth above is worth to the shared figures, the long run to those of the first depth, and the
+first guess to that."""
 _ROW_WEIGHT = 12.0
 """Observations that the shared figures are worth to a row."""
+_LONG_MEMORY = 0.5 ** (1 / 4096)
 _SHARED_MEMORY = 0.5 ** (1 / 256)
 _ROW_MEMORY = 0.5 ** (1 / 96)
 """What an observation still counts a step later, whoever drafted in it: half after 256 steps, of a row after 96. What
-is no longer asked, or no longer drafted so deep, fades towards the first guess and what the depth above shows: so it is
-tried again, also while something else pays."""
+is no longer asked, or no longer drafted so deep, fades towards the long run and what the depth above shows, and so does
+what stands behind it (`evidence`): so it is tried again, also while something else pays."""
 _CARRIED = 0.8
 """Share of a row's surprise at one depth that is expected at the next."""
 _LEAST, _MOST = 0.005, 0.995
@@ -33,12 +35,15 @@ class _Counts:
     right: list[float] = field(default_factory=list)
 
     def add(self, depth: int, accepted: bool) -> None:
+        self.put(depth, float(accepted), 1.0)
+
+    def put(self, depth: int, right: float, tried: float) -> None:
         missing = depth + 1 - len(self.tried)
         if missing > 0:
             self.tried.extend([0.0] * missing)
             self.right.extend([0.0] * missing)
-        self.tried[depth] += 1.0
-        self.right[depth] += accepted
+        self.tried[depth] += tried
+        self.right[depth] += right
 
     def fade(self, memory: float) -> None:
         self.tried = [memory * tried for tried in self.tried]
@@ -52,7 +57,7 @@ class Survival:
     """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from it as it learns."""
 
     def __init__(self) -> None:
-        self._shared = _Counts()
+        self._long, self._shared = _Counts(), _Counts()
         self._rows: dict[int, _Counts] = {}
 
     def record(self, row: int, *, accepted: int, drafted: int) -> None:
@@ -64,6 +69,9 @@ class Survival:
 
     def age(self) -> None:
         """A step has passed, whoever drafted in it: what was seen counts a little less."""
+        right, tried = self._shared.at(0)
+        self._long.fade(_LONG_MEMORY)
+        self._long.put(0, (1 - _SHARED_MEMORY) * right, (1 - _SHARED_MEMORY) * tried)
         self._shared.fade(_SHARED_MEMORY)
         for own in self._rows.values():
             own.fade(_ROW_MEMORY)
@@ -71,7 +79,8 @@ class Survival:
     def curve(self, row: int | None, depth: int) -> list[float]:
         """Probability that depth 1, 2, ... `depth` survives; of all rows together where `row` is None or new."""
         own = self._rows.get(row) if row is not None else None
-        shared, mine, alive = FIRST_GUESS, FIRST_GUESS, 1.0
+        shared = mine = self._expected()
+        alive = 1.0
         found = []
         for level in range(depth):
             right, tried = self._shared.at(level)
@@ -83,6 +92,11 @@ class Survival:
             found.append(alive)
         return found
 
+    def _expected(self) -> float:
+        """Of a first token, before anything of late is known."""
+        right, tried = self._long.at(0)
+        return (right + _SHARED_WEIGHT * FIRST_GUESS) / (tried + _SHARED_WEIGHT)
+
     def evidence(self, row: int) -> float:
         """Steps that stand behind a row's curve; those of other rows count little."""
         own = self._rows.get(row, _Counts()).at(0)[1]
@@ -91,6 +105,7 @@ class Survival:
     def renew(self, row: int, steps: Sequence[tuple[int, int]]) -> None:
         """What was known of a row no longer holds: start again from these (accepted, drafted) steps."""
         self._rows.pop(row, None)
+        self._long.fade(0.25)
         self._shared.fade(0.25)
         for accepted, drafted in steps:
             self.record(row, accepted=accepted, drafted=drafted)
