@@ -75,7 +75,7 @@ class Controller:
             One group per drafter; rows that it does not draft for are its listeners.
         """
         self.steps += 1
-        moment = self._moment = _begin(rows, members, depths)
+        moment = self._moment = _begin(self.steps, rows, members, depths)
         for arm in self.arms:
             if not arm.copies:
                 arm.switch.begin(moment.row_ids())
@@ -86,11 +86,7 @@ class Controller:
         for asked in moment.asked:
             useful = any(self._width(tree, moment) for tree in asked.trees.values())
             self.arms[asked.arm].asking.asked(self.steps, ms=asked.ms, useful=useful, plain_ms=moment.times[0])
-        found = (
-            offer_of(arm, index, moment, self.costs, self.steps)
-            for index, arm in enumerate(self.arms)
-            if not arm.copies
-        )
+        found = (offer_of(arm, index, moment, self.costs) for index, arm in enumerate(self.arms) if not arm.copies)
         moment.offers = [offer for offer in found if offer is not None]
         moment.choice = choose(
             len(members),
@@ -234,10 +230,11 @@ class Controller:
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
 
 
-def _begin(rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> Moment:
+def _begin(step: int, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> Moment:
     own = [rows[index] for index in members]
     rooms = [max(0, row.room - 1) for row in own]
     return Moment(
+        step=step,
         rows=own,
         members=members,
         batch=len(rows),

@@ -26,6 +26,8 @@ class Asked:
 class Moment:
     """One step of the rows that a controller works for."""
 
+    step: int
+    """How many the controller has planned."""
     rows: Sequence[Row]
     """Its members, in the order of the step."""
     members: Sequence[int]

@@ -33,7 +33,7 @@ def depth_times(arm: Arm, moment: Moment, costs: StepCosts, deepest: int, member
     return [moment.times[0], *steps]
 
 
-def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int) -> Offer | None:
+def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts) -> Offer | None:
     """The drafter's offer to the rows that it is on for, or on trial for; None where there are none.
 
     Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is the
@@ -45,25 +45,22 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts, steps: int)
     deepest = max(map(len, curves.values()))
     times = depth_times(arm, moment, costs, deepest, len(curves))
     unread = {member: arm.drafter.unread(moment.rows[member].row, len(moment.rows[member].tokens)) for member in curves}
-    curves = _repaying(arm, moment, costs, curves, times, unread, steps)
+    curves = _repaying(arm, moment, costs, curves, times, unread)
     if not curves:
         return None
     times = depth_times(arm, moment, costs, deepest, len(curves))
     depth = best_depth(list(curves.values()), times, moment.batch)
     extra = times[depth.tokens] - times[0]
     patience = moment.batch * extra / moment.times[0] / len(curves) + _TIE * depth.ratio
-    tokens = {}
-    for member, curve in curves.items():
-        row = moment.rows[member].row
-        reached = curve[: depth.tokens]
-        hoped = sum(reached) + optimism(reached, arm.survival.evidence(row), steps)
-        tokens[member] = max(hoped, patience) + (_TRIAL if arm.switch.trying(row) else 0.0)
     return Offer(
         arm=index,
         depth=depth.tokens,
         nodes=min(len(moment.times) - 1, arm.sizes.expected(depth.tokens)),
         ms=costs.draft_ms(arm.key, depth.tokens, moment.batch),
-        tokens=tokens,
+        tokens={
+            member: max(_hoped(arm, moment, member, curve[: depth.tokens]), patience)
+            for member, curve in curves.items()
+        },
         unread={member: unread[member] for member in curves},
     )
 
@@ -78,14 +75,15 @@ def _curves(arm: Arm, moment: Moment) -> dict[int, list[float]]:
     return found
 
 
+def _hoped(arm: Arm, moment: Moment, member: int, curve: Sequence[float]) -> float:
+    """Accepted tokens expected of a member, and what is added for what is not known of it."""
+    row = moment.rows[member].row
+    bonus = optimism(curve, arm.survival.evidence(row), moment.step)
+    return sum(curve) + bonus + (_TRIAL if arm.switch.trying(row) else 0.0)
+
+
 def _repaying(
-    arm: Arm,
-    moment: Moment,
-    costs: StepCosts,
-    curves: _Curves,
-    times: Sequence[float],
-    unread: Mapping[int, int],
-    steps: int,
+    arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves, times: Sequence[float], unread: Mapping[int, int]
 ) -> _Curves:
     """Without the members whose text the drafter has yet to read and would not repay it in what is left to write.
 
@@ -99,8 +97,8 @@ def _repaying(
         row, reading = moment.rows[member], costs.reading_ms(arm.key, unread[member])
         accepted = sum(curve[:depth])
         gain = (accepted - plain * extra) * row.room / (1.0 + accepted)
-        explores = steps - arm.read >= reading / times[0] / TRIAL_SHARE
+        explores = moment.step - arm.read >= reading / times[0] / TRIAL_SHARE
         if reading == 0.0 or arm.switch.trying(row.row) or explores or gain > _RETURN * plain * reading:
             found[member] = curve
-            arm.read = steps if reading else arm.read
+            arm.read = moment.step if reading else arm.read
     return found
