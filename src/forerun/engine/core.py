@@ -243,7 +243,8 @@ class Engine:
         rows = [answer.row for answer in answers]
         configs = [answer.request.speculative for answer in answers]
         depths = [config.num_speculative_tokens if config is not None else None for config in configs]
-        groups = self.drafting.groups(rows, [answer.drafter for answer in answers], depths)
+        keys = [answer.drafter for answer in answers]
+        groups = self.drafting.groups(rows, keys, depths, awaited=bool(self._reading))
 
         def admit(draft: Draft) -> Draft:
             return permitted(self.drafting.admit(draft), rows)

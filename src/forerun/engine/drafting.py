@@ -103,8 +103,18 @@ class Drafting:
         drafters = self._active[key].drafters if key is not None else []
         return frozenset[Signal]().union(*(drafter.requires for _, drafter in drafters))
 
-    def groups(self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None]) -> list[Group]:
-        """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's)."""
+    def groups(
+        self,
+        rows: Sequence[Row],
+        keys: Sequence[str | None],
+        depths: Sequence[int | None],
+        *,
+        awaited: bool = False,
+    ) -> list[Group]:
+        """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's).
+
+        `awaited`: others wait for their first token.
+        """
         groups = list[Group]()
         self._planned = []
         for key in dict.fromkeys(key for key in keys if key is not None):
@@ -112,7 +122,7 @@ class Drafting:
             members = [index for index, other in enumerate(keys) if other == key]
             limits = [self.depth(key, depths[index]) for index in members]
             if active.controller is not None:
-                groups += active.controller.plan(rows, members, limits)
+                groups += active.controller.plan(rows, members, limits, awaited=awaited)
                 self._planned.append(active.controller)
                 continue
             groups.append(

@@ -157,6 +157,8 @@ class World:
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
+        self.awaited = False
+        """Whether others wait for their first token."""
         self._show(self.rows)
 
     def row(self, index: int, prompt: int = 5, room: int = 10**9) -> Row:
@@ -191,7 +193,7 @@ class World:
         for drafter in self.drafters:
             drafter.step = self.count
         members = list(range(len(self.rows)))
-        groups = self.controller.plan(self.rows, members, [None] * len(members))
+        groups = self.controller.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
         drafts, spent = [], -self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)

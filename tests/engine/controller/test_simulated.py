@@ -157,6 +157,18 @@ def test_texts_are_read_again_now_and_then_where_that_did_not_pay() -> None:
     assert after > 1.5 * plain
 
 
+def test_a_text_is_not_read_at_once_while_others_wait_for_their_first_token() -> None:
+    world = World(Spec(name="m", alpha=0.9, cost=level(0.1), reading_ms=0.002), measure=True)
+    for awaited, plain in ((False, 0), (True, 8)):
+        for _ in range(4):
+            world.awaited = awaited
+            world.renew(0, prompt=300, room=200)
+            begun = world.count
+            world.run(20)
+        depths = [row[0] for row in world.steps.depths[begun:]]
+        assert not any(depths[:plain]) and all(depths[plain + 1 :]), "a few tokens later it is read all the same"
+
+
 def test_a_trial_that_reads_much_is_seldom() -> None:
     """A useless drafter for 8 rows: the texts that a trial reads count as what it costs."""
     trials = []

@@ -63,19 +63,23 @@ class Controller:
         """The hidden states that any of its drafters reads."""
         return frozenset[Signal]().union(*(arm.drafter.requires for arm in self.arms))
 
-    def plan(self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> list[Group]:
+    def plan(
+        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None], *, awaited: bool = False
+    ) -> list[Group]:
         """Who drafts for whom in the coming step.
 
         Args:
             rows: of the whole step.
             members: which of them this controller works for.
             depths: by member, the request's own limit of tokens on a path.
+            awaited: others wait for their first token: whose text a drafter has yet to read can wait a little.
 
         Returns:
             One group per drafter; rows that it does not draft for are its listeners.
         """
         self.steps += 1
         moment = self._moment = _begin(self.steps, rows, members, depths)
+        moment.awaited = awaited
         for arm in self.arms:
             if not arm.copies:
                 arm.switch.begin(moment.row_ids())

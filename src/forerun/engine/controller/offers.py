@@ -18,6 +18,8 @@ _TIE = 1e-3
 """Tokens per ratio that order drafters which are kept on although plain decoding seems no worse."""
 _RETURN = 1.25
 """Times over that reading a text must repay itself, by what is expected: answers end early and hopes are high."""
+_PATIENCE = 8
+"""Tokens that an answer goes without drafts because others wait for their first one."""
 _Curves = Mapping[int, Sequence[float]]
 """Member -> probability that depth 1, 2, ... survives."""
 
@@ -87,7 +89,8 @@ def _repaying(
 ) -> _Curves:
     """Without the members whose text the drafter has yet to read and would not repay it in what is left to write.
 
-    One of them is read all the same where none has been for so long that it takes `TRIAL_SHARE` of the time.
+    One of them is read all the same where none has been for so long that it takes `TRIAL_SHARE` of the time; none in
+    its first tokens while others wait for theirs.
     """
     depth = best_depth(list(curves.values()), times, moment.batch).tokens
     extra = (times[depth] - times[0]) / len(curves)
@@ -95,6 +98,8 @@ def _repaying(
     found = {}
     for member, curve in curves.items():
         row, reading = moment.rows[member], costs.reading_ms(arm.key, unread[member])
+        if moment.awaited and reading and len(row.tokens) - row.prompt_length <= _PATIENCE:
+            continue
         accepted = sum(curve[:depth])
         gain = (accepted - plain * extra) * row.room / (1.0 + accepted)
         explores = moment.step - arm.read >= reading / times[0] / TRIAL_SHARE
