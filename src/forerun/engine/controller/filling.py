@@ -62,6 +62,7 @@ class Padded:
     def best(
         self, worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, fixed: Sequence[int] = ()
     ) -> list[int]:
+        """Every row fills the width that gains most."""
         least = self.size(fixed)
         most = min(len(times) - 1, max((len(worth) - 1 for worth in worths), default=0))
         tokens = [sum(worth[min(width, len(worth) - 1)] for worth in worths) for width in range(most + 1)]
@@ -87,6 +88,7 @@ class Packed:
     def best(
         self, worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, fixed: Sequence[int] = ()
     ) -> list[int]:
+        """The nodes that gain most together, whoever's they are."""
         least = self.size(fixed)
         gains, rows = [-goodput * times[min(least, len(times) - 1)]], list[int]()
         waiting = [(worth[0] - worth[1], row, 1) for row, worth in enumerate(worths) if len(worth) > 1]
