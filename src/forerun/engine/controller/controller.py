@@ -78,8 +78,7 @@ class Controller:
             One group per drafter; rows that it does not draft for are its listeners.
         """
         self.steps += 1
-        moment = self._moment = _begin(self.steps, rows, members, depths)
-        moment.awaited = awaited
+        moment = self._moment = _begin(self.steps, rows, members, depths, awaited=awaited)
         for arm in self.arms:
             if not arm.copies:
                 arm.switch.begin(moment.row_ids())
@@ -234,11 +233,14 @@ class Controller:
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
 
 
-def _begin(step: int, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None]) -> Moment:
+def _begin(
+    step: int, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None], *, awaited: bool
+) -> Moment:
     own = [rows[index] for index in members]
     rooms = [max(0, row.room - 1) for row in own]
     return Moment(
         step=step,
+        awaited=awaited,
         rows=own,
         members=members,
         batch=len(rows),

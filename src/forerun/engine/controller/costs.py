@@ -5,7 +5,7 @@ Knows no clock: times are handed in.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import overload
@@ -19,7 +19,7 @@ _WINDOW = 24
 _CONTEXT_STEP = 256
 """Predictions are renewed when the context grows into the next multiple of this, tokens."""
 _MOST_PREDICTIONS = 8192
-_LEAST_MS = 1e-3
+"""Predictions kept before all are worked out anew."""
 READING = 32
 """Tokens that a row's drafter may not have been shown yet and still catch up with in passing."""
 COPY = DraftCost(fixed_ms=0.02, level_ms=0.0)
@@ -77,7 +77,7 @@ class StepCosts:
         self._passes, self._drafts = passes, dict(drafts or {})
         self.filling = filling or Packed()
         self._predictions: dict[tuple[int, int, int], float] = {}
-        self._pass, self._draft = Correction(), dict[str, Correction]()
+        self._pass, self._draft = Correction(), defaultdict[str, Correction](Correction)
         self._overheads: deque[float] = deque(maxlen=_WINDOW)
         self._readings = dict[str, deque[float]]()
         self.overhead_ms = 0.0
@@ -97,8 +97,7 @@ class StepCosts:
 
     def draft_ms(self, key: str, depth: int, rows: int) -> float:
         """A proposal down to `depth` by a drafter in a step of `rows` rows that it knows the text of."""
-        correction = self._draft.get(key)
-        return self._proposal(key, depth, rows) * (correction.factor((depth, rows)) if correction is not None else 1.0)
+        return self._proposal(key, depth, rows) * self._draft[key].factor((depth, rows))
 
     def reading_ms(self, key: str, tokens: int) -> float:
         """A drafter's first look at so many tokens; 0 while that has never been seen."""
@@ -111,12 +110,12 @@ class StepCosts:
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
         """A step's host work and the proposal of one drafter took this long, `unread` tokens being read before it."""
-        own = max(_LEAST_MS, ms - self.overhead_ms)
+        own = ms - self.overhead_ms
         if unread >= READING:
             reading = max(0.0, own - self.draft_ms(key, depth, rows)) / unread
             self._readings.setdefault(key, deque(maxlen=_WINDOW)).append(reading)
         else:
-            self._draft.setdefault(key, Correction()).add((depth, rows), own, self._proposal(key, depth, rows))
+            self._draft[key].add((depth, rows), own, self._proposal(key, depth, rows))
 
     def saw_overhead(self, ms: float) -> None:
         """A step's host work took this long, no drafter that costs a forward pass being among it."""

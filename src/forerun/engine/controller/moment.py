@@ -28,6 +28,8 @@ class Moment:
 
     step: int
     """How many the controller has planned."""
+    awaited: bool
+    """Others wait for their first token."""
     rows: Sequence[Row]
     """Its members, in the order of the step."""
     members: Sequence[int]
@@ -38,8 +40,6 @@ class Moment:
     """Longest text among the members, tokens."""
     limits: Sequence[int]
     """By member: most tokens on a path; 0 where nothing may be drafted."""
-    awaited: bool = False
-    """Others wait for their first token."""
     times: Sequence[float] = ()
     """Entry s: a pass of size s, and the host work, ms."""
     factor: float = 1.0

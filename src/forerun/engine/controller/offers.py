@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from forerun.engine.controller.arm import Arm
 from forerun.engine.controller.chooser import Offer, optimism
 from forerun.engine.controller.costs import StepCosts
-from forerun.engine.controller.depth import best_depth
+from forerun.engine.controller.depth import Depth, best_depth
 from forerun.engine.controller.moment import Moment
 from forerun.engine.controller.survival import guessed
 from forerun.engine.controller.switch import TRIAL_SHARE
@@ -41,18 +41,12 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts) -> Offer | 
     Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is the
     switch's business, which is patient, and not that of a noisy estimate. Where copies yield more, its time is dear.
     """
-    curves: _Curves = _curves(arm, moment)
-    if not curves:
-        return None
-    deepest = max(map(len, curves.values()))
-    times = depth_times(arm, moment, costs, deepest, len(curves))
+    curves = _curves(arm, moment)
     unread = {member: arm.drafter.unread(moment.rows[member].row, len(moment.rows[member].tokens)) for member in curves}
-    curves = _repaying(arm, moment, costs, curves, times, unread)
+    curves = _repaying(arm, moment, costs, curves, unread)
     if not curves:
         return None
-    times = depth_times(arm, moment, costs, deepest, len(curves))
-    depth = best_depth(list(curves.values()), times, moment.batch)
-    extra = times[depth.tokens] - times[0]
+    depth, extra = _best(arm, moment, costs, curves)
     patience = moment.batch * extra / moment.times[0] / len(curves) + _TIE * depth.ratio
     return Offer(
         arm=index,
@@ -60,14 +54,13 @@ def offer_of(arm: Arm, index: int, moment: Moment, costs: StepCosts) -> Offer | 
         nodes=min(len(moment.times) - 1, arm.sizes.expected(depth.tokens)),
         ms=costs.draft_ms(arm.key, depth.tokens, moment.batch),
         tokens={
-            member: max(_hoped(arm, moment, member, curve[: depth.tokens]), patience)
-            for member, curve in curves.items()
+            member: _promised(arm, moment, member, curve[: depth.tokens], patience) for member, curve in curves.items()
         },
         unread={member: unread[member] for member in curves},
     )
 
 
-def _curves(arm: Arm, moment: Moment) -> dict[int, list[float]]:
+def _curves(arm: Arm, moment: Moment) -> _Curves:
     """Of the members that the drafter is on for, or on trial for."""
     found = {}
     for member, row in enumerate(moment.rows):
@@ -77,32 +70,39 @@ def _curves(arm: Arm, moment: Moment) -> dict[int, list[float]]:
     return found
 
 
-def _hoped(arm: Arm, moment: Moment, member: int, curve: Sequence[float]) -> float:
-    """Accepted tokens expected of a member, and what is added for what is not known of it."""
+def _best(arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves) -> tuple[Depth, float]:
+    """How deep to draft for these members, and what that adds to a plain step, ms."""
+    times = depth_times(arm, moment, costs, max(map(len, curves.values())), len(curves))
+    depth = best_depth(list(curves.values()), times, moment.batch)
+    return depth, times[depth.tokens] - times[0]
+
+
+def _promised(arm: Arm, moment: Moment, member: int, curve: Sequence[float], least: float) -> float:
+    """Accepted tokens expected of a member and what is added for what is not known of it, at least so many."""
     row = moment.rows[member].row
-    bonus = optimism(curve, arm.survival.evidence(row), moment.step)
-    return sum(curve) + bonus + (_TRIAL if arm.switch.trying(row) else 0.0)
+    hoped = sum(curve) + optimism(curve, arm.survival.evidence(row), moment.step)
+    return max(hoped, least) + (_TRIAL if arm.switch.trying(row) else 0.0)
 
 
-def _repaying(
-    arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves, times: Sequence[float], unread: Mapping[int, int]
-) -> _Curves:
+def _repaying(arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves, unread: Mapping[int, int]) -> _Curves:
     """Without the members whose text the drafter has yet to read and would not repay it in what is left to write.
 
     One of them is read all the same where none has been for so long that it takes `TRIAL_SHARE` of the time; none in
     its first tokens while others wait for theirs.
     """
-    depth = best_depth(list(curves.values()), times, moment.batch).tokens
-    extra = (times[depth] - times[0]) / len(curves)
-    plain = moment.batch / times[0]
+    readings = {member: costs.reading_ms(arm.key, unread[member]) for member in curves}
+    if not any(readings.values()):
+        return curves
+    depth, extra = _best(arm, moment, costs, curves)
+    plain = moment.batch / moment.times[0]
     found = {}
     for member, curve in curves.items():
-        row, reading = moment.rows[member], costs.reading_ms(arm.key, unread[member])
+        row, reading = moment.rows[member], readings[member]
         if moment.awaited and reading and len(row.tokens) - row.prompt_length <= _PATIENCE:
             continue
-        accepted = sum(curve[:depth])
-        gain = (accepted - plain * extra) * row.room / (1.0 + accepted)
-        explores = moment.step - arm.read >= reading / times[0] / TRIAL_SHARE
+        accepted = sum(curve[: depth.tokens])
+        gain = (accepted - plain * extra / len(curves)) * row.room / (1.0 + accepted)
+        explores = moment.step - arm.read >= reading / moment.times[0] / TRIAL_SHARE
         if reading == 0.0 or arm.switch.trying(row.row) or explores or gain > _RETURN * plain * reading:
             found[member] = curve
             arm.read = moment.step if reading else arm.read
