@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forerun.target.fast import native
+from forerun.target.fast import building, glue, native
 from forerun.target.fast.attention import fold_attention
 from target_fast.conftest import by_definition
 
@@ -110,17 +110,22 @@ def test_what_it_does_not_take() -> None:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and a kernel that has not been asked for yet."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    native.kernel.cache_clear()
+    forget()
     yield tmp_path
-    native.kernel.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for known in (native.kernel, glue.kernels, building.library):
+        known.cache_clear()
 
 
 @needs_kernel
 def test_it_is_compiled_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.kernel() is not None
     (library,) = (elsewhere / "kernels").iterdir()
-    native.kernel.cache_clear()
-    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    forget()
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("compiled again"))
     assert native.kernel() is not None
     assert library.suffix == ".so"
 

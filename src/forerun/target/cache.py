@@ -82,11 +82,31 @@ class SlotCache:
         """Write (B, heads, N, dim) or (1, heads, M, dim); returns what the layer may read: (B, heads, width, dim)."""
         if layer_idx not in self._stores:
             self._stores[layer_idx] = (self._allocate(keys), self._allocate(values))
+        flat = self._on(keys.device).flat
+        for store, new in zip(self._stores[layer_idx], (keys, values), strict=True):
+            store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
+        return self.seen(layer_idx)
+
+    def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """What `update` writes to, for a layer that does it itself.
+
+        Args:
+            shape: (heads, dim) of keys and of values.
+            like: a tensor of their dtype and on their device.
+
+        Returns:
+            keys and values (rows, slots + 1, heads, dim), and (M,) int64: each token's place in (rows * (slots + 1)).
+        """
+        if layer_idx not in self._stores:
+            sample = like.new_empty(1, shape[0], 1, shape[1])
+            self._stores[layer_idx] = (self._allocate(sample), self._allocate(sample))
+        return self._stores[layer_idx], self._on(like.device).flat
+
+    def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a layer may read in this pass: (B, heads, width, dim)."""
+        keys, values = self._stores[layer_idx]
         window = self._on(keys.device)
-        stores = self._stores[layer_idx]
-        for store, new in zip(stores, (keys, values), strict=True):
-            store.flatten(0, 1).index_copy_(0, window.flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
-        return window.read(stores[0]), window.read(stores[1])
+        return window.read(keys), window.read(values)
 
     def move(self, rows: Sequence[int], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         """In each row copy the slots ``sources[i]`` to ``starts[i]``, ``starts[i] + 1``, ... in every layer."""

@@ -22,7 +22,7 @@ from forerun.drafters.heads.eagle import EagleHead
 from forerun.drafters.heads.runner import HeadRunner
 from forerun.drafters.levels import FixedTree, Submitted
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
-from forerun.target.fast import packing
+from forerun.target.fast import forwards, packing
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, Signal, empty_draft
 
@@ -229,6 +229,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation:
         head = head.to(target.device).eval()
         if config.repack:
             packing.pack(head)
+            forwards.install(head)
     return head
 
 

@@ -24,7 +24,7 @@ from forerun.caching import cache_root
 from forerun.engine.cost.model import CostModel
 from forerun.engine.cost.passes import NODES, REPEATS, SECONDS, Grid, Tell, measure
 from forerun.target import Target
-from forerun.target.fast import native
+from forerun.target.fast import building, native
 from forerun.target.fast.packing import FusedLinear, PackedLinear
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def identity(target: Target) -> dict[str, Any]:
         "device": device_name(target.device),
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
-        "kernel": native.version() if target.device.type == "cpu" and native.kernel() is not None else None,
+        "kernel": building.version() if target.device.type == "cpu" and native.kernel() is not None else None,
         "packed": sum(isinstance(module, PackedLinear | FusedLinear) for module in modules),
         "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
         "torch": torch.__version__,

@@ -1,4 +1,5 @@
-"""Speed for a loaded target, without touching its modelling code: packed linears, folded attention, compilation.
+"""Speed for a loaded target, without touching its modelling code: packed linears, folded attention, what stands
+between them in C, compilation.
 
 `accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
 nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.target.fast import attention, compiling, packing
+from forerun.target.fast import attention, compiling, forwards, packing
 from forerun.target.fast.packing import Packing
 
 __all__ = ["Acceleration", "accelerate"]
@@ -21,6 +22,8 @@ class Acceleration:
 
     packing: Packing
     folded_attention: bool
+    forwards: int
+    """Norms, MLPs and attentions that run in fewer operations."""
     compiled: bool
 
     def __str__(self) -> str:
@@ -29,6 +32,8 @@ class Acceleration:
             parts.append(f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused")
         if self.folded_attention:
             parts.append("folded attention")
+        if self.forwards:
+            parts.append(f"{self.forwards} modules in C")
         if self.compiled:
             parts.append("compiled")
         return ", ".join(parts) or "nothing to accelerate on this device and dtype"
@@ -47,7 +52,8 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
     if folded:
         attention.install(model)
     compiled = compile and compiling.compile_forward(model)
-    return Acceleration(packing=packed, folded_attention=folded, compiled=compiled)
+    count = forwards.install(model) if folded and not compiled else 0
+    return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
 
 
 def folds(model: Any, base: Any) -> bool:

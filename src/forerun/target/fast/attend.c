@@ -7,15 +7,14 @@
 //
 // Knows pointers and strides (in elements). Depths are multiples of 32, at most MOST_DEPTH; the innermost stride is 1.
 
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, BLOCK = 128, TILE = 4, CHUNK = 64, MOST_DEPTH = 256 };
+#include "lanes.h"
+
+enum { BLOCK = 128, TILE = 4, CHUNK = 64, MOST_DEPTH = 256 };
 
 #define UNSEEN -1e38f
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const uint16_t *query, *key, *value, *mask;
@@ -40,18 +39,6 @@ typedef struct {
     __attribute__((aligned(64))) uint16_t weights[TILE][BLOCK];
     float highest[CHUNK], total[CHUNK];
 } Scratch;
-
-// exp of x <= 0.
-INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
-    __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);
-    rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), rest);
-    __m512 series = _mm512_set1_ps(1.0f / 720);
-    const float terms[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    for (int term = 0; term < 6; term++) series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(terms[term]));
-    return _mm512_scalef_ps(series, power);
-}
 
 // 16 rows of 16 dwords -> 16 columns.
 INLINE void transpose(__m512i rows[LANES]) {
@@ -238,7 +225,7 @@ static void finish(const Problem *p, int64_t batch, int64_t key_head, int64_t fi
         __m512 total = _mm512_set1_ps(s->total[row] > 0.0f ? s->total[row] : 1.0f);
         for (int64_t column = 0; column < p->value_depth; column += LANES) {
             __m512 found = _mm512_div_ps(_mm512_load_ps(s->sums[row] + column), total);
-            _mm256_storeu_si256((__m256i *)(out + column), (__m256i)_mm512_cvtneps_pbh(found));
+            store(out + column, found);
         }
     }
 }

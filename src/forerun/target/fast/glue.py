@@ -1,0 +1,141 @@
+"""What stands between the matrix products of a decoder layer, in C (`glue.c`): norms, rotary embeddings with the write
+to the cache, the gated activation.
+
+In torch they are some forty small operations a layer, which at a few tokens cost more than their arithmetic. Knows
+tensors and no module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from forerun.target.fast import building
+
+LANES = 16
+"""Widths are multiples of it; those of a head of twice as much."""
+MOST_DEPTH = 512
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = {
+    "forerun_norm": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, ctypes.c_int32),
+    "forerun_gate": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
+    "forerun_place": (_POINTER,),
+}
+
+
+class _Placing(ctypes.Structure):
+    """`Placing` of ``glue.c``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("states", "cosine", "sine", "query_norm", "key_norm", "places")),
+        *((name, _POINTER) for name in ("query", "keys", "values")),
+        *((name, _COUNT) for name in ("tokens", "heads", "key_heads", "depth")),
+        ("query_epsilon", ctypes.c_float),
+        ("key_epsilon", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    )
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The compiled library; None where this machine cannot have it."""
+    library = building.library("glue", ctypes.PyDLL)
+    if library is None:
+        return None
+    assert library.forerun_placing_size() == ctypes.sizeof(_Placing)
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
+    return library
+
+
+def takes(states: Tensor) -> bool:
+    """Whether values like these (.., size) may be handed to the functions below: contiguous bf16 on a CPU that has the
+    instructions, no gradient."""
+    return (
+        states.dtype == torch.bfloat16
+        and states.is_contiguous()
+        and states.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and kernels() is not None
+    )
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,)."""
+    size = states.shape[-1]
+    result = torch.empty_like(states)
+    _library().forerun_norm(
+        *(tensor.data_ptr() for tensor in (states, weight, result)),
+        *(states.numel() // size, size, epsilon, torch.get_num_threads()),
+    )
+    return result
+
+
+def gated(both: Tensor) -> Tensor:
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size)."""
+    size = both.shape[-1] // 2
+    result = both.new_empty(*both.shape[:-1], size)
+    rows = result.numel() // size
+    _library().forerun_gate(both.data_ptr(), result.data_ptr(), rows, size, torch.get_num_threads())
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A root-mean-square norm of every head."""
+
+    weight: Tensor
+    """(D,)"""
+    epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """How the output of a layer's joint projection divides."""
+
+    queries: int
+    keys: int
+    """As many as values."""
+    depth: int
+    """D, even to 32."""
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+
+
+def place(
+    states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
+) -> Tensor:
+    """Normalise and rotate queries and keys, write keys and values to the cache.
+
+    Args:
+        states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
+        angles: cosines and sines (.., D) of the M tokens, contiguous, halves paired as in Llama.
+        stores: keys and values (rows, slots, keys, D), contiguous.
+        places: (M,) int64, index into (rows * slots).
+
+    Returns:
+        the queries (.., queries, D)
+    """
+    query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
+    tensors = (states, *angles, *map(_weight, (heads.query_norm, heads.key_norm)), places, query, *stores)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    epsilons = (0.0 if norm is None else norm.epsilon for norm in (heads.query_norm, heads.key_norm))
+    sizes = (places.numel(), heads.queries, heads.keys, heads.depth)
+    _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads())))
+    return query
+
+
+def _weight(norm: HeadNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _library() -> ctypes.CDLL:
+    found = kernels()
+    assert found is not None, "takes() is asked first"
+    return found

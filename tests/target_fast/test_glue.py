@@ -1,0 +1,97 @@
+"""The kernels between a layer's products compute what transformers' modules compute, and a token's bits are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from forerun.target.fast import glue
+from forerun.target.fast.glue import HeadNorm, Heads
+
+pytestmark = pytest.mark.skipif(glue.kernels() is None, reason="no AVX-512 BF16 or no compiler")
+
+
+@pytest.fixture(autouse=True)
+def inference() -> object:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = states.double()
+    return weight.double() * wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+@pytest.mark.parametrize("size", [16, 48, 1536])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
+def test_norm(size: int, scale: float) -> None:
+    states, weight = (scale * torch.randn(3, 5, size)).bfloat16(), torch.randn(size).bfloat16()
+    found = glue.rms_norm(states, weight, 1e-5)
+    assert found.shape == states.shape and found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), normed(states, weight, 1e-5), rtol=2**-7, atol=1e-6)
+
+
+def test_gated() -> None:
+    both = 4 * torch.randn(3, 5, 2 * 96)
+    both[0, 0, :8] = torch.tensor([0.0, -0.0, 1e4, -1e4, 90.0, -90.0, -104.0, 3e-5])
+    both = both.bfloat16()
+    gate, up = both.split(96, dim=-1)
+    torch.testing.assert_close(glue.gated(both), functional.silu(gate) * up, rtol=2**-7, atol=1e-30)
+    assert glue.gated(torch.full((1, 32), torch.nan).bfloat16()).isnan().all()
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "depth"), [(4, 2, 32), (3, 1, 64), (2, 2, 128)])
+def test_place(queries: int, keys: int, depth: int, norms: bool) -> None:
+    batch, count, rows, slots = 2, 7, 3, 11
+    states = torch.randn(batch, count, (queries + 2 * keys) * depth).bfloat16()
+    turns = (50 * torch.rand(batch, count, depth // 2)).repeat(1, 1, 2)
+    angles = turns.cos().bfloat16(), turns.sin().bfloat16()
+    query_norm, key_norm = (HeadNorm(torch.rand(depth).bfloat16(), eps) if norms else None for eps in (1e-6, 1e-2))
+    stores = torch.full((2, rows, slots, keys, depth), 7.0).bfloat16()
+    places = torch.randperm(rows * slots)[: batch * count]
+    heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query_norm, key_norm=key_norm)
+
+    found = glue.place(states, angles, heads, (stores[0], stores[1]), places)
+
+    parts = states.view(batch, count, -1, depth).split([queries, keys, keys], dim=2)
+    query, key = (
+        part if norm is None else normed(part, norm.weight, norm.epsilon).bfloat16()
+        for part, norm in zip(parts, (query_norm, key_norm), strict=False)
+    )
+    query, key = (
+        part.transpose(1, 2) for part in apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *angles)
+    )
+    exact = {"rtol": 0, "atol": 0} if not norms else {"rtol": 2**-6, "atol": 1e-2}
+    torch.testing.assert_close(found, query, **exact)
+    flat = stores.view(2, rows * slots, keys, depth)
+    torch.testing.assert_close(flat[0, places], key.flatten(0, 1), **exact)
+    assert torch.equal(flat[1, places], parts[2].flatten(0, 1))
+    untouched = torch.ones(rows * slots, dtype=torch.bool).index_fill_(0, places, False)
+    assert bool((flat[:, untouched] == 7).all())
+
+
+def test_a_tokens_bits_are_its_own() -> None:
+    """Whoever stands beside it, and however many threads share the work."""
+    states, weight = torch.randn(64, 1024).bfloat16(), torch.randn(1024).bfloat16()
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        whole, gated = glue.rms_norm(states, weight, 1e-5), glue.gated(states)
+        for row in (0, 5, 63):
+            assert torch.equal(glue.rms_norm(states[row : row + 1], weight, 1e-5), whole[row : row + 1])
+            assert torch.equal(glue.gated(states[row : row + 1]), gated[row : row + 1])
+    torch.set_num_threads(before)
+
+
+def test_what_it_does_not_take() -> None:
+    states = torch.randn(2, 32).bfloat16()
+    assert glue.takes(states)
+    assert not glue.takes(states.float())
+    assert not glue.takes(states[:, :16])
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not glue.takes(states)
