@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from forerun import sampling
 from forerun.errors import ArgumentError, NumericError
 from forerun.sampling import Coins, Sampler, Stream, _inverse, law_of, logprobs_of
 from forerun.types import SamplingParams
@@ -373,3 +374,22 @@ def test_logprobs_and_ranks() -> None:
     assert set(best) == {1, 3} and [entry.rank for entry in best.values()] == [1, 2]
     assert logprobs_of(logits, 1, 0)[1] == {}
     assert len(logprobs_of(logits, 1, 10)[1]) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "few", "point"])
+def test_the_nucleus_by_classes_is_the_sorted_one(kind: str, dtype: torch.dtype) -> None:
+    """On a CPU only the class of probabilities at the border is sorted."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 3000, generator=generator)
+    logits = {
+        "peaked": 6 * logits,
+        "flat": 0.01 * logits,
+        "ties": (2 * logits).round(),
+        "few": logits.masked_fill(torch.arange(3000) % 7 > 0, -torch.inf),
+        "point": logits.masked_fill(torch.arange(3000) != 17, -torch.inf),
+    }[kind]
+    for law in logits.to(dtype).softmax(-1):
+        for top_p in (1e-6, 0.3, 0.95, 0.9999999):
+            found, expected = (make(law, top_p) for make in (sampling._classed_nucleus, sampling._sorted_nucleus))
+            assert torch.equal(found & (law > 0), expected & (law > 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,9 +95,14 @@ class Template:
     def fill(self, roots: NDArray[np.int64], successors: NDArray[np.int32]) -> NDArray[np.int64]:
         """(B, K) tokens of the nodes below roots (B,), from successors (V, k); -1 where a token or its parent lacks."""
         tokens = np.full((len(roots), len(self)), -1, np.int64)
-        for level in range(1, int(self.depths.max()) + 1):
-            nodes = np.flatnonzero(self.depths == level)
-            above = roots[:, None] if level == 1 else tokens[:, self.parents[nodes]]
+        for level, (nodes, parents, ranks) in enumerate(self._levels):
+            above = tokens[:, parents] if level else roots[:, None]
             # Token -1 reads the last row of the matrix, which is then thrown away.
-            tokens[:, nodes] = np.where(above >= 0, successors[above, self.ranks[nodes]], -1)
+            tokens[:, nodes] = np.where(above >= 0, successors[above, ranks], -1)
         return tokens
+
+    @cached_property
+    def _levels(self) -> list[tuple[NDArray[np.int64], ...]]:
+        """Entries, parents and ranks of the nodes at depth 1, 2, ..."""
+        levels = [np.flatnonzero(self.depths == level) for level in range(1, int(self.depths.max()) + 1)]
+        return [(nodes, self.parents[nodes], self.ranks[nodes]) for nodes in levels]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,6 +19,19 @@ from forerun.target.fast.padding import Flat
 from forerun.target.masks import MaskStyle
 from forerun.tree import ancestor_mask
 from forerun.types import Draft
+
+
+@lru_cache(maxsize=256)
+def _relations(parents: bytes, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Who sees whom (B, N, N) and the depths (B, N) of trees with these int64 parents (B, K). Most steps draft trees of
+    a shape that was drafted before; what is returned is shared and never written to."""
+    sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
+    return sees, sees.sum(-1) - 1
+
+
+def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
+    """(B, N) -> (B, N + missing)"""
+    return pad(values, (0, missing), value=value) if missing else values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +65,11 @@ class Nodes:
     @classmethod
     def of_draft(cls, roots: Sequence[int], draft: Draft, start: int) -> Nodes:
         """Each row's root and its tree."""
-        sees = ancestor_mask(draft.parents.cpu())
+        parents = draft.parents.to("cpu", torch.int64).numpy()
+        sees, depths = _relations(parents.tobytes(), parents.shape)
         return cls(
             ids=torch.cat([torch.tensor(roots, dtype=torch.int64).view(-1, 1), draft.tokens.cpu()], dim=1),
-            depths=sees.sum(-1) - 1,
+            depths=depths,
             sees=sees,
             real=torch.arange(draft.size + 1) <= draft.counts.cpu().unsqueeze(1),
             start=start,
@@ -105,15 +121,16 @@ class Frame:
         width = self.buckets.pad_width(max(committed) + nodes.start + size, self.cache.slots)
         positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
         slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
         block = masks.Block(
             lengths=lengths.squeeze(1).to(device),
-            sees=pad((nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :], (0, 0, 0, missing)).to(device),
-            query_positions=pad(positions[:, nodes.start :], (0, missing)).to(device),
+            sees=(sees if not missing else pad(sees, (0, 0, 0, missing))).to(device),
+            query_positions=_filled(positions[:, nodes.start :], missing).to(device),
             node_positions=positions.to(device),
         )
-        fresh_slots = pad(slots[:, nodes.start :], (0, missing), value=self.cache.dump)
+        fresh_slots = _filled(slots[:, nodes.start :], missing, self.cache.dump)
         self.cache.begin(rows, fresh_slots.to(device), width, real=flat, select=select)
-        ids, positions = pad(nodes.ids[:, nodes.start :], (0, missing)).to(device), block.query_positions
+        ids, positions = _filled(nodes.ids[:, nodes.start :], missing).to(device), block.query_positions
         return {
             "input_ids": ids if flat is None else flat.flatten(ids),
             "position_ids": positions if flat is None else flat.flatten(positions),

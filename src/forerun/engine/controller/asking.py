@@ -1,4 +1,7 @@
-"""When to ask a drafter that copies: at every step where that is cheap, else by turns. Knows figures only."""
+"""When to ask a drafter that copies, at every step where that is cheap, else by turns; and for how much.
+
+Knows figures only.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,27 @@ _INTERVAL = 64
 """Steps that it is then not asked."""
 _TRIAL = 8
 """Steps that it is asked after that before it is left in peace again."""
+
+
+_FEW = 8
+"""Nodes that a row is thought to take while nothing says otherwise."""
+_REACH_MEMORY = 0.95
+"""What a step leaves of the most that rows took lately."""
+
+
+class Reach:
+    """How many nodes to ask of drafters that copy: twice as many as rows took lately. Each costs host time."""
+
+    def __init__(self) -> None:
+        self._taken = float(_FEW)
+
+    def nodes(self) -> int:
+        """Most nodes of a row worth asking for."""
+        return 2 * int(self._taken)
+
+    def took(self, nodes: int) -> None:
+        """The row that took most was given this many."""
+        self._taken = max(_FEW, nodes, _REACH_MEMORY * self._taken)
 
 
 class Asking:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from forerun import tree as trees
 from forerun.engine.controller.admission import GivenTree, prunable, prune
 from forerun.engine.controller.arm import Arm
+from forerun.engine.controller.asking import Reach
 from forerun.engine.controller.chooser import Copy, choose
 from forerun.engine.controller.confidence import Confidence
 from forerun.engine.controller.costs import StepCosts
@@ -56,6 +57,7 @@ class Controller:
         self.goodput = Goodput()
         self.agreement = Confidence()
         self.steps = 0
+        self._reach = Reach()
         self._nodes, self._vocabulary, self._clock = nodes, vocabulary, clock
         self._moment: Moment | None = None
 
@@ -118,6 +120,7 @@ class Controller:
         counts = [taken.get(index, count) for index, count in enumerate(counts)]
         moment.pruned = {places[index] for index in keep}
         moment.submitted = [counts[index] for index in moment.members]
+        self._reach.took(max(moment.submitted))
         moment.size = self.costs.filling.size(counts)
         return prune(draft, keep) if keep else draft
 
@@ -163,7 +166,8 @@ class Controller:
         began = self._clock()
         context = context_for(moment.rows, wanted, [0] * len(wanted), {})
         depths = [min(arm.limit, moment.limits[member]) for member in wanted]
-        nodes = max(1, bisect_right(moment.times, _DEAREST * moment.times[0]) - 1)
+        dearest = bisect_right(moment.times, _DEAREST * moment.times[0]) - 1
+        nodes = max(1, min(dearest, self._reach.nodes()))
         draft = arm.drafter.propose(context, Budget(nodes=[nodes] * len(wanted), depth=depths))
         trees.check(draft, self._vocabulary)
         counts = draft.counts.tolist()

@@ -29,6 +29,8 @@ class Flat:
     @classmethod
     def worth(cls, real: Tensor) -> Flat | None:
         """Of `real` (B, N) bool; None where little is padding."""
+        if real.numel() < WORTH:
+            return None
         kept = real.flatten().nonzero().squeeze(1)
         return cls(kept, *real.shape) if real.numel() - len(kept) >= WORTH else None
 
