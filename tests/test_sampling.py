@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from forerun import sampling
-from forerun.errors import ArgumentError, NumericError
+from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.sampling import Coins, Sampler, Stream, _inverse, law_of, logprobs_of
 from forerun.types import SamplingParams
 
@@ -108,9 +108,9 @@ def test_what_gives_no_law_is_refused(temperature: float) -> None:
         sampler.law(torch.tensor([0.0, math.nan]), [])
     with pytest.raises(NumericError, match="inf"):
         sampler.law(torch.tensor([0.0, math.inf]), [])
-    with pytest.raises(NumericError, match="every token is banned"):
+    with pytest.raises(NoTokenLeftError, match="every token is banned"):
         Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).law(torch.zeros(2), [])
-    with pytest.raises(NumericError, match="every token is banned"):
+    with pytest.raises(NoTokenLeftError, match="every token is banned"):
         Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).process(torch.zeros(2), [])
     to_nan = SamplingParams(temperature=temperature, logits_processors=[lambda _tokens, logits: logits * math.nan])
     with pytest.raises(NumericError, match="nan"):

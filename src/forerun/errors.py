@@ -38,6 +38,10 @@ class NumericError(ForerunError, ArithmeticError):
     """The model produced NaN or infinite logits."""
 
 
+class NoTokenLeftError(ForerunError, ValueError):
+    """What a request asked for bans every token."""
+
+
 class EngineError(RuntimeError):
     """A step failed, which ends every running request; its cause is the error. Nothing that the caller did."""
 

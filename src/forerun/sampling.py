@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.errors import ArgumentError, NumericError
+from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.types import SamplingParams, TokenLogprob
 
 _BLOCK = 128
@@ -155,7 +155,8 @@ class Sampler:
             output: the node's own path from the prompt's end, itself included.
 
         Raises:
-            NumericError: the raw logits hold NaN, or the processors left no token, or NaN, or infinity.
+            NumericError: the raw logits hold NaN, or the processors left NaN or infinity.
+            NoTokenLeftError: the processors left no token.
             ArgumentError: a token id among the parameters is outside the vocabulary.
         """
         logits = logits.float().clone()
@@ -231,7 +232,8 @@ def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
     """Temperature, min-p, top-k and top-p: (V,) law from processed logits (V,), in the logits' own precision.
 
     Raises:
-        NumericError: the largest logit is NaN or infinite, or every token is banned.
+        NumericError: the largest logit is NaN or infinite.
+        NoTokenLeftError: every token is banned.
     """
     highest = _highest(logits)
     if params.greedy:
@@ -255,7 +257,7 @@ def _highest(logits: Tensor) -> float:
     """The largest logit, refused where no law can be made of it."""
     highest = float(logits.max())
     if highest == -math.inf:
-        raise NumericError(
+        raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
         )
     if not math.isfinite(highest):

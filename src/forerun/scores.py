@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from forerun.errors import NumericError
@@ -17,6 +16,9 @@ from forerun.tree import TokenTree
 
 if TYPE_CHECKING:
     from forerun.step import Row
+
+_NONE = -1
+"""Stands for the largest of logits that hold NaN."""
 
 
 class Scores:
@@ -57,10 +59,11 @@ class Scores:
         """Argmax of the raw logits, computed for the whole batch at the first call: one transfer to the host."""
         if self._argmax is None:
             values, ids = self.logits.max(-1)
-            if bool(torch.isnan(values).any()):
-                raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
-            self._argmax = ids.tolist()
-        return self._argmax[index][node]
+            self._argmax = ids.masked_fill_(values.isnan(), _NONE).tolist()
+        found = self._argmax[index][node]
+        if found == _NONE:
+            raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+        return found
 
 
 class RowScores:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun import tree as trees
 from forerun.drafters.base import DraftContext, Drafter
+from forerun.errors import ForerunError, NoTokenLeftError, NumericError
 from forerun.sampling import Coins, Sampler, logprobs_of
 from forerun.scores import RowScores, Scores
 from forerun.target import Target
@@ -117,6 +119,8 @@ class Emitted:
     logprobs: list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]] | None
     """One entry per token where the request asked for log-probabilities."""
     trace: StepTrace
+    error: ForerunError | None = None
+    """Why the row cannot go on: it got a token that means nothing, and has to end. The others are not concerned."""
 
 
 @dataclass(slots=True)
@@ -163,7 +167,7 @@ def step(
     scored = target.score([row.row for row in rows], roots, draft, signals=signals, resume=draft.resume)
     scores = Scores(scored.logits, rows, row_trees)
     judged = [_judge(row, scores, index) for index, row in enumerate(rows)]
-    verdicts = [verdict for verdict, _, _ in judged]
+    verdicts = [judgement.verdict for judgement in judged]
     clock.lap()
     target.commit([row.row for row in rows], [verdict.path for verdict in verdicts])
     for row, verdict, tree in zip(rows, verdicts, row_trees, strict=True):
@@ -183,8 +187,8 @@ def first_tokens(rows: Sequence[Row], logits: Tensor) -> list[Emitted]:
     judged = [_judge(row, scores, index) for index, row in enumerate(rows)]
     for _ in range(3):
         clock.lap()
-    for row, (verdict, _, _) in zip(rows, judged, strict=True):
-        row.tokens.append(verdict.next_token)
+    for row, judgement in zip(rows, judged, strict=True):
+        row.tokens.append(judgement.verdict.next_token)
     return [_emitted(row, scores, index, judged[index], clock, None) for index, row in enumerate(rows)]
 
 
@@ -256,11 +260,16 @@ def _check_laws(draft: Draft) -> None:
                 assert builder.laws[parent][token] > 0, f"token {token} was drawn against the recorded law"
 
 
-_Judgement = tuple[Verdict, str, RowScores]
+class _Judgement(NamedTuple):
+    verdict: Verdict
+    rule: str
+    laws: RowScores
+    """Those that the rule asked for."""
+    error: ForerunError | None = None
 
 
 def _judge(row: Row, scores: Scores, index: int) -> _Judgement:
-    """The row's verdict, cut at a stop token so that nothing is committed behind it; the rule; the laws asked for."""
+    """The row's verdict, cut at a stop token so that nothing is committed behind it."""
     tree, laws = scores.trees[index], scores.row(index)
     name = default_rule(tree, greedy=row.sampler.greedy)
     if row.rule is not None and tree.size:
@@ -268,12 +277,16 @@ def _judge(row: Row, scores: Scores, index: int) -> _Judgement:
             name = row.rule
         else:
             _warn_rule(row.rule, name)
-    verdict = rule_named(name).verify(tree, laws, row.coins())
+    try:
+        verdict = rule_named(name).verify(tree, laws, row.coins())
+    except (NoTokenLeftError, NumericError) as error:
+        nothing = Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET)
+        return _Judgement(nothing, name, laws, error)
     for kept, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:
             cut = Verdict(path=verdict.path[:kept], next_token=tree.tokens[node], kind=Source.DRAFT)
-            return cut, name, laws
-    return verdict, name, laws
+            return _Judgement(cut, name, laws)
+    return _Judgement(verdict, name, laws)
 
 
 def _teach(
@@ -323,7 +336,7 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
 def _emitted(
     row: Row, scores: Scores, index: int, judgement: _Judgement, clock: _Clock, drafter: str | None
 ) -> Emitted:
-    verdict, rule, laws = judgement
+    verdict, rule, laws, error = judgement
     tree = scores.trees[index]
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     trace = StepTrace(
@@ -345,8 +358,9 @@ def _emitted(
         sources=[Source.DRAFT] * len(verdict.path) + [verdict.kind],
         drafted=tree.size - len(tree.scouts),
         depth=max(depth for node, depth in enumerate(tree.depths) if node not in tree.scouts),
-        logprobs=_logprobs(row, scores, index, verdict, tokens),
+        logprobs=_logprobs(row, scores, index, verdict, tokens) if error is None else None,
         trace=trace,
+        error=error,
     )
 
 

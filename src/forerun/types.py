@@ -295,6 +295,8 @@ class StreamChunk:
     finish_reason: str | None
     output: RequestOutput | None = None
     """The whole result, on the last chunk of a request."""
+    error: Exception | None = None
+    """What ended the request before its time; other requests are not concerned."""
 
 
 def empty_draft(batch: int, device: torch.device | str = "cpu") -> Draft:

@@ -113,3 +113,13 @@ def test_request_ids_come_back(live: Live) -> None:
     assert live.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = live.get("/health", headers={"x-request-id": "bad id\twith blanks"}).headers["x-request-id"]
     assert made.startswith("req-")
+
+
+def test_a_wish_that_leaves_no_token_is_refused_alone(live: Live) -> None:
+    """Behind its last letter the grammar allows the end alone, which `min_tokens` forbids."""
+    body = {"prompt": "the", "max_tokens": 20, "min_tokens": 15, "structured_outputs": {"regex": "(the|cat)"}}
+    answer = live.post(TEXT, body)
+    assert answer.status_code == 400 and "every token is banned" in answer.json()["error"]["message"]
+    streamed = live.post(TEXT, body | {"stream": True})
+    assert "every token is banned" in streamed.text
+    assert live.post(TEXT, {"prompt": "the", "max_tokens": 4}).status_code == 200

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from forerun.errors import ArgumentError, NumericError
+from forerun.errors import ArgumentError, NoTokenLeftError
 from forerun.sampling import Coins, Sampler
 from forerun.types import Drawn
 
@@ -265,9 +265,7 @@ def _children_if_any(logits: Tensor, count: int, grower: Grower, node: int, path
     """None where a request bans every token that a smaller vocabulary has: the target may still have others."""
     try:
         return _children(logits, count, grower, node, path)
-    except NumericError:
-        if bool(torch.isnan(logits.max())):
-            raise
+    except NoTokenLeftError:
         return Siblings([], [], [], None)
 
 

@@ -91,9 +91,13 @@ class Answer:
     """Times that it had to give its row back."""
     introduced: bool = False
     """Its drafter has been shown what it holds."""
+    failed: bool = False
+    """What its row holds is of no use to others."""
 
     def absorb(self, emitted: Emitted) -> StreamChunk:
         """Take one step's tokens in, one by one, up to the first that ends the answer."""
+        if emitted.error is not None:
+            return self._fail(emitted.error)
         new: list[OutputToken] = []
         for place, token in enumerate(emitted.tokens):
             new.append(self._output_token(emitted, place, token))
@@ -115,8 +119,8 @@ class Answer:
         """End the answer where it stands."""
         self.finish_reason = self.finish_reason or "abort"
 
-    def expire(self) -> StreamChunk:
-        """End the answer because its time is up: a last chunk, with the text that was held back."""
+    def expire(self, error: Exception | None = None) -> StreamChunk:
+        """End the answer because its time is up, or of an error: a last chunk, with the text that was held back."""
         self.abort()
         self.text.add(self.detokenizer.flush())
         return StreamChunk(
@@ -126,7 +130,15 @@ class Answer:
             tokens=[],
             trace=None,
             finish_reason=self.finish_reason,
+            error=error,
         )
+
+    def _fail(self, error: Exception) -> StreamChunk:
+        """End the whole request."""
+        for answer in self.request.answers:
+            answer.abort()
+        self.failed = True
+        return self.expire(error)
 
     def completion(self) -> CompletionOutput:
         """The answer so far."""

@@ -103,7 +103,8 @@ class AsyncLLM:
                 stream ends with an error. None keeps them all.
 
         Raises:
-            EngineError: a step failed.
+            EngineError: a step failed, for all requests.
+            NumericError: this request cannot go on; the others do.
             SlowReaderError: more than `max_unread` chunks were waiting.
         """
         params = sampling_params or SamplingParams()
@@ -162,7 +163,9 @@ class AsyncLLM:
             while self._queues and self.llm.engine.busy:
                 for chunk in await self._call(self.llm.engine.step):
                     queue = self._queues.get(chunk.request_id)
-                    if queue is not None and not queue.deliver(chunk):
+                    if queue is not None and chunk.error is not None:
+                        queue.put_nowait(chunk.error)
+                    elif queue is not None and not queue.deliver(chunk):
                         self._worker.submit(self.llm.abort, chunk.request_id)
         except Exception as error:
             failure = EngineError(f"a step of the engine failed: {error}")

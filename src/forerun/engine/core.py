@@ -179,7 +179,7 @@ class Engine:
         """Free the rows of answers that ended."""
         self._waiting = [answer for answer in self._waiting if answer.finish_reason is None]
         for answer in [answer for answer in self._running if answer.finish_reason is not None]:
-            self._leave(answer, keep=True)
+            self._leave(answer, keep=not answer.failed)
             if answer.drafter is not None:
                 self.drafting.watch(answer.drafter, answer.stats)
 

@@ -89,6 +89,8 @@ class HuggingFaceGenerate:
         prompts, criteria, streamer = task
         if chunk.request_id not in running:
             return
+        if chunk.error is not None:
+            raise chunk.error
         index = running[chunk.request_id]
         done = chunk.finish_reason is not None
         for token in chunk.tokens:

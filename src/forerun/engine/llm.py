@@ -291,6 +291,8 @@ class LLM:
                     for chunk in self.engine.step():
                         self._inbox[chunk.request_id].append(chunk)
                 chunk = inbox.popleft()
+                if chunk.error is not None:
+                    raise chunk.error
                 yield chunk
                 if chunk.output is not None:
                     return

@@ -15,7 +15,7 @@ from forerun import AsyncLLM
 from forerun.drafters import DRAFTERS
 from forerun.engine.adapting import AdaptationStats
 from forerun.engine.llm import Speculative
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, NumericError
 from forerun.serve.account import Account
 from forerun.serve.adapting import AdaptationMetrics
 from forerun.serve.metrics import Metrics
@@ -145,6 +145,9 @@ class Session:
                         account.finished(chunk.output)
                     begun = True
                     yield chunk
+        except NumericError as error:
+            account.failed(error)
+            raise
         except (ForerunError, ValueError) as error:
             if begun:
                 account.failed(error)

@@ -318,6 +318,14 @@ def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
     )
 
 
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_deferred_drafter_says_what_the_drafter_says(remembers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Heard, "remembers", property(lambda _: remembers))
+    deferred = Deferred(Heard())
+    assert deferred.remembers is remembers
+    assert deferred.requires == Heard().requires and deferred.watches == Heard().watches
+
+
 def test_tokens_and_states_are_put_aside_until_the_drafter_is_asked() -> None:
     heard = Heard()
     deferred = Deferred(heard)

@@ -55,6 +55,10 @@ class Deferred(Drafter):
     def watches(self) -> bool:
         return self.drafter.watches
 
+    @property
+    def remembers(self) -> bool:
+        return self.drafter.remembers
+
     def extend(self, context: DraftContext) -> None:
         now = list[int]()
         for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):

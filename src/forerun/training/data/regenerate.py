@@ -23,6 +23,7 @@ from forerun.training.data.scripts import Answer, Director, Question, Script
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+    from forerun.types import CompletionOutput, StreamChunk
 
 MOST_FAILURES = 20
 """Records in a row that an unreachable endpoint may cost before the run gives up."""
@@ -148,14 +149,20 @@ class _Batch:
                     self._advance(record, self.todo.director.script(record), None)
                 for chunk in self.llm.engine.step():
                     if chunk.output is not None:
-                        record, script = self.running.pop(chunk.request_id)
-                        self.todo.progress.answers += 1
-                        written = chunk.output.outputs[0]
-                        answer = Answer(text=written.text, truncated=written.finish_reason == "length")
-                        self._advance(record, script, answer)
+                        self._take(chunk, chunk.output.outputs[0])
         finally:
             for request in self.running:
                 self.llm.abort(request)
+
+    def _take(self, last: StreamChunk, written: CompletionOutput) -> None:
+        """A question was answered, or cannot be."""
+        record, script = self.running.pop(last.request_id)
+        if last.error is not None:
+            self.todo.progress.fail(record, last.error)
+            self.todo.tell(self.todo.progress)
+            return
+        self.todo.progress.answers += 1
+        self._advance(record, script, Answer(text=written.text, truncated=written.finish_reason == "length"))
 
     def _advance(self, record: Record, script: Script, answer: Answer | None) -> None:
         """Queue the record's next question, or write its line."""
