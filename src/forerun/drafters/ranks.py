@@ -8,6 +8,7 @@ numbers, no tokens and no model.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,10 +46,10 @@ class RankRates:
         rates: NDArray[np.float64] = self._right / self._tried
         return rates
 
-    def learn(self, depth: int, tried: NDArray[np.int64], right: NDArray[np.int64]) -> None:
+    def learn(self, depth: int, tried: Sequence[int], right: Sequence[int]) -> None:
         """Count ranks (distinct) that were drafted below a surviving node of `depth` (0 = root), and the right one."""
-        self._tried[depth, tried] += 1.0
-        self._right[depth, right] += 1.0
+        self._tried[depth, list(tried)] += 1.0
+        self._right[depth, list(right)] += 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +93,7 @@ class Template:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def fill(self, roots: NDArray[np.int64], successors: NDArray[np.int32]) -> NDArray[np.int64]:
-        """(B, K) tokens of the nodes below roots (B,), from successors (V, k); -1 where a token or its parent lacks."""
-        tokens = np.full((len(roots), len(self)), -1, np.int64)
-        for level, (nodes, parents, ranks) in enumerate(self._levels):
-            above = tokens[:, parents] if level else roots[:, None]
-            # Token -1 reads the last row of the matrix, which is then thrown away.
-            tokens[:, nodes] = np.where(above >= 0, successors[above, ranks], -1)
-        return tokens
-
     @cached_property
-    def _levels(self) -> list[tuple[NDArray[np.int64], ...]]:
-        """Entries, parents and ranks of the nodes at depth 1, 2, ..."""
-        levels = [np.flatnonzero(self.depths == level) for level in range(1, int(self.depths.max()) + 1)]
-        return [(nodes, self.parents[nodes], self.ranks[nodes]) for nodes in levels]
+    def entries(self) -> list[tuple[int, int, int]]:
+        """(rank, parent, depth) of every node."""
+        return list(zip(self.ranks.tolist(), self.parents.tolist(), self.depths.tolist(), strict=True))

@@ -24,7 +24,8 @@ from forerun.drafters.ranks import RankRates, Template
 from forerun.drafters.successors import SuccessorMatrix, save_quietly
 from forerun.errors import ArgumentError
 from forerun.training.data.identity import TokenizerIdentity
-from forerun.types import Budget, Draft, Drawn, Verdict, empty_draft
+from forerun.tree import TreeBuilder, stack
+from forerun.types import Budget, Draft, Verdict
 
 if TYPE_CHECKING:
     from forerun.step import Scores
@@ -65,12 +66,9 @@ class _Drafted:
 
     end: int
     """Committed tokens when it was made."""
-    ranks: NDArray[np.int64]
+    ranks: list[int]
     """(K,) which successor of its parent's token a node holds."""
-    tokens: NDArray[np.int64]
-    """(K,)"""
-    parents: NDArray[np.int64]
-    """(K,) node ids, 0 is the root."""
+    tree: TreeBuilder
 
 
 class RecyclingDrafter(Drafter):
@@ -127,11 +125,11 @@ class RecyclingDrafter(Drafter):
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         if self.config.adaptive_tree and self._steps % _REGROWN == 0 and self._steps:
             self._template = Template.best(self._rates.estimate, self.config.nodes)
-        roots = np.array([tokens[-1] for tokens in context.tokens], dtype=np.int64)
-        found = self._template.fill(roots, self.matrix.successors)
-        size = np.arange(len(self._template))
-        allowed = (size < np.array(budget.nodes)[:, None]) & (self._template.depths <= np.array(budget.depth)[:, None])
-        return self._draft(context, found, (found >= 0) & allowed)
+        rates = self._rates.estimate.tolist()
+        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
+        for row_id, tokens, nodes, depth in limits:
+            self._rows[row_id] = self._grown(tokens, nodes, depth, rates)
+        return stack([self._rows[row_id].tree for row_id in context.rows])
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self._steps += 1
@@ -156,46 +154,32 @@ class RecyclingDrafter(Drafter):
     def memory_bytes(self) -> int:
         return self.matrix.successors.nbytes
 
-    def _draft(self, context: DraftContext, found: NDArray[np.int64], present: NDArray[np.bool_]) -> Draft:
-        """The present nodes of each row, left aligned. A node's elders are present where it is: see `Template`."""
-        counts = present.sum(1)
-        if not counts.any():
-            return empty_draft(len(counts))
-        names = np.cumsum(present, 1)  # of a present node: its id among the row's present ones
-        rows, nodes = np.nonzero(present)
-        places = names[rows, nodes] - 1
-        elders = self._template.parents[nodes]
-        shape = (len(counts), int(counts.max()))
-        tokens, parents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        confidence = np.zeros(shape, np.float32)
-        tokens[rows, places] = found[rows, nodes]
-        parents[rows, places] = np.where(elders >= 0, names[rows, elders], 0)
-        confidence[rows, places] = self._rates.estimate[self._template.depths[nodes] - 1, self._template.ranks[nodes]]
-        for index, (row_id, text, count) in enumerate(zip(context.rows, context.tokens, counts.tolist(), strict=True)):
-            ranks = self._template.ranks[present[index]]
-            self._rows[row_id] = _Drafted(
-                end=len(text), ranks=ranks, tokens=tokens[index, :count], parents=parents[index, :count]
-            )
-        return Draft(
-            tokens=torch.from_numpy(tokens),
-            parents=torch.from_numpy(parents),
-            counts=torch.from_numpy(counts),
-            drawn=torch.full(shape, int(Drawn.GIVEN), dtype=torch.uint8),
-            confidence=torch.from_numpy(confidence),
-        )
+    def _grown(self, tokens: Sequence[int], nodes: int, depth: int, rates: Sequence[Sequence[float]]) -> _Drafted:
+        """The template's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
+        successors, drafted = self.matrix.successors, _Drafted(end=len(tokens), ranks=[], tree=TreeBuilder())
+        placed = {-1: (0, tokens[-1])}
+        for entry, (rank, parent, level) in enumerate(self._template.entries[:nodes]):
+            if level > depth or parent not in placed:
+                continue
+            above, last = placed[parent]
+            token = int(successors[last, rank])
+            if token >= 0:
+                placed[entry] = drafted.tree.add(token, above, confidence=rates[level - 1][rank]), token
+                drafted.ranks.append(rank)
+        return drafted
 
     def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
         """Count, along the text's path through the draft, which ranks were tried and which was right."""
-        parent = 0
-        for depth, token in enumerate(tokens[drafted.end :]):
-            children = np.flatnonzero(drafted.parents == parent)
-            if not len(children) or depth >= self.config.num_speculative_tokens:
+        parent, tree = 0, drafted.tree
+        for depth, token in enumerate(tokens[drafted.end : drafted.end + self.config.num_speculative_tokens]):
+            children = [node for node, above in enumerate(tree.parents) if above == parent]
+            if not children:
                 return
-            right = children[drafted.tokens[children] == token]
-            self._rates.learn(depth, drafted.ranks[children], drafted.ranks[right])
-            if not len(right):
+            right = [node for node in children if tree.tokens[node] == token]
+            self._rates.learn(depth, *([drafted.ranks[node] for node in nodes] for nodes in (children, right)))
+            if not right:
                 return
-            parent = int(right[0]) + 1
+            parent = right[0] + 1
 
 
 def top_ids(logits: Tensor, k: int) -> NDArray[np.int64]:
