@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun import tree as trees
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.errors import ForerunError, NoTokenLeftError, NumericError
+from forerun.errors import ForerunError
+from forerun.judging import Judgement, judge
 from forerun.sampling import Coins, Sampler, logprobs_of
 from forerun.scores import RowScores, Scores
 from forerun.target import Target
@@ -34,7 +34,6 @@ from forerun.types import (
     Verdict,
     empty_draft,
 )
-from forerun.verify import default_rule, rule_named
 
 __all__ = [
     "Admit",
@@ -145,6 +144,7 @@ def step(
     check: bool = False,
     admit: Admit | None = None,
     since: float | None = None,
+    isolate: bool = False,
 ) -> list[Emitted]:
     """Advance every row by at least one token.
 
@@ -155,6 +155,7 @@ def step(
         check: also verify the invariants of DESIGN section 5 (debug mode).
         admit: chooses which of the drafted nodes are scored; None scores all.
         since: when the step began, `time.perf_counter`, where work was done for it before this call.
+        isolate: a row whose numbers fail gets an `Emitted.error`, and the others go on; else the error is raised.
     """
     clock = _Clock() if since is None else _Clock([since])
     draft = _propose(target, rows, groups, check)
@@ -166,7 +167,7 @@ def step(
     roots = [row.tokens[-1] for row in rows]
     scored = target.score([row.row for row in rows], roots, draft, signals=signals, resume=draft.resume)
     scores = Scores(scored.logits, rows, row_trees)
-    judged = [_judge(row, scores, index) for index, row in enumerate(rows)]
+    judged = [judge(row, scores, index, isolate=isolate) for index, row in enumerate(rows)]
     verdicts = [judgement.verdict for judgement in judged]
     clock.lap()
     target.commit([row.row for row in rows], [verdict.path for verdict in verdicts])
@@ -178,13 +179,16 @@ def step(
     return [_emitted(row, scores, index, judged[index], clock, names.get(index)) for index, row in enumerate(rows)]
 
 
-def first_tokens(rows: Sequence[Row], logits: Tensor) -> list[Emitted]:
-    """The tokens after the prompts: `logits` (B, 1, V) of the last prompt tokens. Appends them; nothing is drafted."""
+def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
+    """The tokens after the prompts: `logits` (B, 1, V) of the last prompt tokens. Appends them; nothing is drafted.
+
+    `isolate` is that of `step`.
+    """
     clock = _Clock()
     empty = empty_draft(len(rows))
     row_trees = trees.token_trees(empty, [row.tokens[-1] for row in rows], logits.shape[-1])
     scores = Scores(logits, rows, row_trees)
-    judged = [_judge(row, scores, index) for index, row in enumerate(rows)]
+    judged = [judge(row, scores, index, isolate=isolate) for index, row in enumerate(rows)]
     for _ in range(3):
         clock.lap()
     for row, judgement in zip(rows, judged, strict=True):
@@ -223,11 +227,6 @@ def warn_drafter(name: str, task: str, error: str) -> None:
     log.debug("drafter %r", name, exc_info=True)
 
 
-@lru_cache(maxsize=64)
-def _warn_rule(asked: str, used: str) -> None:
-    log.warning("rule %r cannot judge drafts that were drawn this way; %r judges them", asked, used)
-
-
 def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check: bool) -> Draft:
     drafts = []
     for group in groups:
@@ -258,35 +257,6 @@ def _check_laws(draft: Draft) -> None:
         for token, parent, drawn in zip(builder.tokens, builder.parents, builder.drawn, strict=True):
             if drawn is not Drawn.GIVEN:
                 assert builder.laws[parent][token] > 0, f"token {token} was drawn against the recorded law"
-
-
-class _Judgement(NamedTuple):
-    verdict: Verdict
-    rule: str
-    laws: RowScores
-    """Those that the rule asked for."""
-    error: ForerunError | None = None
-
-
-def _judge(row: Row, scores: Scores, index: int) -> _Judgement:
-    """The row's verdict, cut at a stop token so that nothing is committed behind it."""
-    tree, laws = scores.trees[index], scores.row(index)
-    name = default_rule(tree, greedy=row.sampler.greedy)
-    if row.rule is not None and tree.size:
-        if rule_named(row.rule).accepts(tree):
-            name = row.rule
-        else:
-            _warn_rule(row.rule, name)
-    try:
-        verdict = rule_named(name).verify(tree, laws, row.coins())
-    except (NoTokenLeftError, NumericError) as error:
-        nothing = Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET)
-        return _Judgement(nothing, name, laws, error)
-    for kept, node in enumerate(verdict.path):
-        if tree.tokens[node] in row.stop_ids:
-            cut = Verdict(path=verdict.path[:kept], next_token=tree.tokens[node], kind=Source.DRAFT)
-            return _Judgement(cut, name, laws)
-    return _Judgement(verdict, name, laws)
 
 
 def _teach(
@@ -333,9 +303,7 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
     return states[torch.tensor(list(members), device=states.device).unsqueeze(1), index]
 
 
-def _emitted(
-    row: Row, scores: Scores, index: int, judgement: _Judgement, clock: _Clock, drafter: str | None
-) -> Emitted:
+def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: _Clock, drafter: str | None) -> Emitted:
     verdict, rule, laws, error = judgement
     tree = scores.trees[index]
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]

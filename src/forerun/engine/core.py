@@ -234,7 +234,8 @@ class Engine:
         beginning = [(place, answer) for place, answer in beginning if not answer.tokens]
         if not beginning:
             return []
-        emitted = first_tokens([answer.row for _, answer in beginning], logits[[place for place, _ in beginning]])
+        rows, places = [answer.row for _, answer in beginning], [place for place, _ in beginning]
+        emitted = first_tokens(rows, logits[places], isolate=True)
         return [answer.absorb(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
 
     def _decode(self, answers: Sequence[Answer]) -> list[StreamChunk]:
@@ -249,7 +250,7 @@ class Engine:
         def admit(draft: Draft) -> Draft:
             return permitted(self.drafting.admit(draft), rows)
 
-        emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began)
+        emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began, isolate=True)
         self.drafting.learn(emitted)
         return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
