@@ -103,6 +103,21 @@ def test_a_copy_runs_its_own_weights() -> None:
         assert not torch.equal(twin(input_ids=torch.tensor([[5, 6]])).logits, before)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_any_projection_may_be_replaced(name: str) -> None:
+    """An adapter may stand on one of them alone."""
+    model = small("llama")
+    accelerate(model)
+    target = Target.load(model, slots=16)
+    target.prefill([0], [[5, 6, 7]])
+    before = target.score([0], [8], empty_draft(1)).logits
+    for layer in model.model.layers:
+        parent = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
+        old = getattr(parent, name)
+        setattr(parent, name, nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16))
+    assert not torch.equal(target.score([0], [8], empty_draft(1)).logits, before)
+
+
 def test_a_replaced_projection_is_not_bypassed() -> None:
     """`quantized_self` and adapters put other layers where the packed ones stood."""
     model = small("llama")

@@ -80,10 +80,9 @@ class SlotCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write (B, heads, N, dim) or (1, heads, M, dim); returns what the layer may read: (B, heads, width, dim)."""
-        if layer_idx not in self._stores:
-            self._stores[layer_idx] = (self._allocate(keys), self._allocate(values))
         flat = self._on(keys.device).flat
-        for store, new in zip(self._stores[layer_idx], (keys, values), strict=True):
+        stores = self._of(layer_idx, keys.shape[1::2], values.shape[1::2], keys)
+        for store, new in zip(stores, (keys, values), strict=True):
             store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
         return self.seen(layer_idx)
 
@@ -97,10 +96,7 @@ class SlotCache:
         Returns:
             keys and values (rows, slots + 1, heads, dim), and (M,) int64: each token's place in (rows * (slots + 1)).
         """
-        if layer_idx not in self._stores:
-            sample = like.new_empty(1, shape[0], 1, shape[1])
-            self._stores[layer_idx] = (self._allocate(sample), self._allocate(sample))
-        return self._stores[layer_idx], self._on(like.device).flat
+        return self._of(layer_idx, shape, shape, like), self._on(like.device).flat
 
     def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a layer may read in this pass: (B, heads, width, dim)."""
@@ -162,12 +158,17 @@ class SlotCache:
             OutOfMemoryError: it does not fit.
         """
         for layer, pair in other._stores.items():
-            keys, values = (store[:1, :1].transpose(1, 2) for store in pair)
-            self._stores[layer] = (self._allocate(keys), self._allocate(values))
+            self._of(layer, pair[0].shape[2:], pair[1].shape[2:], pair[0])
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        """Zeros for every slot, like a tensor (B, heads, N, dim). Not empty: a masked NaN would still be a NaN."""
-        shape = (self.rows, self.slots + 1, like.shape[1], like.shape[3])
+    def _of(self, layer: int, keys: Sequence[int], values: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values; allocated as (heads, dim) of each, dtype and device of `like`, where it is new."""
+        if layer not in self._stores:
+            self._stores[layer] = (self._allocate(keys, like), self._allocate(values, like))
+        return self._stores[layer]
+
+    def _allocate(self, size: Sequence[int], like: Tensor) -> Tensor:
+        """Zeros (heads, dim) for every slot. Not empty: a masked NaN would still be a NaN."""
+        shape = (self.rows, self.slots + 1, *size)
         try:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         except (RuntimeError, MemoryError) as error:

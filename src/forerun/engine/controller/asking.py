@@ -16,8 +16,6 @@ _INTERVAL = 64
 """Steps that it is then not asked."""
 _TRIAL = 8
 """Steps that it is asked after that before it is left in peace again."""
-
-
 _FEW = 8
 """Nodes that a row is thought to take while nothing says otherwise."""
 _REACH_MEMORY = 0.95

@@ -10,7 +10,7 @@ Knows transformers' names for the parts of a decoder layer.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,48 +73,64 @@ class NormForward(_Forward):
         return [forward(_random(1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
 
 
-class GatedForward(_Forward):
-    """``down(silu(gate(x)) * up(x))`` with a joint product for gate and up."""
+class _JointForward(_Forward):
+    """Of a module whose `PARTS` are computed as one product."""
+
+    PARTS: ClassVar[tuple[str, ...]]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.gate, self.up = (module._modules[name] for name in ("gate_proj", "up_proj"))
-        self.joint = _joint(self.gate, self.up)
+        self.parts = [(name, module._modules[name]) for name in self.PARTS]
+        joint = self.joint_of(module)
+        assert joint is not None, "suits() is asked first"
+        self.joint = joint
+
+    @classmethod
+    def joint_of(cls, module: nn.Module) -> PackedWeight | None:
+        """The weight of that product; None where the parts are not its parts, all and in this order."""
+        return _joint(*(module._modules.get(name) for name in cls.PARTS))
+
+    def intact(self) -> bool:
+        """Whether the parts are still those of the joint product: adapters and quantisation put others there."""
+        children = self.module._modules
+        return all(children[name] is part for name, part in self.parts)
+
+
+class GatedForward(_JointForward):
+    """``down(silu(gate(x)) * up(x))`` with a joint product for gate and up."""
+
+    PARTS = ("gate_proj", "up_proj")
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
         """Whether `module` is built like one."""
-        children = module._modules
-        joint = _joint(children.get("gate_proj"), children.get("up_proj"))
+        joint = cls.joint_of(module)
         return (
             joint is not None
-            and "down_proj" in children
+            and "down_proj" in module._modules
             and "silu" in type(_activation(module)).__name__.lower()
             and joint.sizes[0] == joint.sizes[1]
             and joint.sizes[0] % glue.LANES == 0
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        parts = self.module._modules
-        if self.joint is None or parts["gate_proj"] is not self.gate or not glue.takes(states):
+        if not glue.takes(states) or not self.intact():
             mixed: Tensor = self.plain(states)
             return mixed
-        result: Tensor = parts["down_proj"](glue.gated(self.joint.apply(states)))  # type: ignore[misc]
+        result: Tensor = self.module._modules["down_proj"](glue.gated(self.joint.apply(states)))  # type: ignore[misc]
         return result
 
     def answers(self, forward: Any) -> list[Tensor]:
-        assert self.joint is not None
         return [forward(_random(1, 3, self.joint.in_features))]
 
 
-class AttentionForward(_Forward):
+class AttentionForward(_JointForward):
     """Attention over a `SlotCache`; queries are rotated and keys and values written in one step."""
+
+    PARTS = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self.query, self.key, self.value = (module._modules[name] for name in ("q_proj", "k_proj", "v_proj"))
-        self.joint = _joint(self.query, self.key, self.value)
-        assert self.joint is not None
         depth = module.head_dim
         queries, keys = self.joint.sizes[0] // depth, self.joint.sizes[1] // depth
         norms = [_head_norm(module._modules.get(name)) for name in ("q_norm", "k_norm")]
@@ -125,7 +141,7 @@ class AttentionForward(_Forward):
         """Whether `module` is built like one."""
         if type(module).__name__ not in ATTENTIONS or not type(module).__module__.startswith("transformers.models."):
             return False
-        joint = _joint(*(module._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")))
+        joint = cls.joint_of(module)
         depth = getattr(module, "head_dim", 0)
         norms = [module._modules[name] for name in ("q_norm", "k_norm") if name in module._modules]
         return (
@@ -155,7 +171,7 @@ class AttentionForward(_Forward):
                 **kwargs,
             )
         heads, cache, layer = self.heads, past_key_values, module.layer_idx
-        states = self.joint.apply(hidden_states)  # type: ignore[union-attr]
+        states = self.joint.apply(hidden_states)
         stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
         assert position_embeddings is not None
         query = glue.place(states, position_embeddings, heads, stores, places).transpose(1, 2)
@@ -169,7 +185,7 @@ class AttentionForward(_Forward):
             and angles is not None
             and mask is not None
             and glue.takes(states)
-            and self.module._modules["q_proj"] is self.query
+            and self.intact()
             and attention.installed(self.module)
             and all(_reads(part, states, self.heads.depth) for part in angles)
         )
@@ -178,7 +194,6 @@ class AttentionForward(_Forward):
         """A pass over two prompts, and what it writes to the cache. Scores are of the order of one, so that another
         rotation of the queries would show."""
         module: Any = self.module
-        assert self.joint is not None
         batch, count = 2, 3
         cache = SlotCache(batch, count)
         cache.begin(range(batch), torch.arange(count).expand(batch, -1), count)
