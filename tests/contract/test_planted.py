@@ -32,7 +32,7 @@ from contract.test_cache import TOLERANCE, built, run
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from contract.test_recorded import watch
 from contract.wrong import Twins, Uniform
-from forerun import LLM, SamplingParams, step
+from forerun import LLM, SamplingParams, judging
 from forerun.drafters import growth
 from forerun.drafters.levels import Submitted
 from forerun.sampling import Coins, Stream
@@ -104,12 +104,12 @@ def tokens_of_full_steps(temperature: float) -> set[int]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_missing_bonus_token(monkeypatch: Patch, temperature: float) -> None:
     assert tokens_of_full_steps(temperature) == {4}
-    monkeypatch.setattr(step, "rule_named", WithoutBonus)
+    monkeypatch.setattr(judging, "rule_named", WithoutBonus)
     assert tokens_of_full_steps(temperature) != {4}
 
 
 def test_argmax_at_a_temperature(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(step, "default_rule", lambda tree, greedy: "argmax_walk")
+    monkeypatch.setattr(judging, "default_rule", lambda tree, greedy: "argmax_walk")
     assert law_is_off(named("chain"))
 
 
