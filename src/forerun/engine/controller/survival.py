@@ -16,6 +16,9 @@ _SHARED_WEIGHT = 12.0
 first guess to that."""
 _ROW_WEIGHT = 12.0
 """Observations that the shared figures are worth to a row."""
+_SHARED_EVIDENCE = 48.0
+"""Most that those of other rows count when a row's figures are doubted: texts of one load are alike, and each new one
+would else begin by trying everything again."""
 _LONG_MEMORY = 0.5 ** (1 / 4096)
 _SHARED_MEMORY = 0.5 ** (1 / 256)
 _ROW_MEMORY = 0.5 ** (1 / 96)
@@ -98,9 +101,9 @@ class Survival:
         return (right + _SHARED_WEIGHT * FIRST_GUESS) / (tried + _SHARED_WEIGHT)
 
     def evidence(self, row: int) -> float:
-        """Steps that stand behind a row's curve; those of other rows count little."""
+        """Steps that stand behind a row's curve; those of other rows count up to a limit."""
         own = self._rows.get(row, _Counts()).at(0)[1]
-        return 1.0 + own + min(_ROW_WEIGHT, self._shared.at(0)[1])
+        return 1.0 + own + min(_SHARED_EVIDENCE, self._shared.at(0)[1])
 
     def renew(self, row: int, steps: Sequence[tuple[int, int]]) -> None:
         """What was known of a row no longer holds: start again from these (accepted, drafted) steps."""
