@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.numpy import save
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data.identity import TokenizerIdentity
+from forerun.writing import written
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,8 @@ class SuccessorMatrix:
         if self.path is None or not self.changed:
             return
         metadata = {"format": FORMAT, "tokenizer": "" if self._identity is None else self._identity.vocabulary}
-        fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
-        try:
+        with written(self.path) as fresh:
             fresh.write_bytes(save({_TENSOR: self.successors}, metadata))
-            os.replace(fresh, self.path)
-        finally:
-            fresh.unlink(missing_ok=True)
         self.changed = False
 
 

@@ -1,19 +1,24 @@
-"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave between steps."""
+"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave between steps.
+
+The worker goes from step to step by itself, and the event loop hands out what a step brought while the next one runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from forerun.engine.llm import LLM, Speculative, as_list, as_params
 from forerun.engine.prompts import Prompt
 from forerun.errors import EngineError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-T = TypeVar("T")
+_LOOK_S = 1.0
+"""How often the worker looks whether the event loop that it waits for is still there."""
 
 
 class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
@@ -51,7 +56,12 @@ class AsyncLLM:
             self._worker.shutdown(wait=False, cancel_futures=True)
             raise
         self._queues: dict[str, _Inbox] = {}
-        self._driver: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where the requests are waited for."""
+        self._taken = threading.Event()
+        """The loop has taken what the worker last handed to it."""
+        self._taken.set()
+        self._stepping = self._closed = False
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -114,16 +124,17 @@ class AsyncLLM:
             # Its queue is there before any step can answer: the worker does one thing after the other.
             request_id = self.llm.submit(prompt, params, **keywords)  # type: ignore[arg-type]
             self._queues[request_id] = _Inbox(max_unread)
+            self._go_on()
             return request_id
 
-        submitted = asyncio.get_running_loop().run_in_executor(self._worker, submit)
+        self._loop = asyncio.get_running_loop()
+        submitted = self._loop.run_in_executor(self._worker, submit)
         try:
             request_id = await asyncio.shield(submitted)
         except asyncio.CancelledError:
             submitted.add_done_callback(self._abandon)
             raise
         queue = self._queues[request_id]
-        self._wake()
         try:
             while True:
                 item = await queue.get()
@@ -137,9 +148,8 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Finish the step in progress and stop the worker; running requests end with an error."""
-        if self._driver is not None:
-            self._driver.cancel()
-        self._fail(RuntimeError("the engine was closed"))
+        self._closed = True
+        self._fail(self._queues, RuntimeError("the engine was closed"))
         await asyncio.to_thread(self._worker.shutdown)
         if self.llm.adaptation is not None:
             await asyncio.to_thread(self.llm.adaptation.close)
@@ -153,31 +163,59 @@ class AsyncLLM:
         if not submitted.cancelled() and submitted.exception() is None:
             self._leave(submitted.result())
 
-    def _wake(self) -> None:
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+    def _go_on(self) -> None:
+        """In the worker: from now on step while there is work."""
+        if not self._stepping:
+            self._stepping = True
+            self._worker.submit(self._step)
 
-    async def _drive(self) -> None:
-        """Step while there is work; hand each chunk to whoever waits for it."""
+    def _step(self) -> None:
+        """In the worker: one step. The next one waits its turn behind what was asked of the worker meanwhile."""
+        self._stepping = False
         try:
-            while self._queues and self.llm.engine.busy:
-                for chunk in await self._call(self.llm.engine.step):
-                    queue = self._queues.get(chunk.request_id)
-                    if queue is not None and chunk.error is not None:
-                        queue.put_nowait(chunk.error)
-                    elif queue is not None and not queue.deliver(chunk):
-                        self._worker.submit(self.llm.abort, chunk.request_id)
+            chunks = self.llm.engine.step() if self.llm.engine.busy else []
         except Exception as error:
             failure = EngineError(f"a step of the engine failed: {error}")
             failure.__cause__ = error
-            self._fail(failure)
+            self._hand_over(partial(self._fail, dict(self._queues), failure))
+            return
+        if chunks:
+            self._hand_over(partial(self._deliver, chunks))
+        if self.llm.engine.busy and not self._closed:
+            self._go_on()
 
-    def _fail(self, error: BaseException) -> None:
-        for queue in list(self._queues.values()):
+    def _hand_over(self, task: Callable[[], None]) -> None:
+        """In the worker: let the loop do something. Waits where the loop has yet to begin what it was given before, so
+        that a reader who keeps up never finds the chunks of many steps at once."""
+        loop = self._loop
+        assert loop is not None, "a request came from a loop"
+        while not self._taken.wait(_LOOK_S):
+            if loop.is_closed():
+                return
+        self._taken.clear()
+
+        def take() -> None:
+            self._taken.set()
+            task()
+
+        try:
+            loop.call_soon_threadsafe(take)
+        except RuntimeError:  # it has been closed: nobody waits
+            self._taken.set()
+
+    def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
+        """In the loop: hand each chunk to whoever waits for it."""
+        for chunk in chunks:
+            queue = self._queues.get(chunk.request_id)
+            if queue is not None and chunk.error is not None:
+                queue.put_nowait(chunk.error)
+            elif queue is not None and not queue.deliver(chunk):
+                self._worker.submit(self.llm.abort, chunk.request_id)
+
+    @staticmethod
+    def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
+        for queue in list(queues.values()):
             queue.put_nowait(error)
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
     @staticmethod
     async def _last(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.skipping.sublayers import SkipSet, names, parse
 from forerun.errors import ArgumentError, DataError
+from forerun.writing import written
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -63,11 +63,9 @@ class SkipFile:
             "measured": dict(self.measured),
             "trace": self.trace,
         }
-        fresh = path.with_name(f".{path.name}.partial")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-            os.replace(fresh, path)
+            with written(path) as fresh:
+                fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
 

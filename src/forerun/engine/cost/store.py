@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from forerun.engine.cost.passes import NODES, REPEATS, SECONDS, Grid, Tell, meas
 from forerun.target import Target
 from forerun.target.fast import building, native
 from forerun.target.fast.packing import FusedLinear, PackedLinear
+from forerun.writing import written
 
 log = logging.getLogger(__name__)
 
@@ -154,16 +153,11 @@ def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """All or nothing. A cache that cannot be written is no reason to fail."""
     path = file_of(target)
     body = _plain({"format": FORMAT, "identity": identity(target), "grid": asdict(grid), "cost": cost.record()})
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({**body, "sha256": _hash(body)}, indent=1) + "\n", encoding="utf-8")
-        os.replace(fresh, path)
+        with written(path) as fresh:
+            fresh.write_text(json.dumps({**body, "sha256": _hash(body)}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("the cost model could not be kept in %s: %s", path, error)
-    finally:
-        with suppress(OSError):
-            fresh.unlink()
     return path
 
 

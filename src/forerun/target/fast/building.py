@@ -11,14 +11,14 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from forerun.caching import cache_root
+from forerun.writing import written
 
 log = logging.getLogger(__name__)
 
@@ -64,22 +64,10 @@ def _built(name: str) -> Path:
     """
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _compile([_compiler(), *FLAGS, str(FOLDER / f"{name}.c")], path)
+        with written(path) as fresh:  # several processes may do it at once
+            command = [_compiler(), *FLAGS, str(FOLDER / f"{name}.c"), "-lm", "-o", str(fresh)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE_S)
     return path
-
-
-def _compile(command: Sequence[str], path: Path) -> None:
-    """To a temporary name first: several processes may do it at once."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
-        subprocess.run(
-            [*command, "-lm", "-o", temporary], check=True, capture_output=True, text=True, timeout=_PATIENCE_S
-        )
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def _compiler() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from forerun.checkpoints import HeadCheckpoint, TargetFacts
 from forerun.errors import CheckpointError
 from forerun.training.convert.settings import ConvertSettings
+from forerun.writing import written
 
 FOLDER = "eagle_head"
 """Of the head, inside the model's directory."""
@@ -23,9 +23,8 @@ MARKER = "forerun_convert.json"
 
 def write_settings(directory: Path, given: Mapping[str, Any]) -> None:
     """Write the marker; a reader never sees half of it."""
-    fresh = directory / f".{MARKER}.{os.getpid()}"
-    fresh.write_text(json.dumps({"algorithm": "eagle", "config": given}, indent=2) + "\n", encoding="utf-8")
-    os.replace(fresh, directory / MARKER)
+    with written(directory / MARKER) as fresh:
+        fresh.write_text(json.dumps({"algorithm": "eagle", "config": given}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_settings(directory: Path) -> Any:

@@ -20,6 +20,7 @@ from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.target.headers import weight_files
 from forerun.target.load import check_directory, explained
 from forerun.types import Signal
+from forerun.writing import written
 
 VERSION = 1
 """Of the format on disk."""
@@ -192,10 +193,9 @@ def human(count: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write under a temporary name, then rename."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value), encoding="utf-8")
-    partial.replace(path)
+    """A reader never sees half of it."""
+    with written(path) as fresh:
+        fresh.write_text(json.dumps(value), encoding="utf-8")
 
 
 # --- the target's hash ----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch
 from forerun.errors import CheckpointError
 from forerun.training.loop.distributed import Parallel
 from forerun.training.loop.settings import TrainSettings
+from forerun.writing import written
 
 
 def describe(settings: TrainSettings, parallel: Parallel, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,11 +51,9 @@ def write(output: Path, run: dict[str, Any]) -> None:
         previous = [*former.pop("previous", []), former]
     except (OSError, ValueError, AttributeError):
         previous = []
-    fresh = path.with_name(".run.json.partial")
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({**run, "previous": previous}, indent=1, default=str) + "\n", encoding="utf-8")
-        os.replace(fresh, path)
+        with written(path) as fresh:
+            fresh.write_text(json.dumps({**run, "previous": previous}, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}. Choose another output, or make room.") from error
 

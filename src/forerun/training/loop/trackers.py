@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.writing import written
 
 PLAIN_EVERY_S = 10.0
 """Least time between lines where the console is no terminal."""
@@ -43,9 +43,8 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _upto(line, step)]
-            fresh = path.with_name(f".{path.name}.partial")
-            fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(fresh, path)
+            with written(path) as fresh:
+                fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
