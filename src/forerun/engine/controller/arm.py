@@ -50,6 +50,8 @@ class Arm:
     confidence: Confidence = field(default_factory=Confidence)
     switch: Switch = field(default_factory=Switch)
     asking: Asking = field(default_factory=Asking)
+    used: float = 1.0
+    """Share of the steps in which it was offered that took the offer, of late; 1 before the first."""
     read: int = 0
     """The step in which it was last offered for a text that it had to read."""
 

@@ -12,6 +12,9 @@ from forerun.engine.controller.moment import Moment
 from forerun.engine.controller.offers import depth_times
 from forerun.step import Emitted
 
+_USED_WEIGHT = 1 / 64
+"""Of a step in `Arm.used`."""
+
 
 def learn(
     arms: Sequence[Arm],
@@ -28,6 +31,10 @@ def learn(
     _confidences(arms, moment, own)
     for member, tree in moment.copied.items():
         agreement.learn(moment.rows[member].row, tree.nodes, own[member].tokens, tree.holders)
+    for offer in moment.offers:
+        arm = arms[offer.arm]
+        taken = len(moment.chosen(arm, offer.arm)) / len(offer.tokens)
+        arm.used += _USED_WEIGHT * (taken - arm.used)
     for index, arm in enumerate(arms):
         if arm.copies:
             continue
