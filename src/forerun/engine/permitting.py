@@ -18,9 +18,9 @@ def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
     keep = dict[int, list[int]]()
     for index, row in enumerate(rows):
         grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)
-        count = int(draft.counts[index])
-        if grammar is None or count == 0 or not prunable(draft, index):
+        if grammar is None or not prunable(draft, index):
             continue
+        count = int(draft.counts[index])
         output = row.tokens[row.prompt_length :]
         kept = _kept(grammar, output, draft.tokens[index, :count].tolist(), draft.parents[index, :count].tolist())
         if len(kept) < count:
