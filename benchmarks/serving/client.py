@@ -1,9 +1,13 @@
-"""A closed-loop client: so many requests in flight, each streamed, timed and counted by the server's own usage."""
+"""A closed-loop client: so many requests in flight, each streamed, timed and counted by the server's own usage.
+
+``python client.py URL CLIENTS``: a line in is a list of bodies, a line out what all their answers made together.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,3 +81,10 @@ async def _ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answered:
                 first = time.perf_counter() - began
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
     return Answered(tokens=tokens, first_s=first, seconds=time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        load = drive(sys.argv[1], json.loads(line), int(sys.argv[2]))
+        sys.stdout.write(json.dumps({"tokens_per_second": load.tokens_per_second, "first_ms": load.first_ms}) + "\n")
+        sys.stdout.flush()

@@ -43,7 +43,7 @@ class Server:
         Raises:
             SystemExit: it ended, or took too long; the message shows the end of its log.
         """
-        self.port = _free_port()
+        self.port = free_port()
         self._out = self.log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             [*self.command, "--port", str(self.port)],
@@ -93,7 +93,7 @@ class Server:
                 os.killpg(self._process.pid, number)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -1,0 +1,75 @@
+"""What every serving benchmark asks for: enlarged demo models, speculative configurations, prompts and bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from forerun.bench.scale import scale_model
+from forerun.bench.scale_head import scale_head
+from forerun.bench.workloads import contexts
+from forerun.checkpoints import TargetFacts, read_head, write_head
+from forerun.demo import resolve
+
+ROOT = Path(__file__).parents[2]
+CONTEXT, TOKENS, MAX_MODEL_LEN, ROWS, FEWEST = 300, 128, 1536, 16, 4
+NAME = "target"
+DRAFTERS = ("ngram", "draft_model", "eagle3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configs:
+    """Speculative configurations of one kind of drafter."""
+
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+    @property
+    def same(self) -> int | None:
+        """vLLM's number of drafted tokens where forerun's own is another: both are then measured."""
+        key = "num_speculative_tokens"
+        return int(self.theirs[key]) if self.theirs[key] != self.ours[key] else None
+
+
+def models(work: Path) -> dict[str, Path]:
+    """The enlarged target, draft model and head on disk."""
+    work.mkdir(parents=True, exist_ok=True)
+    target = scale_model(resolve("demo"), billions=0.4)
+    draft = scale_model(resolve("demo-draft"), billions=0.031)
+    head = read_head(resolve("demo-eagle3"), num_layers=target.source_layers)
+    folder = work / "head"
+    write_head(scale_head(head, target), folder, "flat", TargetFacts.read(target.path))
+    return {"target": target.path, "draft": draft.path, "head": folder}
+
+
+def configs(paths: Mapping[str, Path]) -> dict[str, Configs]:
+    """What each engine is told: vLLM the setup of its documentation, forerun the same drafter under control."""
+    theirs = {
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+        "draft_model": {"method": "draft_model", "model": str(paths["draft"]), "num_speculative_tokens": 5},
+        "eagle3": {"method": "eagle3", "model": str(paths["head"]), "num_speculative_tokens": 5},
+    }
+    found = {name: Configs(ours={**config, "adaptive": True}, theirs=config) for name, config in theirs.items()}
+    found["ngram"].ours["num_speculative_tokens"] = 16
+    return found
+
+
+def texts(target: Path) -> list[str]:
+    """Pieces of the held-out files, `CONTEXT` tokens each."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [tokenizer.decode(ids) for ids in contexts(tokenizer, count=ROWS, length=CONTEXT)]
+
+
+def fresh(pieces: Sequence[str], count: int, mark: str) -> list[str]:
+    """Prompts that nobody has seen: each begins with a comment of its own."""
+    return [f"# {mark} {index}\n{pieces[index % len(pieces)]}" for index in range(count)]
+
+
+def body(prompt: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A greedy request of `TOKENS` tokens to ``/v1/completions``."""
+    asked = {"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return {**asked, **extra}
