@@ -84,10 +84,8 @@ def _servers(
     drafter: str, config: scene.Configs, models: Mapping[str, Path], options: argparse.Namespace
 ) -> dict[str, Server]:
     """By name; forerun's own plain decoding is asked of the same server, request by request."""
-    target, length = (
-        str(models["target"]),
-        ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", str(scene.ROWS)],
-    )
+    target = str(models["target"])
+    length = ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", str(scene.ROWS)]
     length += ["--served-model-name", scene.NAME]
     ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *length, *_speculative(config.ours)]
     servers = {"forerun": Server(name="forerun", command=ours, log=options.work / f"forerun-{drafter}.log")}

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.ranks import RankRates, Template
+from forerun.drafters.ranks import RankRates, best_tree
 from forerun.drafters.recycling import RecyclingConfig, RecyclingDrafter, top_ids
 from forerun.drafters.successors import SuccessorMatrix
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
@@ -148,20 +148,20 @@ def test_rows_of_a_batch_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_template_holds_the_likeliest_paths_in_order(seed: int) -> None:
+def test_the_best_tree_holds_the_likeliest_paths_in_order(seed: int) -> None:
     rates = np.random.default_rng(seed).uniform(0.01, 0.9, (3, 4))
     every = {
         path: float(np.prod([rates[depth, rank] for depth, rank in enumerate(path)]))
         for length in (1, 2, 3)
         for path in itertools.product(range(4), repeat=length)
     }
-    template = Template.best(rates, 20)
+    tree = best_tree(rates, 20)
     paths: list[tuple[int, ...]] = []
-    for rank, parent in zip(template.ranks.tolist(), template.parents.tolist(), strict=True):
+    for rank, parent, _ in tree:
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
     assert paths == sorted(every, key=lambda path: -every[path])[:20]
-    assert template.depths.tolist() == [len(path) for path in paths]
-    assert len(Template.best(rates, 10**6)) == len(every)
+    assert [node.depth for node in tree] == [len(path) for path in paths]
+    assert len(best_tree(rates, 10**6)) == len(every)
 
 
 def test_rates_beyond_those_measured_fall() -> None:

@@ -121,3 +121,26 @@ async def test_who_does_not_read_is_dropped(checkpoint: Path) -> None:
             async for _ in slow:
                 pass
         assert not llm.llm.engine.busy and llm.llm.target.lengths == [0, 0]
+
+
+async def test_the_engine_does_not_run_ahead_of_a_loop_that_is_busy(llm: AsyncLLM) -> None:
+    """Else a reader who takes every chunk at once would be cut off for those that pile up meanwhile."""
+    text = ""
+    async for chunk in llm.stream(PROMPTS[0], GREEDY, max_unread=1):
+        text += chunk.text
+        time.sleep(0.05)
+    assert text == (await llm.generate(PROMPTS[0], GREEDY))[0].outputs[0].text
+
+
+def test_an_engine_outlives_the_loops_that_it_was_asked_from(checkpoint: Path) -> None:
+    llm = AsyncLLM(str(checkpoint), dtype="float32")
+
+    async def leave_early() -> None:
+        async for _ in llm.stream(PROMPTS[0], SamplingParams(max_tokens=150, ignore_eos=True)):
+            break
+
+    for _ in range(3):
+        asyncio.run(leave_early())
+    answers = asyncio.run(asyncio.wait_for(llm.generate(PROMPTS[1], GREEDY), timeout=60))
+    assert len(answers[0].outputs[0].token_ids) == 20
+    asyncio.run(llm.close())

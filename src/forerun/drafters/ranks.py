@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,48 +51,37 @@ class RankRates:
         self._right[depth, list(right)] += 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Template:
-    """A tree of ranks, its nodes by falling probability to survive: every beginning of it is the best tree of its size.
+class RankedNode(NamedTuple):
+    """A node of a tree of ranks."""
 
-    A node comes after its parent, and after its siblings of smaller rank.
+    rank: int
+    """Which successor of its parent's token it holds."""
+    parent: int
+    """Place of the parent in the tree, -1 for the root."""
+    depth: int
+    """1 for children of the root."""
+
+
+def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
+    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer.
+
+    Every beginning of it is the best tree of its size. A node comes after its parent, and after its siblings of
+    smaller rank.
     """
-
-    ranks: NDArray[np.int64]
-    """(K,) which successor of its parent's token a node holds."""
-    parents: NDArray[np.int64]
-    """(K,) entry of the parent, -1 for the root."""
-    depths: NDArray[np.int64]
-    """(K,) 1 for children of the root."""
-
-    @classmethod
-    def best(cls, rates: NDArray[np.float64], nodes: int) -> Template:
-        """The `nodes` paths of largest product of `rates` (depth, ranks), in order; all of them if there are fewer."""
-        falling = np.argsort(-rates, axis=1, kind="stable")
-        ranks, parents, depths = list[int](), list[int](), list[int]()
-        # (-probability, order of entry, place in the falling order, parent, probability of the parent)
-        heap = [(-float(rates[0, falling[0, 0]]), 0, 0, -1, 1.0)]
-        entered = 1
-        while heap and len(ranks) < nodes:
-            negative, _, place, parent, above = heapq.heappop(heap)
-            depth = 0 if parent < 0 else depths[parent]
-            node = len(ranks)
-            ranks.append(int(falling[depth, place]))
-            parents.append(parent)
-            depths.append(depth + 1)
-            if place + 1 < rates.shape[1]:
-                rate = float(rates[depth, falling[depth, place + 1]])
-                heapq.heappush(heap, (-above * rate, entered, place + 1, parent, above))
-            if depth + 1 < len(rates):
-                rate = float(rates[depth + 1, falling[depth + 1, 0]])
-                heapq.heappush(heap, (negative * rate, entered + 1, 0, node, -negative))
-            entered += 2
-        return cls(ranks=np.array(ranks), parents=np.array(parents), depths=np.array(depths))
-
-    def __len__(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def entries(self) -> list[tuple[int, int, int]]:
-        """(rank, parent, depth) of every node."""
-        return list(zip(self.ranks.tolist(), self.parents.tolist(), self.depths.tolist(), strict=True))
+    falling = np.argsort(-rates, axis=1, kind="stable")
+    tree = list[RankedNode]()
+    # (-probability, order of entry, place in the falling order, parent, probability of the parent)
+    heap = [(-float(rates[0, falling[0, 0]]), 0, 0, -1, 1.0)]
+    entered = 1
+    while heap and len(tree) < nodes:
+        negative, _, place, parent, above = heapq.heappop(heap)
+        depth = 0 if parent < 0 else tree[parent].depth
+        tree.append(RankedNode(int(falling[depth, place]), parent, depth + 1))
+        if place + 1 < rates.shape[1]:
+            rate = float(rates[depth, falling[depth, place + 1]])
+            heapq.heappush(heap, (-above * rate, entered, place + 1, parent, above))
+        if depth + 1 < len(rates):
+            rate = float(rates[depth + 1, falling[depth + 1, 0]])
+            heapq.heappush(heap, (negative * rate, entered + 1, 0, len(tree) - 1, -negative))
+        entered += 2
+    return tree

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.ranks import RankRates, Template
+from forerun.drafters.ranks import RankRates, best_tree
 from forerun.drafters.successors import SuccessorMatrix, save_quietly
 from forerun.errors import ArgumentError
 from forerun.training.data.identity import TokenizerIdentity
@@ -94,7 +94,7 @@ class RecyclingDrafter(Drafter):
         path = None if config.path is None else Path(config.path).expanduser()
         self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
         self._rates = RankRates(*shape)
-        self._template = Template.best(self._rates.prior, config.nodes)
+        self._shape = best_tree(self._rates.prior, config.nodes)
         self._steps = self._saved = 0
         self._rows: dict[int, _Drafted] = {}
         self._covered: dict[int, int] = {}
@@ -124,7 +124,7 @@ class RecyclingDrafter(Drafter):
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         if self.config.adaptive_tree and self._steps % _REGROWN == 0 and self._steps:
-            self._template = Template.best(self._rates.estimate, self.config.nodes)
+            self._shape = best_tree(self._rates.estimate, self.config.nodes)
         rates = self._rates.estimate.tolist()
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for row_id, tokens, nodes, depth in limits:
@@ -155,10 +155,10 @@ class RecyclingDrafter(Drafter):
         return self.matrix.successors.nbytes
 
     def _grown(self, tokens: Sequence[int], nodes: int, depth: int, rates: Sequence[Sequence[float]]) -> _Drafted:
-        """The template's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
+        """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
         successors, drafted = self.matrix.successors, _Drafted(end=len(tokens), ranks=[], tree=TreeBuilder())
         placed = {-1: (0, tokens[-1])}
-        for entry, (rank, parent, level) in enumerate(self._template.entries[:nodes]):
+        for entry, (rank, parent, level) in enumerate(self._shape[:nodes]):
             if level > depth or parent not in placed:
                 continue
             above, last = placed[parent]

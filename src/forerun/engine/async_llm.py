@@ -17,7 +17,7 @@ from forerun.engine.prompts import Prompt
 from forerun.errors import EngineError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-_LOOK_S = 1.0
+_LOOK_S = 0.2
 """How often the worker looks whether the event loop that it waits for is still there."""
 
 
@@ -58,8 +58,10 @@ class AsyncLLM:
         self._queues: dict[str, _Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         """Where the requests are waited for."""
+        self._asked: asyncio.AbstractEventLoop | None = None
+        """What the worker last handed something to."""
         self._taken = threading.Event()
-        """The loop has taken what the worker last handed to it."""
+        """That was taken."""
         self._taken.set()
         self._stepping = self._closed = False
 
@@ -187,11 +189,11 @@ class AsyncLLM:
     def _hand_over(self, task: Callable[[], None]) -> None:
         """In the worker: let the loop do something. Waits where the loop has yet to begin what it was given before, so
         that a reader who keeps up never finds the chunks of many steps at once."""
-        loop = self._loop
-        assert loop is not None, "a request came from a loop"
         while not self._taken.wait(_LOOK_S):
-            if loop.is_closed():
-                return
+            if self._asked is not None and self._asked.is_closed():
+                break  # and will never take it
+        loop = self._asked = self._loop
+        assert loop is not None, "a request came from a loop"
         self._taken.clear()
 
         def take() -> None:
