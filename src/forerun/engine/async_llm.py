@@ -40,6 +40,36 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
         return False
 
 
+class _Handover:
+    """From a thread to an event loop, one task at a time, so that the thread is never more than one ahead.
+
+    A reader in the loop who keeps up then never finds the chunks of many steps at once.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """What was last given something."""
+        self._begun = threading.Event()
+        """It has begun with that."""
+        self._begun.set()
+
+    def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
+        """Have the loop do the task, once it has begun with the one before; nothing happens if it has been closed."""
+        while not self._begun.wait(_LOOK_S):
+            if self._loop is not None and self._loop.is_closed():
+                break  # and will never begin
+        self._loop = loop
+        self._begun.clear()
+        try:
+            loop.call_soon_threadsafe(self._begin, task)
+        except RuntimeError:  # closed: nobody waits
+            self._begun.set()
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        self._begun.set()
+        task()
+
+
 class AsyncLLM:
     """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
 
@@ -58,11 +88,7 @@ class AsyncLLM:
         self._queues: dict[str, _Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         """Where the requests are waited for."""
-        self._asked: asyncio.AbstractEventLoop | None = None
-        """What the worker last handed something to."""
-        self._taken = threading.Event()
-        """That was taken."""
-        self._taken.set()
+        self._handover = _Handover()
         self._stepping = self._closed = False
 
     async def __aenter__(self) -> AsyncLLM:
@@ -187,23 +213,9 @@ class AsyncLLM:
             self._go_on()
 
     def _hand_over(self, task: Callable[[], None]) -> None:
-        """In the worker: let the loop do something. Waits where the loop has yet to begin what it was given before, so
-        that a reader who keeps up never finds the chunks of many steps at once."""
-        while not self._taken.wait(_LOOK_S):
-            if self._asked is not None and self._asked.is_closed():
-                break  # and will never take it
-        loop = self._asked = self._loop
-        assert loop is not None, "a request came from a loop"
-        self._taken.clear()
-
-        def take() -> None:
-            self._taken.set()
-            task()
-
-        try:
-            loop.call_soon_threadsafe(take)
-        except RuntimeError:  # it has been closed: nobody waits
-            self._taken.set()
+        """In the worker: let the loop do something."""
+        assert self._loop is not None, "a request came from a loop"
+        self._handover.give(self._loop, task)
 
     def _deliver(self, chunks: Sequence[StreamChunk]) -> None:
         """In the loop: hand each chunk to whoever waits for it."""

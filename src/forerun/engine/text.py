@@ -15,16 +15,22 @@ _INCOMPLETE = "\ufffd"
 class Detokenizer:
     """Turns output ids into text as they come; a character that spans tokens appears with its last token.
 
-    Decodes a short window twice per token and takes the difference, so it holds for every tokenizer.
+    Decodes a short window with every token and takes the difference to the text before, so it holds for every
+    tokenizer.
     """
 
     _WINDOW = 5
+    """Tokens of the prompt, or before an incomplete character, that are decoded with what follows."""
+    _LONGEST = 12
+    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._ids = list(prompt[-self._WINDOW :])
         self._start = 0
         self._read = len(self._ids)
+        self._text: str | None = None
+        """Of the window up to what was read; None before it is needed."""
 
     def add(self, token: int) -> str:
         """The text that `token` adds; empty while a character is incomplete."""
@@ -38,11 +44,16 @@ class Detokenizer:
     def _advance(self, *, final: bool) -> str:
         if self._tokenizer is None or self._read == len(self._ids):
             return ""
-        before = self._decode(self._ids[self._start : self._read])
-        after = self._decode(self._ids[self._start :])
+        if self._text is None:
+            self._text = self._decode(self._ids[self._start : self._read])
+        before, after = self._text, self._decode(self._ids[self._start :])
         if not final and after.endswith(_INCOMPLETE):
             return ""
-        self._start, self._read = max(0, len(self._ids) - self._WINDOW) if final else self._read, len(self._ids)
+        last, self._read, self._text = self._read, len(self._ids), after
+        if final:
+            self._start, self._text = max(0, self._read - self._WINDOW), None
+        elif self._read - self._start > self._LONGEST:
+            self._start, self._text = last, None
         return after[len(before) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
