@@ -247,6 +247,7 @@ def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: p
     made = drafter(path=str(folder / "matrix"))
     made.extend(context([1, 2], 2))
     folder.rmdir()
+    folder.write_text("a file where the folder was")
     made._steps = 256
     with caplog.at_level(logging.WARNING):
         made.truncate([0], [0])

@@ -1,8 +1,10 @@
-"""How much copying drafters are asked for follows what is taken of it."""
+"""When copying drafters are asked follows what they save, how much they are asked for what is taken of it."""
 
 from __future__ import annotations
 
-from forerun.engine.controller.asking import Reach
+import pytest
+
+from forerun.engine.controller.asking import Asking, Reach
 
 
 def test_a_row_that_takes_all_is_offered_twice_as_many() -> None:
@@ -22,3 +24,28 @@ def test_it_comes_down_slowly_and_never_below_a_few() -> None:
     for _ in range(100):
         reach.took(0)
     assert reach.nodes() == 16
+
+
+@pytest.mark.parametrize(
+    ("ms", "gain_ms", "share"),
+    [(0.1, 0.0, 1.0), (2.0, 6.0, 1.0), (2.0, 1.0, 8 / 72)],
+    ids=["cheap", "repays itself", "does not"],
+)
+def test_one_that_is_dear_is_asked_all_the_time_only_if_it_repays_itself(
+    ms: float, gain_ms: float, share: float
+) -> None:
+    asking, asked = Asking(), 0
+    for step in range(32 + 64 + 10 * 72):
+        if asking.due(step):
+            asking.asked(step, ms=ms, gain_ms=gain_ms, plain_ms=50.0)
+            asked += step >= 32 + 64
+    assert asked == pytest.approx(share * 720, abs=8)
+
+
+def test_one_that_was_left_in_peace_stays_once_it_repays_itself() -> None:
+    asking, asked = Asking(), list[int]()
+    for step in range(600):
+        if asking.due(step):
+            asked.append(step)
+            asking.asked(step, ms=2.0, gain_ms=9.0 if step > 200 else 0.0, plain_ms=50.0)
+    assert asked[-300:] == list(range(300, 600))

@@ -141,6 +141,21 @@ def test_a_text_is_read_where_that_repays_itself(reading_ms: float, read: bool) 
     assert world.steps.rate(100) > (1.25 if read else 0.9) / Passes().pass_ms(1)
 
 
+def test_a_text_is_not_read_where_copies_yield_more() -> None:
+    """Reading takes three plain steps: alone the model repays it, beside good copies it hardly ever drafts."""
+    model = Spec(name="m", alpha=0.7, cost=level(0.1), reading_ms=0.01)
+    copy = Spec(name="copy", alpha=0.9, cost=DraftCost(fixed_ms=0.005, level_ms=0.0), copies=True, limit=12)
+    read = []
+    for specs in ((model,), (model, copy)):
+        world = World(*specs, measure=True)
+        for _ in range(60):
+            world.renew(0, prompt=300, room=60)
+            while world.rows[0].room > 0:
+                world.run(1)
+        read.append(world.drafters[0].read)
+    assert read[0] > 40 * 300 and read[1] < 20 * 300
+
+
 def test_texts_are_read_again_now_and_then_where_that_did_not_pay() -> None:
     """Useless for 2000 steps, good from then on: what is read meanwhile takes little, and it is found out."""
     turn = 2000

@@ -11,6 +11,9 @@ from forerun.engine.controller.deferred import Deferred
 from forerun.engine.controller.survival import Survival
 from forerun.engine.controller.switch import Switch
 
+_USED_WEIGHT = 1 / 16
+"""Of one step's offers in `Arm.used`."""
+
 
 class Sizes:
     """Nodes that a drafter submits when it may go to some depth: a chain until seen otherwise."""
@@ -51,9 +54,13 @@ class Arm:
     switch: Switch = field(default_factory=Switch)
     asking: Asking = field(default_factory=Asking)
     used: float = 1.0
-    """Share of the steps in which it was offered that took the offer, of late; 1 before the first."""
+    """Share of its offers that were taken, of late; 1 before the first."""
     read: int = 0
     """The step in which it was last offered for a text that it had to read."""
+
+    def offered(self, *, taken: float) -> None:
+        """It was offered to rows, of which this share took the offer."""
+        self.used += _USED_WEIGHT * (taken - self.used)
 
     def forget(self, row: int) -> None:
         """The row is free."""

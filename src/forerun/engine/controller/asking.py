@@ -1,4 +1,4 @@
-"""When to ask a drafter that copies, at every step where that is cheap, else by turns; and for how much.
+"""When to ask a drafter that copies: at every step where that is cheap or repays itself, else by turns; for how much.
 
 Knows figures only.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-CHEAP = 0.01
+CHEAP = 0.003
 """Share of a plain step that asking may always take."""
+_ASKING = 0.5
+"""Share of what copies cost the host that is asking for them; the rest is ranking, joining and learning from them."""
 _PATIENCE = 32
-"""Steps in a row without a draft worth submitting, after which one that is not cheap is left in peace."""
+"""Steps after which one that is not cheap and does not repay itself is left in peace."""
 _INTERVAL = 64
 """Steps that it is then not asked."""
 _TRIAL = 8
@@ -42,18 +44,23 @@ class Asking:
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=15)
-        self._idle, self._wake = 0, 0
+        self._gains: deque[float] = deque(maxlen=_PATIENCE)
+        self._asked, self._wake = 0, 0
 
     def due(self, step: int) -> bool:
         """Whether to ask in this step."""
         return step >= self._wake
 
-    def asked(self, step: int, *, ms: float, useful: bool, plain_ms: float) -> None:
-        """It was asked, which took `ms`; `useful`: at least one row got a draft worth submitting."""
+    def asked(self, step: int, *, ms: float, gain_ms: float, plain_ms: float) -> None:
+        """It was asked, which took `ms`; what it drafts is expected to save `gain_ms` of decoding."""
         self._times.append(ms)
-        self._idle = 0 if useful else self._idle + 1
-        if self._idle >= _PATIENCE and median(self._times) > CHEAP * plain_ms:
-            self._wake, self._idle = step + _INTERVAL, _PATIENCE - _TRIAL
+        self._gains.append(gain_ms)
+        self._asked += 1
+        cost = median(self._times)
+        repays = sum(self._gains) / len(self._gains) > cost / _ASKING
+        if self._asked >= _PATIENCE and cost > CHEAP * plain_ms and not repays:
+            self._wake, self._asked = step + _INTERVAL, _PATIENCE - _TRIAL
+            self._gains.clear()
 
     def failed(self, step: int) -> None:
         """It raised."""

@@ -86,11 +86,11 @@ class Controller:
                 arm.switch.begin(moment.row_ids())
         moment.times = self.costs.times(moment.batch, moment.context, self._nodes)
         self._ask(moment)
-        moment.factor = self.goodput.factor
+        moment.factor, moment.unaided = self.goodput.factor, self.goodput.unaided
         moment.copies = self._copies(moment)
         for asked in moment.asked:
-            useful = any(self._width(tree, moment) for tree in asked.trees.values())
-            self.arms[asked.arm].asking.asked(self.steps, ms=asked.ms, useful=useful, plain_ms=moment.times[0])
+            gain = sum(self._gain_ms(tree, moment) for tree in asked.trees.values())
+            self.arms[asked.arm].asking.asked(self.steps, ms=asked.ms, gain_ms=gain, plain_ms=moment.times[0])
         found = (offer_of(arm, index, moment, self.costs) for index, arm in enumerate(self.arms) if not arm.copies)
         moment.offers = [offer for offer in found if offer is not None]
         moment.choice = choose(
@@ -148,7 +148,8 @@ class Controller:
     def _ask(self, moment: Moment) -> None:
         """Collect the drafts of those that copy."""
         for index, arm in enumerate(self.arms):
-            if not arm.copies or not arm.asking.due(self.steps):
+            arm.drafter.idle = arm.copies and not arm.asking.due(self.steps)
+            if not arm.copies or arm.drafter.idle:
                 continue
             try:
                 asked = self._asked(moment, arm, index)
@@ -205,6 +206,13 @@ class Controller:
         filling = self.costs.filling
         goodput = moment.goodput * filling.share(moment.batch)
         return filling.best([tree.worth], times=moment.times, goodput=goodput)[0]
+
+    def _gain_ms(self, tree: GivenTree, moment: Moment) -> float:
+        """What one row's tree saves of decoding if the others have none or as many nodes."""
+        width = self._width(tree, moment)
+        size = min(self.costs.filling.most(1, width), len(moment.times) - 1)
+        share = self.costs.filling.share(moment.batch)
+        return tree.worth[width] / moment.goodput - share * (moment.times[size] - moment.times[0])
 
     def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
         chosen = moment.chosen(arm, index)

@@ -45,6 +45,8 @@ class Deferred(Drafter):
         self._seeds = Seeds(hide=reproducible)
         self.failed = False
         """The drafter raised since this was last set to False."""
+        self.idle = False
+        """It is not asked for the time being, and does not watch."""
         self._rows: dict[int, _Row] = {}
 
     @property
@@ -53,7 +55,7 @@ class Deferred(Drafter):
 
     @property
     def watches(self) -> bool:
-        return self.drafter.watches
+        return self.drafter.watches and not self.idle
 
     @property
     def remembers(self) -> bool:

@@ -12,9 +12,6 @@ from forerun.engine.controller.moment import Moment
 from forerun.engine.controller.offers import depth_times
 from forerun.step import Emitted
 
-_USED_WEIGHT = 1 / 64
-"""Of a step in `Arm.used`."""
-
 
 def learn(
     arms: Sequence[Arm],
@@ -32,9 +29,7 @@ def learn(
     for member, tree in moment.copied.items():
         agreement.learn(moment.rows[member].row, tree.nodes, own[member].tokens, tree.holders)
     for offer in moment.offers:
-        arm = arms[offer.arm]
-        taken = len(moment.chosen(arm, offer.arm)) / len(offer.tokens)
-        arm.used += _USED_WEIGHT * (taken - arm.used)
+        arms[offer.arm].offered(taken=len(moment.chosen(arms[offer.arm], offer.arm)) / len(offer.tokens))
     for index, arm in enumerate(arms):
         if arm.copies:
             continue
@@ -45,7 +40,9 @@ def learn(
     spent += sum(offer.ms for offer in moment.offers if offer.arm in moment.choice.offers.values())
     if measure and own:
         spent = _times(arms, moment, own[0], costs)
-    goodput.add(sum(len(one.tokens) for one in own) / len(own), spent / moment.times[0])
+    goodput.add(
+        sum(len(one.tokens) for one in own) / len(own), spent / moment.times[0], aided=bool(moment.choice.offers)
+    )
 
 
 def _confidences(arms: Sequence[Arm], moment: Moment, own: Sequence[Emitted]) -> None:

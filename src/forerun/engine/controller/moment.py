@@ -44,6 +44,8 @@ class Moment:
     """Entry s: a pass of size s, and the host work, ms."""
     factor: float = 1.0
     """Tokens per time that decoding yields of late, over plain decoding's."""
+    unaided: float = 1.0
+    """The same where no drafter took part that costs a forward pass."""
     asked: list[Asked] = field(default_factory=list)
     copied: dict[int, GivenTree] = field(default_factory=dict)
     """Member -> the trees of all that copy, as one."""

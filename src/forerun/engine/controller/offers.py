@@ -87,24 +87,25 @@ def _promised(arm: Arm, moment: Moment, member: int, curve: Sequence[float], lea
 def _repaying(arm: Arm, moment: Moment, costs: StepCosts, curves: _Curves, unread: Mapping[int, int]) -> _Curves:
     """Without the members whose text the drafter has yet to read and would not repay it in what is left to write.
 
-    What a text repays is what drafting gains beyond the tokens that decoding yields in the same time, in the share of
-    the steps that fall to this drafter. A text is read all the same where none has been for so long that it takes
-    `TRIAL_SHARE` of the time; none in its first tokens while others wait for theirs.
+    What a text repays is what drafting gains beyond the tokens that decoding yields in the same time without models, in
+    the share of the steps that fall to this drafter. A text is read all the same where none has been for so long that
+    it takes `TRIAL_SHARE` of the time; none in its first tokens while others wait for theirs.
     """
     readings = {member: costs.reading_ms(arm.key, unread[member]) for member in curves}
     if not any(readings.values()):
         return curves
     depth, extra = _best(arm, moment, costs, curves)
+    unaided = moment.unaided * moment.batch / moment.times[0]
     found = {}
     for member, curve in curves.items():
         row, reading = moment.rows[member], readings[member]
         if moment.awaited and reading and len(row.tokens) - row.prompt_length <= _PATIENCE:
             continue
         accepted = sum(curve[: depth.tokens])
-        steps = arm.used * row.room / max(1.0 + accepted, moment.factor)
-        gain = steps * (accepted - moment.goodput * extra / len(curves))
+        steps = arm.used * row.room / max(1.0 + accepted, moment.unaided)
+        gain = steps * (accepted - unaided * extra / len(curves))
         explores = moment.step - arm.read >= reading / moment.times[0] / TRIAL_SHARE
-        if reading == 0.0 or arm.switch.trying(row.row) or explores or gain > _RETURN * moment.goodput * reading:
+        if reading == 0.0 or arm.switch.trying(row.row) or explores or gain > _RETURN * unaided * reading:
             found[member] = curve
             arm.read = moment.step if reading else arm.read
     return found
