@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-CHEAP = 0.003
+CHEAP = 0.01
 """Share of a plain step that asking may always take."""
 _ASKING = 0.5
 """Share of what copies cost the host that is asking for them; the rest is ranking, joining and learning from them."""
