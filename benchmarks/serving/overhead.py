@@ -1,7 +1,8 @@
 """What the server costs: one engine in one process, asked over HTTP by one client, and directly, taking turns.
 
 ``python benchmarks/serving/overhead.py``. Two processes would differ in more than the server: where the weights lie in
-memory alone moves decoding by up to a tenth. The client is a process of its own; every prompt is new.
+memory alone moves decoding by up to a tenth. Both ways get the same prompts, and no prefix is kept: another comment at the
+head of a prompt alone moves the tokens of a step by a twentieth. The client is a process of its own.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ async def _measure(
     )
     rates: Rates = {SERVER: [], ENGINE: []}
     for turn in range(-1, rounds):
+        prompts = scene.fresh(pieces, scene.FEWEST, f"round {turn}")
         for way in sorted(rates, reverse=bool(turn % 2)):
-            prompts = scene.fresh(pieces, scene.FEWEST, f"{way} {turn}")
             rate = await (_over_http(client, prompts) if way == SERVER else _directly(session.engine, prompts))
             console.print(f"  {name} {turn + 1}/{rounds} {way:12} {rate:7.1f} tokens/s")
             if turn >= 0:
@@ -79,7 +80,13 @@ async def _measure(
 
 
 def _load(target: Path, config: Mapping[str, Any]) -> AsyncLLM:
-    return AsyncLLM(str(target), speculative_config=config, max_num_seqs=scene.ROWS, max_model_len=scene.MAX_MODEL_LEN)
+    return AsyncLLM(
+        str(target),
+        speculative_config=config,
+        max_num_seqs=scene.ROWS,
+        max_model_len=scene.MAX_MODEL_LEN,
+        enable_prefix_caching=False,
+    )
 
 
 async def _over_http(client: Process, prompts: Sequence[str]) -> float:
