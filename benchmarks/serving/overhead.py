@@ -1,8 +1,8 @@
 """What the server costs: one engine in one process, asked over HTTP by one client, and directly, taking turns.
 
 ``python benchmarks/serving/overhead.py``. Two processes would differ in more than the server: where the weights lie in
-memory alone moves decoding by up to a tenth. Both ways get the same prompts, and no prefix is kept: another comment at the
-head of a prompt alone moves the tokens of a step by a twentieth. The client is a process of its own.
+memory alone moves decoding by up to a tenth. Both ways get the same prompts, and no prefix is kept: another comment at
+the head of a prompt alone moves the tokens of a step by a twentieth. The client is a process of its own.
 """
 
 from __future__ import annotations
