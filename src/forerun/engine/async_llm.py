@@ -26,17 +26,22 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
 
     def __init__(self, most: int | None) -> None:
         super().__init__()
-        self._most = most
+        self._most, self._cut = most, False
 
     def deliver(self, chunk: StreamChunk) -> bool:
-        """Put it in; False where the reader has fallen too far behind: the chunks then give way to an error."""
+        """Put it in; False where the reader has fallen too far behind: the chunks then give way to an error.
+
+        What is still on its way after that is dropped.
+        """
+        if self._cut:
+            return True
         if self._most is None or self.qsize() < self._most:
             self.put_nowait(chunk)
             return True
         while not self.empty():
             self.get_nowait()
         self.put_nowait(SlowReaderError(f"{self._most} chunks were waiting to be read; the request was aborted"))
-        self._most = 0
+        self._cut = True
         return False
 
 
