@@ -210,9 +210,8 @@ class Controller:
     def _gain_ms(self, tree: GivenTree, moment: Moment) -> float:
         """What one row's tree saves of decoding if the others have none or as many nodes."""
         width = self._width(tree, moment)
-        size = min(self.costs.filling.most(1, width), len(moment.times) - 1)
         share = self.costs.filling.share(moment.batch)
-        return tree.worth[width] / moment.goodput - share * (moment.times[size] - moment.times[0])
+        return tree.worth[width] / moment.goodput - share * (moment.times[width] - moment.times[0])
 
     def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
         chosen = moment.chosen(arm, index)
