@@ -94,6 +94,7 @@ class Server:
 
 
 def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

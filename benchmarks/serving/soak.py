@@ -16,7 +16,6 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from typing import IO, Any
 
 import httpx
 import psutil
+from fleet import free_port
 from rich.console import Console
 from rich.table import Table
 
@@ -86,9 +86,7 @@ class Server:
     """``forerun serve`` in a process of its own."""
 
     def __init__(self, arguments: argparse.Namespace, log: IO[bytes]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         words = [arguments.model, "--port", str(port), "--api-key", KEY, "--log-format", "json"]
         words += ["--dtype", "float32", "--max-num-seqs", str(arguments.rows), "--drafter", arguments.drafter]
         words += [word for name in DRAFTERS for word in ("--client-drafters", name)]
