@@ -85,11 +85,17 @@ def test_more_connections_than_allowed_are_told_to_come_back(checkpoint: Path) -
 
 
 def test_a_crowd_is_answered_to_the_last(checkpoint: Path) -> None:
-    """300 connections at once against a limit of 20: every one gets a whole answer, nobody is hung up on."""
+    """300 connections, half of them while every place is taken: each gets a whole answer, nobody is hung up on."""
     statuses = list[int]()
-    with serving(checkpoint, max_connections=20) as small, ExitStack() as stack:
+    with serving(checkpoint, max_connections=20) as small, ExitStack() as stack, ExitStack() as places:
+        for _ in range(20):
+            kept = places.enter_context(connected(small))
+            kept.sendall(HEALTH)
+            assert healthy(kept)
         with selectors.DefaultSelector() as waiting:
-            for _ in range(300):
+            for number in range(300):
+                if number == 150:
+                    places.close()
                 connection = stack.enter_context(connected(small))
                 connection.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
                 waiting.register(connection, selectors.EVENT_READ)
@@ -98,7 +104,7 @@ def test_a_crowd_is_answered_to_the_last(checkpoint: Path) -> None:
                     assert isinstance(key.fileobj, socket.socket)
                     waiting.unregister(key.fileobj)
                     statuses.append(everything(key.fileobj)[0])
-        assert len(statuses) == 300 and set(statuses) == {200, 503}
+        assert len(statuses) == 300 and set(statuses) <= {200, 503} and statuses.count(503) > 0
         assert small.get("/health").status_code == 200
 
 
