@@ -1,19 +1,21 @@
 """A closed-loop client: so many requests in flight, each streamed, timed and counted by the server's own usage.
 
-``python client.py URL CLIENTS``: a line in is a list of bodies, a line out what all their answers made together.
+``python client.py URL CLIENTS``: a line in is a list of bodies, a line out what all their answers made together. It
+shares the cores with the server, so it does little: a chunk takes `http.client` 0.2 ms, httpx 0.7.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,36 +52,32 @@ class Load:
 
 def drive(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
     """Send all bodies to ``/v1/completions``, `clients` at a time."""
-    return asyncio.run(_drive(url, bodies, clients))
+    waiting = iter(bodies)
+
+    def client(_: int) -> list[Answered]:
+        with closing(HTTPConnection(urlsplit(url).netloc, timeout=600)) as connection:
+            return [_ask(connection, body) for body in waiting]
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [answer for found in pool.map(client, range(clients)) for answer in found]
+    return Load(answers=answers, seconds=time.perf_counter() - began)
 
 
-async def _drive(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
-    waiting, answers = list(reversed(bodies)), list[Answered]()
-    limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-
-        async def client() -> None:
-            while waiting:
-                answers.append(await _ask(http, waiting.pop()))
-
-        began = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(clients)))
-        return Load(answers=answers, seconds=time.perf_counter() - began)
-
-
-async def _ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answered:
+def _ask(connection: HTTPConnection, body: Mapping[str, Any]) -> Answered:
     began, first, tokens = time.perf_counter(), 0.0, 0
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with http.stream("POST", "/v1/completions", json=asked) as response:
-        if response.status_code != 200:
-            raise SystemExit(f"{response.url}: {response.status_code} {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if not first and chunk.get("choices"):
-                first = time.perf_counter() - began
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SystemExit(f"{connection.host}: {response.status} {response.read().decode()}")
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if not first and chunk.get("choices"):
+            first = time.perf_counter() - began
+        tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
     return Answered(tokens=tokens, first_s=first, seconds=time.perf_counter() - began)
 
 

@@ -2,7 +2,7 @@
 
 ``python benchmarks/serving/compare.py`` after ``make test-vllm`` has made vLLM's environment. The demo target is
 enlarged to what a 0.4 B model costs; its text is that of the small model. While one server answers, the others are
-stopped (SIGSTOP), so they take no processor time. Every request's prompt is new, so no server can reuse a prefix.
+stopped (SIGSTOP), so they take no processor time. All get the same prompts, and none keeps a prefix.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _servers(
     """By name; forerun's own plain decoding is asked of the same server, request by request."""
     target = str(models["target"])
     length = ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", str(scene.ROWS)]
-    length += ["--served-model-name", scene.NAME]
+    length += ["--served-model-name", scene.NAME, "--no-enable-prefix-caching"]
     ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *length, *_speculative(config.ours)]
     servers = {"forerun": Server(name="forerun", command=ours, log=options.work / f"forerun-{drafter}.log")}
     if str(options.vllm) != "none":
@@ -118,10 +118,10 @@ def _rounds(
     names = list(arms)
     for turn in range(-1, options.rounds):
         for clients in options.clients if turn >= 0 else (2,):
-            count = max(scene.FEWEST, clients) if turn >= 0 else 2
+            prompts = scene.fresh(texts, max(scene.FEWEST, clients) if turn >= 0 else 2, f"round {turn} {clients}")
             for name in names if turn % 2 else reversed(names):
                 server, extra = arms[name]
-                bodies = [scene.body(text, extra) for text in scene.fresh(texts, count, f"{name} {turn} {clients}")]
+                bodies = [scene.body(prompt, extra) for prompt in prompts]
                 load = _load(server, bodies, clients)
                 rate = load.tokens_per_second
                 console.print(f"  {turn + 1}/{options.rounds} {name:14} {clients:3} clients {rate:7.1f} tokens/s")

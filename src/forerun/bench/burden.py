@@ -1,4 +1,4 @@
-"""What speculation may cost where it brings nothing: batches decoded with and without it, in interleaved pairs.
+"""What speculation may cost where it brings nothing: full batches decoded with and without it, in interleaved pairs.
 
 Knows no drafter; which one is useless is the caller's choice.
 """
@@ -18,6 +18,8 @@ from forerun import LLM, SamplingParams
 from forerun.bench.speed import Progress
 
 _RESAMPLES = 4000
+_FURTHEST = 4
+"""A row that gets ahead stops at so many times what the average row writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,35 +70,44 @@ def measure_burden(
     new_tokens: int,
     progress: Progress,
 ) -> Burden:
-    """Answer all prompts at once, plainly and speculatively, `pairs` times in alternating order, at temperature 0.8.
+    """Decode all prompts at once, plainly and speculatively, `pairs` times in alternating order, at temperature 0.8.
 
-    The pair's ratio is of wall times from the first to the last token of the batch.
+    The pair's ratio is of tokens per second while the batch is full: from the moment when every row decodes until they
+    have written `new_tokens` each on the average. (A server puts the next request where one has ended; how long the
+    last row of a batch takes, alone at the end, would be another figure.)
     """
     ratios = []
     for pair in range(-1, pairs):
         progress(f"{drafter}, batch {len(prompts)}: pair {pair + 1} of {pairs}")
-        seconds = {}
+        rates = {}
         ways: list[Mapping[str, Any] | bool] = [False, speculative]
         for way in ways if pair % 2 else reversed(ways):
-            seconds[way is False] = _decode_seconds(llm, way, prompts, new_tokens, seed=pair)
+            rates[way is False] = _rate(llm, way, prompts, new_tokens, seed=pair)
         if pair >= 0:  # The one before warms up.
-            ratios.append(seconds[True] / seconds[False])
+            ratios.append(rates[False] / rates[True])
     return Burden(drafter=drafter, batch=len(prompts), ratios=ratios)
 
 
-def _decode_seconds(
+def _rate(
     llm: LLM, way: Mapping[str, Any] | bool, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int
 ) -> float:
-    """Wall time from the moment when every prompt has its first token to the end of the last answer."""
+    """Tokens per second of all rows together."""
     params = SamplingParams(
-        temperature=0.8, top_p=0.95, max_tokens=new_tokens, ignore_eos=True, seed=seed + 1, detokenize=False
+        temperature=0.8,
+        top_p=0.95,
+        max_tokens=_FURTHEST * new_tokens,
+        ignore_eos=True,
+        seed=seed + 1,
+        detokenize=False,
     )
-    for prompt in prompts:
-        llm.submit({"prompt_token_ids": list(prompt)}, params, speculative=way)
-    started = set[str]()
-    while len(started) < len(prompts):
-        started |= {chunk.request_id for chunk in llm.engine.step()}
-    began = time.perf_counter()
-    while llm.engine.busy:
-        llm.engine.step()
-    return time.perf_counter() - began
+    waiting = {llm.submit({"prompt_token_ids": list(prompt)}, params, speculative=way) for prompt in prompts}
+    requests = list(waiting)
+    while waiting:
+        waiting -= {chunk.request_id for chunk in llm.engine.step()}
+    began, tokens = time.perf_counter(), 0
+    while tokens < new_tokens * len(prompts):
+        tokens += sum(len(chunk.tokens) for chunk in llm.engine.step())
+    rate = tokens / (time.perf_counter() - began)
+    for request in requests:
+        llm.abort(request)
+    return rate

@@ -328,11 +328,11 @@ def _drafters(models: _Models) -> None:
 def _burden(models: _Models) -> None:
     """A draft model whose weights are chance: costly and useless; and a copying drafter on text without repeats."""
     quick = models.options.quick
-    batches = (1, 4) if quick else (1, 4, 16, 64)
-    llm = LLM(str(models.target), max_num_seqs=max(batches), max_model_len=CONTEXT + 100, enable_prefix_caching=False)
-    prompts = contexts(llm.tokenizer, count=max(batches), length=100)
+    lengths = {1: 32, 4: 32} if quick else {1: 128, 4: 96, 16: 48, 64: 32}
+    llm = LLM(str(models.target), max_num_seqs=max(lengths), max_model_len=CONTEXT + 500, enable_prefix_caching=False)
+    prompts = contexts(llm.tokenizer, count=max(lengths), length=100)
     useless = scrambled(models.draft, llm.target.dtype) if models.draft is not None else None
-    for batch in batches:
+    for batch, new_tokens in lengths.items():
         for name, config in burdens(useless).items():
             found = measure_burden(
                 llm,
@@ -340,7 +340,7 @@ def _burden(models: _Models) -> None:
                 config,
                 prompts[:batch],
                 pairs=4 if quick else 20,
-                new_tokens=32,
+                new_tokens=new_tokens,
                 progress=models.progress,
             )
             models.results.burdens.append(found)
