@@ -56,7 +56,7 @@ def test_info_says_what_build_said(forerun: Forerun, checkpoint: Path, corpus: P
         (["build", "CORPUS", "--output", "OUT"], "--target MODEL or --tokenizer"),
         (["build", "CORPUS", "--target", "demo", "--tokenizer", "demo", "--output", "OUT"], "either"),
         (["build", "CORPUS", "--target", "/no/model", "--output", "OUT"], "/no/model"),
-        (["info", "OUT"], "there is no datastore"),
+        (["info", "OUT"], "is not a datastore"),
     ],
 )
 def test_bad_input_is_one_clear_error(

@@ -171,7 +171,7 @@ def test_what_is_no_datastore_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="no JSON"):
         Datastore.open(folder)
     shutil.rmtree(folder)
-    with pytest.raises(DataError, match="there is no datastore in"):
+    with pytest.raises(DataError, match="is not a datastore"):
         Datastore.open(folder)
 
 

@@ -133,7 +133,7 @@ def test_a_foreign_or_damaged_datastore_is_refused_before_the_first_token(checkp
     write([[1, 2, 3]], IDENTITY, tmp_path / "foreign")
     with pytest.raises(VocabularyMismatchError, match="tokenizer of 'tiny'"):
         llm(checkpoint, tmp_path / "foreign")
-    with pytest.raises(DataError, match="there is no datastore"):
+    with pytest.raises(DataError, match="is not a datastore"):
         llm(checkpoint, tmp_path / "none")
     (tmp_path / "foreign" / "tokens.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"tokens\.bin holds 0 bytes"):

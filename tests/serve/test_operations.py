@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from forerun import AsyncLLM
 from forerun.errors import CheckpointError
 from forerun.serve.session import Session, State
 from forerun.serve.settings import ServeSettings
+from ports import free_ports
 from serve.conftest import NAME, Live, counters, serving, wait_for
 
 
@@ -80,9 +80,7 @@ def test_not_ready_is_a_503(checkpoint: Path) -> None:
 
 
 def test_sigterm_drains_and_ends_with_zero(checkpoint: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     command = [sys.executable, "-m", "forerun.cli", "serve", str(checkpoint), "--port", str(port)]
     server = subprocess.Popen([*command, "--dtype", "float32"], stderr=subprocess.PIPE, text=True)
     url, answers = f"http://127.0.0.1:{port}", list[httpx.Response]()

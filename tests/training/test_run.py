@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from forerun.training.data.store import PreparedWriter
 from forerun.training.loop import Parallel
 from forerun.training.recipe import read_recipe
 from forerun.training.target import load_target
+from ports import free_ports
 from training.ttt import VOCABULARY, model
 
 
@@ -146,11 +145,7 @@ def trained(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("spread")
     assert main(lines_of(target, prepared, folder / "one", 4)) == 0
     runs = [lines_of(target, prepared, folder / name, 2, *more) for name, more in SPREADS.items()]
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in runs]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        ports = [probe.getsockname()[1] for probe in sockets]
+    ports = free_ports(len(runs))
     worker = Path(__file__).with_name("two_processes.py")
     shared = {"PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

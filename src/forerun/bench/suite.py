@@ -328,7 +328,7 @@ def _drafters(models: _Models) -> None:
 def _burden(models: _Models) -> None:
     """A draft model whose weights are chance: costly and useless; and a copying drafter on text without repeats."""
     quick = models.options.quick
-    lengths = {1: 32, 4: 32} if quick else {1: 128, 4: 96, 16: 48, 64: 32}
+    lengths = {1: 32, 4: 32} if quick else {1: 64, 4: 96, 16: 48, 64: 24}
     llm = LLM(str(models.target), max_num_seqs=max(lengths), max_model_len=CONTEXT + 500, enable_prefix_caching=False)
     prompts = contexts(llm.tokenizer, count=max(lengths), length=100)
     useless = scrambled(models.draft, llm.target.dtype) if models.draft is not None else None

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.manifests import MANIFEST
 from forerun.training.data.prepare import PrepareOptions, prepare
-from forerun.training.data.store import MANIFEST, PreparedData, PreparedWriter
+from forerun.training.data.store import PreparedData, PreparedWriter
 from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, store, write_lines
 
 DOCUMENTS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
@@ -62,13 +63,13 @@ def test_another_version_and_other_directories_are_refused(tmp_path: Path) -> No
     for content, message in (
         (json.dumps(manifest | {"version": 99}), "version 99"),
         (json.dumps(manifest | {"format": "x"}), "does not describe"),
-        (json.dumps({key: manifest[key] for key in ("format", "version")}), "lacks hash"),
+        (json.dumps({key: manifest[key] for key in ("format", "version")}), r"garbles an entry \(hash, tokenizer"),
         ("{", "no JSON"),
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
             PreparedData.open(tmp_path / "data")
-    with pytest.raises(DataError, match="no prepared data"):
+    with pytest.raises(DataError, match="is not prepared data"):
         PreparedData.open(tmp_path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from forerun.errors import ArgumentError
 from forerun.training.loop import Parallel, train
+from ports import free_ports
 from training.loop.toy import Head, Numbers, Toy, weights
 from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice
 
@@ -38,9 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder / f"single-{optimizer}",
             evaluate=lambda step, toy=toy: {"score": score(toy)},  # type: ignore[misc]
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     worker = Path(__file__).with_name("worker.py")
     common = {"PYTHONPATH": str(worker.parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

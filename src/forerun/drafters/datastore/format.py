@@ -12,7 +12,6 @@ Knows files. Does not know how the order is made or searched.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import DataError, VocabularyMismatchError
+from forerun.manifests import ManifestKind
 from forerun.training.data.identity import TokenizerIdentity
 
-FORMAT, VERSION = "forerun-datastore", 1
-MANIFEST, TOKENS, SUFFIXES = "manifest.json", "tokens.bin", "suffixes.bin"
+KIND = ManifestKind(
+    format="forerun-datastore", version=1, what="a datastore", remedy="make one with: forerun datastore build"
+)
+TOKENS, SUFFIXES = "tokens.bin", "suffixes.bin"
 ITEM: np.dtype[np.uint32] = np.dtype("<u4")
 SEPARATOR = 2**32 - 1
 """Stands between documents; no token, and larger than any."""
@@ -33,7 +35,6 @@ SORTED_TOKENS = 64
 """How many tokens before a place decide its order: no match can be longer."""
 MOST_ITEMS = 2**32 - 2
 """Most numbers in ``tokens.bin``: places are 32 bits wide."""
-_REMEDY = "build it again with: forerun datastore build"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +72,6 @@ class Manifest:
     sources: tuple[Mapping[str, Any], ...] = ()
     """Name and sha256 of each data file."""
 
-    def record(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
-
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:
         """Refuse token ids that mean something else to the target.
 
@@ -102,7 +99,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json``."""
-    (folder / MANIFEST).write_text(json.dumps(manifest.record(), indent=2) + "\n", encoding="utf-8")
+    KIND.write(folder, asdict(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -111,21 +108,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DataError: no datastore, another version, a manifest that is damaged, or files that are missing or cut short.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise DataError(f"there is no datastore in {folder}: no {MANIFEST}; make one with: forerun datastore build")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON ({error}); {_REMEDY}") from error
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise DataError(f"{path} does not describe a datastore; {_REMEDY}")
-    if value.get("version") != VERSION:
-        raise DataError(f"{path} has version {value.get('version')}, this forerun reads {VERSION}; {_REMEDY}")
-    try:
-        manifest = _parse({key: item for key, item in value.items() if key not in ("format", "version")})
+        manifest = _parse(KIND.read(folder))
     except (TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} lacks or garbles an entry ({error}); {_REMEDY}") from error
+        raise KIND.damaged(folder, error) from error
     _check_lengths(folder, manifest)
     return manifest
 
@@ -143,7 +129,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """
     for name, stored in manifest.files.items():
         if StoredFile.of(folder / name) != stored:
-            raise DataError(f"{folder / name} has changed since it was written; {_REMEDY}")
+            raise DataError(f"{folder / name} has changed since it was written; {KIND.remedy}")
 
 
 def _parse(value: dict[str, Any]) -> Manifest:
@@ -161,9 +147,9 @@ def _check_lengths(folder: Path, manifest: Manifest) -> None:
     for name, count in items.items():
         path = folder / name
         if not path.is_file():
-            raise DataError(f"{path} is missing; {_REMEDY}")
+            raise DataError(f"{path} is missing; {KIND.remedy}")
         found, expected = path.stat().st_size, count * ITEM.itemsize
         if found != expected or manifest.files[name].bytes != expected:
-            raise DataError(f"{path} holds {found:,} bytes where {expected:,} were written; {_REMEDY}")
+            raise DataError(f"{path} holds {found:,} bytes where {expected:,} were written; {KIND.remedy}")
     if manifest.places == 0:
-        raise DataError(f"the datastore in {folder} is empty; {_REMEDY}")
+        raise DataError(f"the datastore in {folder} is empty; {KIND.remedy}")

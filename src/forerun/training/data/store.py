@@ -19,14 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import DataError, VocabularyMismatchError
+from forerun.manifests import ManifestKind
 from forerun.training.data.identity import TokenizerIdentity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = "forerun-prepared-data"
-VERSION = 1
-MANIFEST = "manifest.json"
+KIND = ManifestKind(
+    format="forerun-prepared-data", version=1, what="prepared data", remedy="make some with: forerun data prepare"
+)
 PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
 """Name of each ``.bin`` file and its numbers."""
 
@@ -197,15 +198,13 @@ class PreparedWriter:
         content = {name: digest.hexdigest() for name, digest in self._hashes.items()}
         counts = {"documents": self.documents, "tokens": self.tokens, "counted_tokens": self.counted}
         manifest = {
-            "format": FORMAT,
-            "version": VERSION,
             "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
             "tokenizer": tokenizer.record(),
             **about,
             "counts": {**counts, **about.get("counts", {})},
             "content": content,
         }
-        (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        KIND.write(self._partial, manifest)
         os.replace(self._partial, self.folder)
         return PreparedData.open(self.folder)
 
@@ -216,22 +215,10 @@ class PreparedWriter:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise DataError(f"{folder} holds no prepared data ({MANIFEST} is missing); see: forerun data prepare --help")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON ({error}); prepare the data again") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(f"{path} does not describe prepared data; see: forerun data prepare --help")
-    if manifest.get("version") != VERSION:
-        raise DataError(
-            f"{folder} has format version {manifest.get('version')!r}, this forerun reads {VERSION}; prepare it again"
-        )
+    manifest = KIND.read(folder)
     missing = [key for key in ("hash", "tokenizer", "counts", "content") if key not in manifest]
     if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; prepare the data again")
+        raise KIND.damaged(folder, ", ".join(missing))
     return manifest
 
 

@@ -17,14 +17,15 @@ import torch
 
 from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError
+from forerun.manifests import ManifestKind
 from forerun.target.headers import weight_files
 from forerun.target.load import check_directory, explained
 from forerun.types import Signal
 from forerun.writing import written
 
-VERSION = 1
-"""Of the format on disk."""
-FILE = "manifest.json"
+KIND = ManifestKind(
+    format="forerun-features", version=2, what="a feature store", remedy="make one with: forerun features"
+)
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -36,7 +37,6 @@ SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", 
 SCALE_BYTES = 4
 
 _DEALS_WITH = {
-    "version": "the format",
     "target_hash": "the target",
     "boundaries": "the boundaries",
     "hidden_size": "the target's hidden size",
@@ -56,7 +56,6 @@ _READER_IGNORES = ("dtype", "source")
 class FeatureManifest:
     """What makes two sets of features the same."""
 
-    version: int = VERSION
     target: str
     """Directory or hub id, for people."""
     target_hash: str
@@ -91,7 +90,7 @@ class FeatureManifest:
 
     def write(self, directory: Path) -> None:
         """Save as ``manifest.json``; a killed run leaves the old file or the new one."""
-        write_json(directory / FILE, asdict(self))
+        KIND.write(directory, asdict(self))
 
     @classmethod
     def read(cls, directory: Path) -> FeatureManifest:
@@ -100,18 +99,11 @@ class FeatureManifest:
         Raises:
             DataError: there is none, it is broken, or it was written by another version.
         """
-        path = directory / FILE
+        stored = KIND.read(directory)
         try:
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if stored["version"] != VERSION:
-                raise DataError(f"{path} has format version {stored['version']}, this forerun reads {VERSION}")
             return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
-        except FileNotFoundError as error:
-            raise DataError(f"{directory} is no feature store: it holds no {FILE} (see: forerun features)") from error
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path} is corrupt: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise KIND.damaged(directory, error) from error
 
     def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
         """Compare this stored manifest with the one that is wanted.
