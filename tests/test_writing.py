@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files and folders that are whole or not there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.writing import written
+from forerun.writing import remove_folder, tidy, written, written_folder
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -24,3 +24,59 @@ def test_what_was_there_outlives_a_failure(tmp_path: Path) -> None:
         fresh.write_text("half")
         raise OSError("the disk is full")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_takes_the_place_of_the_former_one(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "one"
+    for text in ("former", "new"):
+        with written_folder(folder) as fresh:
+            (fresh / text).write_text(text)
+        assert [path.name for path in folder.iterdir()] == [text]
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_former_folder_outlives_a_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    with written_folder(folder) as fresh:
+        (fresh / "file").write_text("former")
+    with pytest.raises(OSError, match="full"), written_folder(folder) as fresh:
+        (fresh / "file").write_text("half")
+        raise OSError("the disk is full")
+    assert (folder / "file").read_text() == "former" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_be_renamed_leaves_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rename = tmp_path / "one", Path.rename
+    folder.mkdir()
+    (folder / "file").write_text("former")
+
+    def refused(self: Path, to: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError("no permission")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="permission"), written_folder(folder) as fresh:
+        (fresh / "file").write_text("new")
+    assert (folder / "file").read_text() == "former" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_is_removed_at_once(tmp_path: Path) -> None:
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    remove_folder(tmp_path / "one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_killed_processes_left_is_put_right(tmp_path: Path) -> None:
+    """One was killed after the former folder was moved aside, before the new one took its place."""
+    (tmp_path / ".best.77.old").mkdir()
+    (tmp_path / ".best.77.old" / "weights").write_bytes(b"former")
+    (tmp_path / ".other.5.old").mkdir()
+    for name in ("other", ".best.77.partial", ".checkpoint-1.8.gone", ".kept", "best.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".file.77.partial").write_bytes(b"half")
+    (tmp_path / ".latest.77.partial").symlink_to("other")
+    tidy(tmp_path)
+    assert (tmp_path / "best" / "weights").read_bytes() == b"former"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".kept", "best", "best.partial", "other"]
+    tidy(tmp_path / "nowhere")

@@ -1,11 +1,20 @@
-"""Files that are whole or not there, whatever happens while they are written. Imports no torch."""
+"""Files and folders that are whole or not there, whatever happens while they are written. Imports no torch.
+
+What is being written, about to be replaced or being removed has a hidden name. Whoever is killed leaves only that, and
+`tidy` puts it right.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_PARTIAL, _OLD, _GONE = "partial", "old", "gone"
+_HIDDEN = re.compile(rf"\.(.+)\.\d+\.({_PARTIAL}|{_OLD}|{_GONE})")
 
 
 @contextmanager
@@ -16,9 +25,83 @@ def written(path: Path) -> Iterator[Path]:
         OSError: there is no room, or no permission; what was there before is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    fresh = _hidden(path, _PARTIAL)
     try:
         yield fresh
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_folder(folder: Path) -> Iterator[Path]:
+    """A fresh folder that takes the place of `folder`, made durable, when the block ends without an error.
+
+    Raises:
+        OSError: there is no room, or no permission; what was there before is untouched.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = _hidden(folder, _PARTIAL)
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        yield fresh
+        for path in (*fresh.iterdir(), fresh):
+            _make_durable(path)
+        _exchange(fresh, folder)
+        _make_durable(folder.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, of which nobody ever sees a half.
+
+    Raises:
+        OSError: there is none, or no permission.
+    """
+    doomed = _hidden(folder, _GONE)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def tidy(parent: Path) -> None:
+    """Remove what killed processes left half-written or half-removed in `parent`, and undo exchanges cut short.
+
+    Only where nobody else is writing.
+    """
+    left = list(parent.iterdir()) if parent.is_dir() else []
+    hidden = [(path, match) for path in left if (match := _HIDDEN.fullmatch(path.name))]
+    for path, match in hidden:
+        whole = parent / match[1]
+        if match[2] == _OLD and not whole.exists():
+            path.rename(whole)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{kind}")
+
+
+def _exchange(fresh: Path, folder: Path) -> None:
+    former = _hidden(folder, _OLD)
+    if folder.exists():
+        folder.rename(former)
+    try:
+        fresh.rename(folder)
+    except OSError:
+        if former.exists():
+            former.rename(folder)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from forerun.caching import cache_root
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.writing import written_folder
 
 RECORD = "scale.json"
 """Written beside the weights: the plan, and the hash of what it was made from."""
@@ -230,32 +230,20 @@ def _recorded_fingerprint(destination: Path) -> str | None:
 
 
 def _write(scaled: ScaledModel, config: dict[str, Any], fingerprint: str, dtype: str) -> None:
-    """Write below a temporary name, then rename: a half-written model is never found."""
-    partial = scaled.path.with_name(f"{scaled.path.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """A half-written model is never found."""
     try:
-        _write_weights(partial, scaled, config, _DTYPES[dtype])
-        written = config | _shape(config, scaled.plan) | {"dtype": dtype}
-        written.pop("torch_dtype", None)
-        (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-        for name in (*COMPANIONS, "generation_config.json"):
-            if (scaled.source / name).is_file():
-                shutil.copy(scaled.source / name, partial / name)
-        record = {"fingerprint": fingerprint, "note": scaled.note, "plan": asdict(scaled.plan)}
-        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        _replace(partial, scaled.path, fingerprint)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _replace(partial: Path, destination: Path, fingerprint: str) -> None:
-    if destination.exists():
-        shutil.rmtree(destination)
-    try:
-        partial.rename(destination)
+        with written_folder(scaled.path) as folder:
+            _write_weights(folder, scaled, config, _DTYPES[dtype])
+            stored = config | _shape(config, scaled.plan) | {"dtype": dtype}
+            stored.pop("torch_dtype", None)
+            (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
+            for name in (*COMPANIONS, "generation_config.json"):
+                if (scaled.source / name).is_file():
+                    shutil.copy(scaled.source / name, folder / name)
+            record = {"fingerprint": fingerprint, "note": scaled.note, "plan": asdict(scaled.plan)}
+            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     except OSError:
-        if _recorded_fingerprint(destination) != fingerprint:  # else another process was as busy and quicker
+        if _recorded_fingerprint(scaled.path) != fingerprint:  # else another process was as busy and quicker
             raise
 
 

@@ -6,10 +6,7 @@ Knows no keys: what a configuration means is the formats' business. No pickle is
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.checkpoints.registry import format_named, format_of
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
+from forerun.writing import written_folder
 
 CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
 OURS = {CONFIG, SINGLE, INDEX, README, TRTLLM, ".gitattributes"}
@@ -106,7 +104,7 @@ def write_head(
     final = Path(directory).expanduser().absolute()
     _refuse_foreign(final)
     config, tensors = format_named(format_name).write(checkpoint, target)
-    with replacing(final) as folder:
+    with written_folder(final) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
         written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}
         for name, text in written.items():
@@ -161,24 +159,3 @@ def _refuse_foreign(directory: Path) -> None:
         raise ArgumentError(
             f"{directory} holds {', '.join(foreign[:4])}, which would be deleted; name a new or empty directory"
         )
-
-
-@contextmanager
-def replacing(final: Path) -> Iterator[Path]:
-    """A fresh folder that takes the place of `final` when the block ends without an error."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    fresh, former = (final.with_name(f".{final.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    fresh.mkdir()
-    try:
-        yield fresh
-        if final.exists():
-            os.replace(final, former)
-        try:
-            os.replace(fresh, final)
-        except OSError:
-            if former.exists():
-                os.replace(former, final)
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)

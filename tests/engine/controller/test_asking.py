@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.controller.asking import Asking, Reach
+from forerun.engine.controller.asking import Asking, Reach, Turn, settle
 
 
 def test_a_row_that_takes_all_is_offered_twice_as_many() -> None:
@@ -28,24 +28,36 @@ def test_it_comes_down_slowly_and_never_below_a_few() -> None:
 
 @pytest.mark.parametrize(
     ("ms", "gain_ms", "share"),
-    [(0.1, 0.0, 1.0), (2.0, 6.0, 1.0), (2.0, 1.0, 8 / 72)],
+    [(0.1, 0.0, 1.0), (2.0, 3.0, 1.0), (2.0, 1.0, 8 / 520)],
     ids=["cheap", "repays itself", "does not"],
 )
 def test_one_that_is_dear_is_asked_all_the_time_only_if_it_repays_itself(
     ms: float, gain_ms: float, share: float
 ) -> None:
     asking, asked = Asking(), 0
-    for step in range(32 + 64 + 10 * 72):
+    for step in range(1000 + 10 * 520):
         if asking.due(step):
-            asking.asked(step, ms=ms, gain_ms=gain_ms, plain_ms=50.0)
-            asked += step >= 32 + 64
-    assert asked == pytest.approx(share * 720, abs=8)
+            settle([Turn(asking=asking, ms=ms, tokens=1.0)], step, gain_ms=gain_ms, plain_ms=50.0)
+            asked += step >= 1000
+    assert asked == pytest.approx(share * 5200, abs=8)
 
 
 def test_one_that_was_left_in_peace_stays_once_it_repays_itself() -> None:
     asking, asked = Asking(), list[int]()
-    for step in range(600):
+    for step in range(1000):
         if asking.due(step):
             asked.append(step)
-            asking.asked(step, ms=2.0, gain_ms=9.0 if step > 200 else 0.0, plain_ms=50.0)
-    assert asked[-300:] == list(range(300, 600))
+            gain = 9.0 if step > 200 else 0.0
+            settle([Turn(asking=asking, ms=2.0, tokens=1.0)], step, gain_ms=gain, plain_ms=50.0)
+    assert asked[-500:] == list(range(500, 1000))
+
+
+def test_of_two_that_draft_the_same_one_is_left_in_peace() -> None:
+    """Together they save 3 ms; each takes 2, so one of them repays itself and both do not."""
+    both = [Asking(), Asking()]
+    asked = [0, 0]
+    for step in range(1000):
+        turns = [Turn(asking=one, ms=2.0 + index / 4, tokens=1.0) for index, one in enumerate(both) if one.due(step)]
+        settle(turns, step, gain_ms=3.0, plain_ms=50.0)
+        asked = [count + one.due(step) for count, one in zip(asked, both, strict=True)]
+    assert asked[0] > 900 and asked[1] < 200

@@ -204,6 +204,23 @@ def test_what_steps_take_corrects_what_was_believed() -> None:
     assert abs(median(row[0] for row in corrected.depths[200:]) - best) <= 1
 
 
+class SteepPasses(Passes):
+    """Sixteen rows use the machine to the full: a pass over twice the nodes takes twice as long."""
+
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
+        return 4.0 * nodes
+
+
+def test_a_belief_that_keeps_nodes_is_held_against_plain_decoding() -> None:
+    """Nodes are believed to be cheap. Steps that all have some only tell that the machine is slow."""
+    worlds = []
+    for alpha in (0.65, 0.02):
+        copy = Spec(name="c", alpha=alpha, cost=DraftCost(fixed_ms=0.01, level_ms=0.0), copies=True, limit=1)
+        worlds.append(World(copy, rows=16, passes=SteepPasses(), believed=Passes(slope=0.02), measure=True).run(300))
+    copied, plain = (steps.rate(50) for steps in worlds)
+    assert copied > 0.97 * plain
+
+
 def test_a_drafter_that_raises_is_left_out_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     warn_drafter.cache_clear()
     world = World(Spec(name="m", alpha=0.8, cost=level(0.1), fails_at=50))

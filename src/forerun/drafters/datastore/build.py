@@ -24,6 +24,7 @@ from forerun.drafters.datastore.format import (
 from forerun.errors import ArgumentError, DataError
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.training.data.read import BadRecords, Record, read_records
+from forerun.writing import written_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,12 +80,10 @@ def write(
 
     Sorting takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins.
     """
-    from forerun.checkpoints.files import replacing
-
     final = Path(output).expanduser().absolute()
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise ArgumentError(f"{final} holds something already; name a new directory for the datastore")
-    with replacing(final) as folder:
+    with written_folder(final) as folder:
         count = _write_tokens(documents, folder / TOKENS, tell)
         text = np.fromfile(folder / TOKENS, dtype=ITEM)
         tell(f"sorting {len(text):,} tokens in about {len(text) * SORTING_BYTES / 2**20:,.0f} MiB of memory")

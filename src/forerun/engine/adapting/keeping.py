@@ -10,10 +10,7 @@ import copy
 import hashlib
 import json
 import logging
-import os
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ from forerun.errors import CheckpointError
 from forerun.target import Target
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.training.loop import files
+from forerun.writing import remove_folder, tidy, written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +69,7 @@ class Keeper:
         Raises:
             CheckpointError: it adapts a drafter to another target, or cannot be read.
         """
-        files.tidy(self.directory)
+        tidy(self.directory)
         path = self._served()
         if path is None:
             return None
@@ -112,11 +110,9 @@ class Keeper:
         before = [path for number, path in files.checkpoints(self.directory) if number < version]
         if before:
             self._link(before[-1])
-        doomed = bad.with_name(f".{bad.name}{files.GONE}")
-        bad.rename(doomed)
+        remove_folder(bad)
         if not before:  # only now: whoever is killed in between must not begin with the newest there is
             self._link(None)
-        shutil.rmtree(doomed, ignore_errors=True)
 
     def _served(self) -> Path | None:
         """What ``latest`` points to; where there is no such link, the newest."""
@@ -129,11 +125,8 @@ class Keeper:
             if path is None:
                 link.unlink(missing_ok=True)
                 return
-            fresh = link.with_name(f".{LATEST}{files.PARTIAL}")
-            with suppress(FileNotFoundError):
-                fresh.unlink()
-            fresh.symlink_to(path.name, target_is_directory=True)
-            os.replace(fresh, link)
+            with written(link) as fresh:
+                fresh.symlink_to(path.name, target_is_directory=True)
         except OSError as error:
             log.warning("%s could not be pointed to %s: %s", link, path, error)
 

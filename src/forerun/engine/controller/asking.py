@@ -6,16 +6,16 @@ Knows figures only.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
 
 CHEAP = 0.01
 """Share of a plain step that asking may always take."""
-_ASKING = 0.5
-"""Share of what copies cost the host that is asking for them; the rest is ranking, joining and learning from them."""
 _PATIENCE = 32
 """Steps after which one that is not cheap and does not repay itself is left in peace."""
-_INTERVAL = 64
-"""Steps that it is then not asked."""
+_INTERVAL, _LONGEST = 64, 512
+"""Steps that it is then not asked: twice as many each time that it still does not, up to the second."""
 _TRIAL = 8
 """Steps that it is asked after that before it is left in peace again."""
 _FEW = 8
@@ -43,25 +43,67 @@ class Asking:
     """One copying drafter's turns."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=15)
+        self._costs: deque[float] = deque(maxlen=15)
         self._gains: deque[float] = deque(maxlen=_PATIENCE)
-        self._asked, self._wake = 0, 0
+        self._asked, self._wake, self._interval = 0, 0, _INTERVAL
 
     def due(self, step: int) -> bool:
         """Whether to ask in this step."""
         return step >= self._wake
 
-    def asked(self, step: int, *, ms: float, gain_ms: float, plain_ms: float) -> None:
-        """It was asked, which took `ms`; what it drafts is expected to save `gain_ms` of decoding."""
-        self._times.append(ms)
+    def asked(self, *, ms: float, gain_ms: float) -> None:
+        """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
+        self._costs.append(ms)
         self._gains.append(gain_ms)
         self._asked += 1
-        cost = median(self._times)
-        repays = sum(self._gains) / len(self._gains) > cost / _ASKING
-        if self._asked >= _PATIENCE and cost > CHEAP * plain_ms and not repays:
-            self._wake, self._asked = step + _INTERVAL, _PATIENCE - _TRIAL
-            self._gains.clear()
+        if len(self._gains) == _PATIENCE:
+            self._interval = _INTERVAL
+
+    def loss_ms(self, plain_ms: float) -> float:
+        """What asking takes beyond what it saves, a step; 0 where it is cheap, repays itself or is too new to tell."""
+        if self._asked < _PATIENCE or len(self._gains) < _TRIAL:
+            return 0.0
+        cost = median(self._costs)
+        return max(0.0, cost - fmean(self._gains)) if cost > CHEAP * plain_ms else 0.0
+
+    def rest(self, step: int) -> None:
+        """Leave it in peace for a while, for longer each time."""
+        self._wake, self._asked = step + self._interval, _PATIENCE - _TRIAL
+        self._interval = min(_LONGEST, 2 * self._interval)
+        self._gains.clear()
+
+    def begin_again(self) -> None:
+        """What it saves is another matter from now on."""
+        self._gains.clear()
 
     def failed(self, step: int) -> None:
         """It raised."""
         self._wake = step + _INTERVAL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One who was asked in a step."""
+
+    asking: Asking
+    ms: float
+    """Added to the step."""
+    tokens: float
+    """Expected of its nodes, were they alone."""
+
+
+def settle(turns: Sequence[Turn], step: int, *, gain_ms: float, plain_ms: float) -> None:
+    """Share out what all who were asked save together, `gain_ms`, by what each would bring alone; the one that loses
+    most by it is left in peace, and the others are looked at again: they may have drafted the same."""
+    tokens = sum(turn.tokens for turn in turns)
+    for turn in turns:
+        turn.asking.asked(ms=turn.ms, gain_ms=gain_ms * turn.tokens / tokens if tokens > 0 else 0.0)
+    losses = [turn.asking.loss_ms(plain_ms) for turn in turns]
+    if not losses or max(losses) == 0.0:
+        return
+    worst = losses.index(max(losses))
+    for index, turn in enumerate(turns):
+        if index == worst:
+            turn.asking.rest(step)
+        else:
+            turn.asking.begin_again()

@@ -56,6 +56,10 @@ class Choice:
     offers: Mapping[int, int]
 
 
+PLAIN = Choice(copies={}, offers={})
+"""Nobody drafts."""
+
+
 def optimism(curve: Sequence[float], evidence: float, steps: int) -> float:
     """Tokens to add to an arm's expectation for what is not known of it.
 
@@ -89,7 +93,7 @@ def choose(
         goodput: tokens per ms that decoding currently yields.
         filling: what size of a pass nodes of several rows make up.
     """
-    best, best_gain = Choice(copies={}, offers={}), float("-inf")
+    best, best_gain = PLAIN, float("-inf")
     for chosen in _subsets(offers):
         choice = _assign(members, copies, chosen)
         by_arm = {offer.arm: offer for offer in chosen}

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from forerun import tree as trees
 from forerun.engine.controller.admission import GivenTree, prunable, prune
 from forerun.engine.controller.arm import Arm
-from forerun.engine.controller.asking import Reach
-from forerun.engine.controller.chooser import Copy, choose
+from forerun.engine.controller.asking import Reach, Turn, settle
+from forerun.engine.controller.chooser import PLAIN, Choice, Copy, choose
 from forerun.engine.controller.confidence import Confidence
 from forerun.engine.controller.costs import StepCosts
 from forerun.engine.controller.goodput import Goodput
@@ -85,22 +85,15 @@ class Controller:
             if not arm.copies:
                 arm.switch.begin(moment.row_ids())
         moment.times = self.costs.times(moment.batch, moment.context, self._nodes)
-        self._ask(moment)
+        plain = self._looks_at_plain(moment)
+        if not plain:
+            self._ask(moment)
         moment.factor, moment.unaided = self.goodput.factor, self.goodput.unaided
         moment.copies = self._copies(moment)
-        for asked in moment.asked:
-            gain = sum(self._gain_ms(tree, moment) for tree in asked.trees.values())
-            self.arms[asked.arm].asking.asked(self.steps, ms=asked.ms, gain_ms=gain, plain_ms=moment.times[0])
+        self._settle(moment)
         found = (offer_of(arm, index, moment, self.costs) for index, arm in enumerate(self.arms) if not arm.copies)
         moment.offers = [offer for offer in found if offer is not None]
-        moment.choice = choose(
-            len(members),
-            moment.copies,
-            moment.offers,
-            times=moment.times,
-            goodput=moment.goodput,
-            filling=self.costs.filling,
-        )
+        moment.choice = PLAIN if plain else self._choice(moment)
         return [self._group(moment, arm, index) for index, arm in enumerate(self.arms)]
 
     def admit(self, draft: Draft) -> Draft:
@@ -191,7 +184,7 @@ class Controller:
             if own:
                 tree = moment.copied[member] = self._joined(dict(own), moment.rows[member].row)
                 width = self._width(tree, moment)
-                main = max(own, key=lambda pair: pair[1].worth[min(width, len(pair[1].worth) - 1)])
+                main = max(own, key=lambda pair: _expected(pair[1], width))
                 found[member] = Copy(arm=main[0], worth=tree.worth, width=width)
         return found
 
@@ -202,16 +195,41 @@ class Controller:
         return GivenTree.joined(trees, self._nodes, estimate)
 
     def _width(self, tree: GivenTree, moment: Moment) -> int:
-        """Nodes of one row's tree that pay, if the others have none or as many."""
-        filling = self.costs.filling
-        goodput = moment.goodput * filling.share(moment.batch)
-        return filling.best([tree.worth], times=moment.times, goodput=goodput)[0]
+        """Nodes of one row's tree that pay, if the others have as many: what a pass with nodes costs in any case is
+        shared by all rows."""
+        times, most = moment.times, self.costs.filling.most
+        price = moment.goodput / moment.batch
+        gains = [worth - price * (times[most(moment.batch, n)] - times[0]) for n, worth in enumerate(tree.worth)]
+        return gains.index(max(gains))
 
-    def _gain_ms(self, tree: GivenTree, moment: Moment) -> float:
-        """What one row's tree saves of decoding if the others have none or as many nodes."""
-        width = self._width(tree, moment)
-        share = self.costs.filling.share(moment.batch)
-        return tree.worth[width] / moment.goodput - share * (moment.times[width] - moment.times[0])
+    def _settle(self, moment: Moment) -> None:
+        """Say what asking took and what it saves, so that those are left in peace for whom it is not worth it."""
+        turns = [
+            Turn(
+                asking=self.arms[asked.arm].asking,
+                ms=self.costs.asking_ms(moment.batch, asked.ms),
+                tokens=sum(_expected(tree, moment.copies[member].width) for member, tree in asked.trees.items()),
+            )
+            for asked in moment.asked
+        ]
+        widths = [copy.width for copy in moment.copies.values()]
+        saved = sum(copy.worth[copy.width] for copy in moment.copies.values()) / moment.goodput
+        gain = saved - (moment.times[self.costs.filling.size(widths)] - moment.times[0])
+        settle(turns, self.steps, gain_ms=max(0.0, gain), plain_ms=moment.times[0])
+
+    def _looks_at_plain(self, moment: Moment) -> bool:
+        """Whether nobody shall be asked, so that what everything is held against is seen."""
+        return self.measure and len(moment.rows) == moment.batch and self.costs.plain_is_due(moment.batch)
+
+    def _choice(self, moment: Moment) -> Choice:
+        return choose(
+            len(moment.rows),
+            moment.copies,
+            moment.offers,
+            times=moment.times,
+            goodput=moment.goodput,
+            filling=self.costs.filling,
+        )
 
     def _group(self, moment: Moment, arm: Arm, index: int) -> Group:
         chosen = moment.chosen(arm, index)
@@ -242,6 +260,11 @@ class Controller:
             on_trial = arm.switch.trying(moment.rows[member].row)  # which would teach nothing without its nodes
             if counts[place] and not on_trial and prunable(draft, place):
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
+
+
+def _expected(tree: GivenTree, width: int) -> float:
+    """Tokens that the best nodes of a tree bring, as many as fit."""
+    return tree.worth[min(width, len(tree.worth) - 1)]
 
 
 def _begin(

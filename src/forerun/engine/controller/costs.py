@@ -16,12 +16,16 @@ from forerun.engine.cost import DraftCost, PassCost
 
 _WINDOW = 24
 """Steps whose host work is kept."""
+_PLAIN_STEPS = 3
+"""Plain steps after which their cost counts as known."""
 _CONTEXT_STEP = 256
 """Predictions are renewed when the context grows into the next multiple of this, tokens."""
 _MOST_PREDICTIONS = 8192
 """Predictions kept before all are worked out anew."""
 READING = 32
 """Tokens that a row's drafter may not have been shown yet and still catch up with in passing."""
+_ASKING = 2.0
+"""What asking adds to a step, over what those who are asked take for it, before that was seen."""
 COPY = DraftCost(fixed_ms=0.02, level_ms=0.0)
 """First guess for a drafter that looks things up."""
 
@@ -77,21 +81,27 @@ class StepCosts:
         self._passes, self._drafts = passes, dict(drafts or {})
         self.filling = filling or Packed()
         self._predictions: dict[tuple[int, int, int], float] = {}
-        self._pass, self._draft = Correction(), defaultdict[str, Correction](Correction)
-        self._overheads: deque[float] = deque(maxlen=_WINDOW)
+        self._pass, self._draft = Correction(_has_nodes), defaultdict[str, Correction](Correction)
+        self._hosts = dict[int, deque[float]]()
+        """Host work of steps in which nobody was asked, by about how many rows."""
+        self._askings = dict[int, deque[float]]()
+        """What was added where those that copy were asked, over the time that they took themselves."""
         self._readings = dict[str, deque[float]]()
-        self.overhead_ms = 0.0
-        """Host work of a step in which no drafter that costs a forward pass took part."""
 
     def expect(self, key: str, cost: DraftCost) -> None:
         """A first guess of a drafter's cost, where it was not calibrated."""
         self._drafts.setdefault(key, cost)
 
     def times(self, rows: int, context: int, nodes: int) -> Times:
-        """Entry s: a pass of size s over `rows` rows of up to `nodes` drafted nodes each, and the step's host work."""
+        """Entry s: a pass of size s over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work.
+
+        What asking those that copy takes is no part of it: it is spent whatever is then submitted, and plain decoding
+        does without.
+        """
+        host = self.host_ms(rows)
 
         def time(size: int) -> float:
-            return self._predicted(size, rows, context) * self._pass.factor(_kind(size, rows)) + self.overhead_ms
+            return self._predicted(size, rows, context) * self._pass.factor(_kind(size, rows)) + host
 
         return Times(self.filling.most(rows, nodes) + 1, time)
 
@@ -104,23 +114,50 @@ class StepCosts:
         seen = self._readings.get(key)
         return tokens * median(seen) if seen and tokens >= READING else 0.0
 
+    def plain_is_due(self, rows: int) -> bool:
+        """Whether plain decoding of about so many rows has been seen too seldom: everything is held against it.
+
+        A believed cost that no step ever corrects would go on to justify the nodes that keep it from being seen.
+        """
+        hosts = self._hosts.get(_about(rows), ())
+        return min(len(hosts), self._pass.known(_kind(0, rows))) < _PLAIN_STEPS
+
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """A pass of this size over `rows` rows, and its verification, took this long."""
         self._pass.add(_kind(size, rows), ms, self._predicted(size, rows, context))
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
-        """A step's host work and the proposal of one drafter took this long, `unread` tokens being read before it."""
-        own = ms - self.overhead_ms
+        """The proposal of one drafter took this long, `unread` tokens being read before it."""
         if unread >= READING:
-            reading = max(0.0, own - self.draft_ms(key, depth, rows)) / unread
+            reading = max(0.0, ms - self.draft_ms(key, depth, rows)) / unread
             self._readings.setdefault(key, deque(maxlen=_WINDOW)).append(reading)
         else:
-            self._draft[key].add((depth, rows), own, self._proposal(key, depth, rows))
+            self._draft[key].add((depth, rows), ms, self._proposal(key, depth, rows))
 
-    def saw_overhead(self, ms: float) -> None:
-        """A step's host work took this long, no drafter that costs a forward pass being among it."""
-        self._overheads.append(ms)
-        self.overhead_ms = median(self._overheads)
+    def host_ms(self, rows: int) -> float:
+        """Host work of a step of so many rows in which nobody is asked; 0 while that was never seen."""
+        seen = self._hosts.get(_about(rows))
+        return median(seen) if seen else 0.0
+
+    def asking_ms(self, rows: int, ms: float) -> float:
+        """What it adds to a step that drafters which copy are asked, if they themselves take `ms` for it.
+
+        The rest is joining, ranking and handing over their trees, and learning from them.
+        """
+        seen = self._askings.get(_about(rows))
+        return ms * (median(seen) if seen else _ASKING)
+
+    def saw_host(self, ms: float, rows: int, *, asked_ms: float) -> None:
+        """The host work of a step without a drafter that costs a forward pass took this long.
+
+        Args:
+            asked_ms: what those that copy took of it themselves; 0 where none was asked.
+        """
+        if asked_ms == 0.0:
+            self._hosts.setdefault(_about(rows), deque(maxlen=_WINDOW)).append(ms)
+        else:
+            factor = max(1.0, (ms - self.host_ms(rows)) / asked_ms)
+            self._askings.setdefault(_about(rows), deque(maxlen=_WINDOW)).append(factor)
 
     def _proposal(self, key: str, depth: int, rows: int) -> float:
         """As calibrated on one row, growing with the rows as the target's pass does."""
@@ -148,4 +185,13 @@ class StepCosts:
 def _kind(size: int, rows: int) -> tuple[int, int]:
     """What passes are corrected alike: of about as many rows, and of about the same size, in steps of an eighth."""
     shift = max(0, size.bit_length() - 4)
-    return size >> shift << shift, rows if rows < 4 else 2 ** rows.bit_length()
+    return size >> shift << shift, _about(rows)
+
+
+def _has_nodes(kind: tuple[int, int]) -> bool:
+    """Whatever their size, passes with drafted nodes are verified where plain ones are only sampled."""
+    return kind[0] > 0
+
+
+def _about(rows: int) -> int:
+    return rows if rows < 4 else 2 ** rows.bit_length()

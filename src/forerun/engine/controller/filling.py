@@ -26,10 +26,6 @@ class Filling(Protocol):
         """Drafted nodes that each of `rows` rows would have in a pass of this size."""
         ...
 
-    def share(self, rows: int) -> float:
-        """Of what a row's nodes add to the size of a pass of `rows` rows, the part that the row answers for."""
-        ...
-
     def best(
         self, worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, fixed: Sequence[int] = ()
     ) -> list[int]:
@@ -56,9 +52,6 @@ class Padded:
     def nodes(self, size: int, rows: int) -> float:
         return size
 
-    def share(self, rows: int) -> float:
-        return 1.0 / rows
-
     def best(
         self, worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, fixed: Sequence[int] = ()
     ) -> list[int]:
@@ -81,9 +74,6 @@ class Packed:
 
     def nodes(self, size: int, rows: int) -> float:
         return size / rows
-
-    def share(self, rows: int) -> float:
-        return 1.0
 
     def best(
         self, worths: Sequence[Sequence[float]], *, times: Sequence[float], goodput: float, fixed: Sequence[int] = ()

@@ -102,11 +102,13 @@ def _times(arms: Sequence[Arm], moment: Moment, step: Emitted, costs: StepCosts)
     host = trace.draft_ms + trace.commit_ms
     costs.saw_pass(moment.size, moment.batch, moment.context, trace.verify_ms)
     used = [offer for offer in moment.offers if offer.arm in moment.choice.offers.values()]
+    asked_ms = sum(asked.ms for asked in moment.asked)
     if not used:
-        costs.saw_overhead(host)
+        costs.saw_host(host, moment.batch, asked_ms=asked_ms)
     elif len(used) == 1:
         unread = moment.unread(used[0])
         key = arms[used[0].arm].key
-        costs.saw_draft(key, used[0].depth, moment.batch, host, unread=unread)
+        own = host - costs.host_ms(moment.batch) - costs.asking_ms(moment.batch, asked_ms)
+        costs.saw_draft(key, used[0].depth, moment.batch, own, unread=unread)
         host -= min(host, costs.reading_ms(key, unread))
     return host + trace.verify_ms

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from forerun.engine.controller.admission import GivenTree
 from forerun.engine.controller.arm import Arm
-from forerun.engine.controller.chooser import Choice, Copy, Offer
+from forerun.engine.controller.chooser import PLAIN, Choice, Copy, Offer
 from forerun.step import Row
 
 
@@ -51,7 +51,7 @@ class Moment:
     """Member -> the trees of all that copy, as one."""
     copies: dict[int, Copy] = field(default_factory=dict)
     offers: list[Offer] = field(default_factory=list)
-    choice: Choice = field(default_factory=lambda: Choice(copies={}, offers={}))
+    choice: Choice = PLAIN
     trees: dict[int, GivenTree] = field(default_factory=dict)
     """Member -> the given tree that is proposed, wherever it comes from."""
     pruned: set[int] = field(default_factory=set)

@@ -17,6 +17,8 @@ INTERVAL = 64
 """Steps from one trial to the next."""
 TRIAL_SHARE = 0.015
 """Most share of the time that trials may take; where one costs more, the interval grows."""
+_MOST_WAIT = 4
+"""Times that the interval grows to, doubling, while one trial after another fails."""
 _SHORTEST, _LONGEST = 2, 6
 """Steps of a trial: fewer where it fails."""
 
@@ -40,7 +42,7 @@ class Switch:
         self._useless = False
         """No row was on when last looked: new rows start off."""
         self._step, self._due = 0, INTERVAL
-        self._spent = 0.0
+        self._spent, self._wait = 0.0, 1
 
     def begin(self, rows: list[int]) -> None:
         """A step of these rows begins: new ones start as the drafter stands, and trials start when they are due."""
@@ -84,7 +86,7 @@ class Switch:
         if not good:
             return None
         self._off.discard(row)
-        self._points[row], self._useless = 0, False
+        self._points[row], self._useless, self._wait = 0, False, 1
         return trial.steps
 
     def spend(self, cost: float) -> None:
@@ -111,7 +113,8 @@ class Switch:
 
     def _end(self, row: int) -> None:
         if self._trials.pop(row, None) is not None and not self._trials:
-            self._due = self._step + max(INTERVAL, round(self._spent / TRIAL_SHARE))
+            self._due = self._step + self._wait * max(INTERVAL, round(self._spent / TRIAL_SHARE))
+            self._wait = min(_MOST_WAIT, 2 * self._wait)
 
 
 def _points(points: int, ratio: float) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.training.loop import files, state
 from forerun.training.loop.distributed import Parallel
+from forerun.writing import tidy
 
 
 def start_from(
@@ -24,7 +25,7 @@ def start_from(
     """
 
     def look() -> state.Saved | None:
-        files.tidy(output)
+        tidy(output)
         path = _choose(output, resume)
         if path is None:
             return None
