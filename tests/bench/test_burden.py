@@ -8,11 +8,14 @@ from forerun.bench.burden import Burden, measure_burden
 
 def test_pairs_are_measured_for_a_whole_batch(source_tied: Path) -> None:
     llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=3, max_model_len=96)
+    twin = LLM(llm.target.model, tokenizer=False, max_num_seqs=3, max_model_len=96)
     seen = list[str]()
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    found = measure_burden(llm, "ngram", {"method": "ngram"}, prompts, pairs=2, new_tokens=6, progress=seen.append)
+    found = measure_burden(
+        (llm, twin), "ngram", {"method": "ngram"}, prompts, pairs=2, new_tokens=6, progress=seen.append
+    )
     assert found.batch == 3 and len(found.ratios) == 2 and min(found.ratios) > 0
-    assert len(seen) == 3 and not llm.engine.busy
+    assert len(seen) == 4 + 2 and not llm.engine.busy and not twin.engine.busy
 
 
 def test_the_lower_bound_lies_below_the_mean_and_falls_with_the_scatter() -> None:

@@ -1,4 +1,4 @@
-"""What speculation may cost where it brings nothing: full batches decoded with and without it, in interleaved pairs.
+"""What speculation may cost where it brings nothing: full batches decoded with and without it, step by step in turns.
 
 Knows no drafter; which one is useless is the caller's choice.
 """
@@ -19,7 +19,9 @@ from forerun.bench.speed import Progress
 
 _RESAMPLES = 4000
 _FURTHEST = 4
-"""A row that gets ahead stops at so many times what the average row writes."""
+"""A row that gets ahead stops at so many times what a row writes plainly."""
+_WARM_UP = 4
+"""Pairs that do not count: both engines learn in two of them what drafting costs and brings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ def scrambled(model: Path, dtype: torch.dtype) -> Any:
 
 
 def measure_burden(
-    llm: LLM,
+    engines: Sequence[LLM],
     drafter: str,
     speculative: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
@@ -70,44 +72,75 @@ def measure_burden(
     new_tokens: int,
     progress: Progress,
 ) -> Burden:
-    """Decode all prompts at once, plainly and speculatively, `pairs` times in alternating order, at temperature 0.8.
+    """Decode all prompts at once, plainly and speculatively, `pairs` times, at temperature 0.8.
 
-    The pair's ratio is of tokens per second while the batch is full: from the moment when every row decodes until they
-    have written `new_tokens` each on the average. (A server puts the next request where one has ended; how long the
-    last row of a batch takes, alone at the end, would be another figure.)
+    A pair's ratio is of tokens per second while the batch is full: from the moment when every row decodes until plain
+    rows have written `new_tokens` each. (A server puts the next request where one has ended; how long the last row of a
+    batch takes, alone at the end, would be another figure.)
+
+    Args:
+        engines: two over the same weights. They take turns step by step, for a machine changes its pace within seconds,
+            and change their parts with every pair, for it also matters where an engine's cache lies.
     """
     ratios = []
-    for pair in range(-1, pairs):
+    for pair in range(-_WARM_UP, pairs):
         progress(f"{drafter}, batch {len(prompts)}: pair {pair + 1} of {pairs}")
-        rates = {}
-        ways: list[Mapping[str, Any] | bool] = [False, speculative]
-        for way in ways if pair % 2 else reversed(ways):
-            rates[way is False] = _rate(llm, way, prompts, new_tokens, seed=pair)
-        if pair >= 0:  # The one before warms up.
-            ratios.append(rates[False] / rates[True])
+        first, second = engines if pair % 2 else reversed(engines)
+        plain = _begun(first, False, prompts, new_tokens, seed=pair)
+        drafting = _begun(second, speculative, prompts, new_tokens, seed=pair)
+        turn = 0
+        while plain.tokens < new_tokens * len(prompts):
+            for side in (plain, drafting) if turn % 2 else (drafting, plain):
+                side.step()
+            turn += 1
+        if pair >= 0:
+            ratios.append(drafting.rate / plain.rate)
+        for side in (plain, drafting):
+            side.end()
     return Burden(drafter=drafter, batch=len(prompts), ratios=ratios)
 
 
-def _rate(
+@dataclass(kw_only=True, slots=True)
+class _Side:
+    """One engine with a full batch."""
+
+    llm: LLM
+    requests: Sequence[str]
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all rows together."""
+        return self.tokens / self.seconds
+
+    def step(self) -> None:
+        """One step of all rows."""
+        began = time.perf_counter()
+        chunks = self.llm.engine.step()
+        self.seconds += time.perf_counter() - began
+        self.tokens += sum(len(chunk.tokens) for chunk in chunks)
+
+    def end(self) -> None:
+        """Free the rows."""
+        for request in self.requests:
+            self.llm.abort(request)
+
+
+def _begun(
     llm: LLM, way: Mapping[str, Any] | bool, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int
-) -> float:
-    """Tokens per second of all rows together."""
+) -> _Side:
+    """The moment when every row decodes."""
     params = SamplingParams(
         temperature=0.8,
         top_p=0.95,
         max_tokens=_FURTHEST * new_tokens,
         ignore_eos=True,
-        seed=seed + 1,
+        seed=seed + _WARM_UP,
         detokenize=False,
     )
-    waiting = {llm.submit({"prompt_token_ids": list(prompt)}, params, speculative=way) for prompt in prompts}
-    requests = list(waiting)
+    requests = [llm.submit({"prompt_token_ids": list(prompt)}, params, speculative=way) for prompt in prompts]
+    waiting = set(requests)
     while waiting:
         waiting -= {chunk.request_id for chunk in llm.engine.step()}
-    began, tokens = time.perf_counter(), 0
-    while tokens < new_tokens * len(prompts):
-        tokens += sum(len(chunk.tokens) for chunk in llm.engine.step())
-    rate = tokens / (time.perf_counter() - began)
-    for request in requests:
-        llm.abort(request)
-    return rate
+    return _Side(llm=llm, requests=requests)
