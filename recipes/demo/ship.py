@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from forerun.checkpoints import TargetFacts, read_head, write_head
-from forerun.checkpoints.files import replacing
+from forerun.writing import written_folder
 
 LOSS_GOAL = 2.1
 """Nats per token on whole held-out files that the target must reach unless another goal is asked for."""
@@ -124,10 +124,10 @@ def ship(work: Path, destination: Path, python_version: str, loss_goal: float = 
             "loss": loss,
             "library_loss": library_loss,
         }
-        with replacing(destination / role) as folder:
+        with written_folder(destination / role) as folder:
             _write_model(model, tokenizer, folder)
             (folder / "README.md").write_text(_card(role, model, read_logs(work, role), facts))
-    with replacing(destination / "prompts") as folder:
+    with written_folder(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
     if (work / "head-training" / "head").is_dir():
         ship_head(work / "head-training", destination / "eagle3", TargetFacts.read(work / "target"))
