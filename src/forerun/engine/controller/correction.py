@@ -57,7 +57,7 @@ class Correction:
             own.popleft()
         self._own[size] = median(ratio for _, ratio in own)
         family = self._family(size)
-        self._common[family] = median(own for other, own in self._own.items() if self._family(other) == family)
+        self._common[family] = median(factor for other, factor in self._own.items() if self._family(other) == family)
 
     def known(self, size: Hashable) -> int:
         """Figures of this size that still count."""
