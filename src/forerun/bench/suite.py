@@ -329,9 +329,13 @@ def _burden(models: _Models) -> None:
     """A draft model whose weights are chance: costly and useless; and a copying drafter on text without repeats."""
     quick = models.options.quick
     lengths = {1: 32, 4: 32} if quick else {1: 64, 4: 96, 16: 48, 64: 24}
-    sizes: dict[str, Any] = {"max_num_seqs": max(lengths), "max_model_len": CONTEXT + 500}
-    llm = LLM(str(models.target), enable_prefix_caching=False, **sizes)
-    twin = LLM(llm.target.model, tokenizer=llm.tokenizer, enable_prefix_caching=False, **sizes)
+    alike: dict[str, Any] = {
+        "max_num_seqs": max(lengths),
+        "max_model_len": CONTEXT + 500,
+        "enable_prefix_caching": False,
+    }
+    llm = LLM(str(models.target), **alike)
+    twin = LLM(llm.target.model, tokenizer=llm.tokenizer, **alike)
     prompts = contexts(llm.tokenizer, count=max(lengths), length=64)
     useless = scrambled(models.draft, llm.target.dtype) if models.draft is not None else None
     for batch, new_tokens in lengths.items():

@@ -86,6 +86,10 @@ class GivenTree:
             holders=tuple(holders),
         )
 
+    def expected(self, nodes: int) -> float:
+        """Tokens that its best nodes bring, so many of them or all."""
+        return self.worth[min(nodes, len(self.worth) - 1)]
+
     def builder(self) -> TreeBuilder:
         """The tree as it is proposed."""
         made = TreeBuilder()

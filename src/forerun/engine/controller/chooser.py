@@ -31,6 +31,11 @@ class Copy:
     width: int
     """Nodes that pay."""
 
+    @property
+    def tokens(self) -> float:
+        """Expected of these."""
+        return self.worth[min(self.width, len(self.worth) - 1)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
@@ -100,7 +105,7 @@ def choose(
         counts = [copies[member].width for member in choice.copies]
         counts += [by_arm[arm].nodes for arm in choice.offers.values()]
         spent = times[min(filling.size(counts), len(times) - 1)] + sum(offer.ms for offer in chosen)
-        tokens = sum(_value(copies[member]) for member in choice.copies)
+        tokens = sum(copies[member].tokens for member in choice.copies)
         tokens += sum(by_arm[arm].tokens[member] for member, arm in choice.offers.items())
         gain = tokens - goodput * spent
         if gain > best_gain:
@@ -113,16 +118,12 @@ def _subsets(offers: Sequence[Offer]) -> list[tuple[Offer, ...]]:
     return [chosen for size in range(most + 1) for chosen in combinations(offers, size)]
 
 
-def _value(copy: Copy) -> float:
-    return copy.worth[min(copy.width, len(copy.worth) - 1)]
-
-
 def _assign(members: int, copies: Mapping[int, Copy], offers: Sequence[Offer]) -> Choice:
     """Every row takes what promises most; the time is spent for all of them in any case."""
     by_copy, by_offer = dict[int, int](), dict[int, int]()
     for member in range(members):
         copy = copies.get(member)
-        value = _value(copy) if copy is not None else 0.0
+        value = copy.tokens if copy is not None else 0.0
         for offer in offers:
             if offer.tokens.get(member, 0.0) > value:
                 value, by_offer[member] = offer.tokens[member], offer.arm

@@ -184,7 +184,7 @@ class Controller:
             if own:
                 tree = moment.copied[member] = self._joined(dict(own), moment.rows[member].row)
                 width = self._width(tree, moment)
-                main = max(own, key=lambda pair: _expected(pair[1], width))
+                main = max(own, key=lambda pair: pair[1].expected(width))
                 found[member] = Copy(arm=main[0], worth=tree.worth, width=width)
         return found
 
@@ -208,12 +208,12 @@ class Controller:
             Turn(
                 asking=self.arms[asked.arm].asking,
                 ms=self.costs.asking_ms(moment.batch, asked.ms),
-                tokens=sum(_expected(tree, moment.copies[member].width) for member, tree in asked.trees.items()),
+                tokens=sum(tree.expected(moment.copies[member].width) for member, tree in asked.trees.items()),
             )
             for asked in moment.asked
         ]
         widths = [copy.width for copy in moment.copies.values()]
-        saved = sum(copy.worth[copy.width] for copy in moment.copies.values()) / moment.goodput
+        saved = sum(copy.tokens for copy in moment.copies.values()) / moment.goodput
         gain = saved - (moment.times[self.costs.filling.size(widths)] - moment.times[0])
         settle(turns, self.steps, gain_ms=max(0.0, gain), plain_ms=moment.times[0])
 
@@ -260,11 +260,6 @@ class Controller:
             on_trial = arm.switch.trying(moment.rows[member].row)  # which would teach nothing without its nodes
             if counts[place] and not on_trial and prunable(draft, place):
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
-
-
-def _expected(tree: GivenTree, width: int) -> float:
-    """Tokens that the best nodes of a tree bring, as many as fit."""
-    return tree.worth[min(width, len(tree.worth) - 1)]
 
 
 def _begin(

@@ -6,7 +6,7 @@ Knows no clock: times are handed in.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import overload
 
@@ -15,7 +15,7 @@ from forerun.engine.controller.filling import Filling, Packed
 from forerun.engine.cost import DraftCost, PassCost
 
 _WINDOW = 24
-"""Steps whose host work is kept."""
+"""Figures of a kind that are kept."""
 _PLAIN_STEPS = 3
 """Plain steps after which their cost counts as known."""
 _CONTEXT_STEP = 256
@@ -66,6 +66,22 @@ class Times(Sequence[float]):
         return found
 
 
+class _Latest:
+    """The latest figures of each key."""
+
+    def __init__(self) -> None:
+        self._seen = dict[Hashable, deque[float]]()
+
+    def add(self, key: Hashable, figure: float) -> None:
+        self._seen.setdefault(key, deque(maxlen=_WINDOW)).append(figure)
+
+    def count(self, key: Hashable) -> int:
+        return len(self._seen.get(key, ()))
+
+    def median(self, key: Hashable, unseen: float) -> float:
+        return median(self._seen[key]) if key in self._seen else unseen
+
+
 class StepCosts:
     """Times of passes and drafts in ms, for the sizes a controller weighs.
 
@@ -82,11 +98,12 @@ class StepCosts:
         self.filling = filling or Packed()
         self._predictions: dict[tuple[int, int, int], float] = {}
         self._pass, self._draft = Correction(_has_nodes), defaultdict[str, Correction](Correction)
-        self._hosts = dict[int, deque[float]]()
+        self._hosts = _Latest()
         """Host work of steps in which nobody was asked, by about how many rows."""
-        self._askings = dict[int, deque[float]]()
+        self._askings = _Latest()
         """What was added where those that copy were asked, over the time that they took themselves."""
-        self._readings = dict[str, deque[float]]()
+        self._readings = _Latest()
+        """What a drafter's first look at a token took, ms, by its key."""
 
     def expect(self, key: str, cost: DraftCost) -> None:
         """A first guess of a drafter's cost, where it was not calibrated."""
@@ -111,16 +128,14 @@ class StepCosts:
 
     def reading_ms(self, key: str, tokens: int) -> float:
         """A drafter's first look at so many tokens; 0 while that has never been seen."""
-        seen = self._readings.get(key)
-        return tokens * median(seen) if seen and tokens >= READING else 0.0
+        return tokens * self._readings.median(key, 0.0) if tokens >= READING else 0.0
 
     def plain_is_due(self, rows: int) -> bool:
         """Whether plain decoding of about so many rows has been seen too seldom: everything is held against it.
 
         A believed cost that no step ever corrects would go on to justify the nodes that keep it from being seen.
         """
-        hosts = self._hosts.get(_about(rows), ())
-        return min(len(hosts), self._pass.known(_kind(0, rows))) < _PLAIN_STEPS
+        return min(self._hosts.count(_about(rows)), self._pass.known(_kind(0, rows))) < _PLAIN_STEPS
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """A pass of this size over `rows` rows, and its verification, took this long."""
@@ -129,23 +144,20 @@ class StepCosts:
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
         """The proposal of one drafter took this long, `unread` tokens being read before it."""
         if unread >= READING:
-            reading = max(0.0, ms - self.draft_ms(key, depth, rows)) / unread
-            self._readings.setdefault(key, deque(maxlen=_WINDOW)).append(reading)
+            self._readings.add(key, max(0.0, ms - self.draft_ms(key, depth, rows)) / unread)
         else:
             self._draft[key].add((depth, rows), ms, self._proposal(key, depth, rows))
 
     def host_ms(self, rows: int) -> float:
         """Host work of a step of so many rows in which nobody is asked; 0 while that was never seen."""
-        seen = self._hosts.get(_about(rows))
-        return median(seen) if seen else 0.0
+        return self._hosts.median(_about(rows), 0.0)
 
     def asking_ms(self, rows: int, ms: float) -> float:
         """What it adds to a step that drafters which copy are asked, if they themselves take `ms` for it.
 
         The rest is joining, ranking and handing over their trees, and learning from them.
         """
-        seen = self._askings.get(_about(rows))
-        return ms * (median(seen) if seen else _ASKING)
+        return ms * self._askings.median(_about(rows), _ASKING)
 
     def saw_host(self, ms: float, rows: int, *, asked_ms: float) -> None:
         """The host work of a step without a drafter that costs a forward pass took this long.
@@ -154,10 +166,9 @@ class StepCosts:
             asked_ms: what those that copy took of it themselves; 0 where none was asked.
         """
         if asked_ms == 0.0:
-            self._hosts.setdefault(_about(rows), deque(maxlen=_WINDOW)).append(ms)
+            self._hosts.add(_about(rows), ms)
         else:
-            factor = max(1.0, (ms - self.host_ms(rows)) / asked_ms)
-            self._askings.setdefault(_about(rows), deque(maxlen=_WINDOW)).append(factor)
+            self._askings.add(_about(rows), max(1.0, (ms - self.host_ms(rows)) / asked_ms))
 
     def _proposal(self, key: str, depth: int, rows: int) -> float:
         """As calibrated on one row, growing with the rows as the target's pass does."""
