@@ -56,6 +56,8 @@ class Simulated(Drafter):
         self.shown: dict[int, int] = {}
         self.read = 0
         """Tokens that it was shown in pieces too large to be caught up with in passing."""
+        self.asked = 0
+        """Rows that it was asked to draft for, step by step."""
 
     def extend(self, context: DraftContext) -> None:
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
@@ -70,6 +72,7 @@ class Simulated(Drafter):
         builders = []
         for row, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
             builder, parent, alpha = TreeBuilder(), 0, self.alpha(self.step, row)
+            self.asked += 1
             if nodes and depth:
                 assert self.shown[row] == len(tokens), "asked before it was shown the text"
             for place in range(min(nodes, depth)):
@@ -100,6 +103,8 @@ class Spec:
     fails_at: int | None = None
     reading_ms: float = 0.0
     """Of each token of a text that it has not been shown."""
+    asking_ms: float = 0.0
+    """Of each row that it is asked for, as the controller's clock sees it."""
 
 
 @dataclass
@@ -153,7 +158,9 @@ class World:
             for spec, drafter in zip(specs, self.drafters, strict=True)
         ]
         costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs}, filling)
-        self.controller = Controller(arms, costs, nodes=64, vocabulary=VOCABULARY, measure=measure, clock=lambda: 0.0)
+        self.controller = Controller(
+            arms, costs, nodes=64, vocabulary=VOCABULARY, measure=measure, clock=lambda: 1e-3 * self._asking()
+        )
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
@@ -193,8 +200,10 @@ class World:
         for drafter in self.drafters:
             drafter.step = self.count
         members = list(range(len(self.rows)))
+        asked = -self._asking()
         groups = self.controller.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
-        drafts, spent = [], -self._reading()
+        asked += self._asking()
+        drafts, spent = [], asked - self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)
             if group.members and (draft := self._propose(group)) is not None:
@@ -218,6 +227,10 @@ class World:
     def _reading(self) -> float:
         """What reading has taken so far, ms."""
         return sum(spec.reading_ms * drafter.read for spec, drafter in zip(self.specs, self.drafters, strict=True))
+
+    def _asking(self) -> float:
+        """What asking has taken so far, ms."""
+        return sum(spec.asking_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
     def _propose(self, group: Group) -> Draft | None:
         if group.draft is not None:

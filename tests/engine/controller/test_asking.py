@@ -61,3 +61,14 @@ def test_of_two_that_draft_the_same_one_is_left_in_peace() -> None:
         settle(turns, step, gain_ms=3.0, plain_ms=50.0)
         asked = [count + one.due(step) for count, one in zip(asked, both, strict=True)]
     assert asked[0] > 900 and asked[1] < 200
+
+
+def test_after_a_rest_a_few_stand_for_all_until_it_has_shown_that_it_pays() -> None:
+    asking, asked = Asking(), list[int]()
+    for step in range(160):
+        if asking.due(step):
+            asked.append(len(asking.of(range(20))))
+            gain = 9.0 if step > 90 else 0.0
+            settle([Turn(asking=asking, ms=2.0, tokens=1.0)], step, gain_ms=gain, plain_ms=50.0)
+    assert asked == [20] * 32 + [7] * 9 + [20] * (160 - 95 - 9)
+    assert list(asking.of([])) == []

@@ -51,6 +51,28 @@ def test_a_useless_copy_costs_little() -> None:
     assert world.run(1000).rate() > 0.97 / Passes().pass_ms(1)
 
 
+def test_a_few_rows_tell_whether_asking_for_all_pays() -> None:
+    """Useless for 2000 steps, good from then on; to ask for all 32 rows takes longer than a plain step."""
+    turn, rows = 2000, 32
+    passes = Passes(slope=0.01)
+    spec = Spec(
+        name="copy",
+        alpha=lambda step, row: 0.05 if step < turn else 0.95,
+        cost=DraftCost(fixed_ms=0.0, level_ms=0.0),
+        copies=True,
+        asking_ms=0.05,
+    )
+    world = World(spec, rows=rows, passes=passes, measure=True)
+    world.run(400)
+    before = world.drafters[0].asked
+    world.run(turn - 400)
+    assert 0 < world.drafters[0].asked - before < 0.01 * rows * (turn - 400)
+    plain = rows / passes.pass_ms(1, rows)
+    steps = world.run(1500)
+    assert steps.rate(400, turn) > 0.99 * plain
+    assert steps.rate(turn + 700) > 1.4 * plain
+
+
 def test_the_bandit_finds_the_best_of_three() -> None:
     specs = [
         Spec(name="weak", alpha=0.5, cost=level(0.05)),

@@ -18,6 +18,8 @@ _INTERVAL, _LONGEST = 64, 512
 """Steps that it is then not asked: twice as many each time that it still does not, up to the second."""
 _TRIAL = 8
 """Steps that it is asked after that before it is left in peace again."""
+_SAMPLE = 8
+"""Members that it is asked for in these steps: with 64 rows, to ask for all would take a third of a step each time."""
 _FEW = 8
 """Nodes that a row is thought to take while nothing says otherwise."""
 _REACH_MEMORY = 0.95
@@ -46,16 +48,22 @@ class Asking:
         self._costs: deque[float] = deque(maxlen=15)
         self._gains: deque[float] = deque(maxlen=_PATIENCE)
         self._asked, self._wake, self._interval = 0, 0, _INTERVAL
+        self._probing = False
 
     def due(self, step: int) -> bool:
         """Whether to ask in this step."""
         return step >= self._wake
+
+    def of(self, members: Sequence[int]) -> Sequence[int]:
+        """Those of the members to ask it for: after a rest a few stand for all, until it has shown that it pays."""
+        return members[:: -(-len(members) // _SAMPLE)] if self._probing and members else members
 
     def asked(self, *, ms: float, gain_ms: float) -> None:
         """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
         self._costs.append(ms)
         self._gains.append(gain_ms)
         self._asked += 1
+        self._probing = self._probing and len(self._gains) <= _TRIAL
         if len(self._gains) == _PATIENCE:
             self._interval = _INTERVAL
 
@@ -71,6 +79,7 @@ class Asking:
         self._wake, self._asked = step + self._interval, _PATIENCE - _TRIAL
         self._interval = min(_LONGEST, 2 * self._interval)
         self._gains.clear()
+        self._probing = True
 
     def begin_again(self) -> None:
         """What it saves is another matter from now on."""
@@ -87,7 +96,7 @@ class Turn:
 
     asking: Asking
     ms: float
-    """Added to the step."""
+    """Added to the step, for all members."""
     tokens: float
     """Expected of its nodes, were they alone."""
 

@@ -154,7 +154,8 @@ class Controller:
                 moment.asked.append(asked)
 
     def _asked(self, moment: Moment, arm: Arm, index: int) -> Asked | None:
-        wanted = [member for member, limit in enumerate(moment.limits) if limit > 0]
+        drafting = [member for member, limit in enumerate(moment.limits) if limit > 0]
+        wanted = arm.asking.of(drafting)
         if not wanted:
             return None
         began = self._clock()
@@ -170,7 +171,8 @@ class Controller:
             for place, member in enumerate(wanted)
             if counts[place] and prunable(draft, place)
         }
-        return Asked(arm=index, trees=found, ms=1e3 * (self._clock() - began))
+        ms = 1e3 * (self._clock() - began)
+        return Asked(arm=index, trees=found, ms=ms, each=len(drafting) / len(wanted))
 
     @staticmethod
     def _tree(draft: Draft, place: int, arm: Arm, row: int) -> GivenTree:
@@ -207,13 +209,14 @@ class Controller:
         turns = [
             Turn(
                 asking=self.arms[asked.arm].asking,
-                ms=self.costs.asking_ms(moment.batch, asked.ms),
-                tokens=sum(tree.expected(moment.copies[member].width) for member, tree in asked.trees.items()),
+                ms=asked.each * self.costs.asking_ms(moment.batch, asked.ms),
+                tokens=asked.each * sum(tree.expected(moment.copies[m].width) for m, tree in asked.trees.items()),
             )
             for asked in moment.asked
         ]
-        widths = [copy.width for copy in moment.copies.values()]
-        saved = sum(copy.tokens for copy in moment.copies.values()) / moment.goodput
+        each = min((asked.each for asked in moment.asked), default=1.0)
+        widths = ([copy.width for copy in moment.copies.values()] * round(each))[: len(moment.rows)]
+        saved = each * sum(copy.tokens for copy in moment.copies.values()) / moment.goodput
         gain = saved - (moment.times[self.costs.filling.size(widths)] - moment.times[0])
         settle(turns, self.steps, gain_ms=max(0.0, gain), plain_ms=moment.times[0])
 

@@ -20,6 +20,8 @@ class Asked:
     """Member -> its tree, where it has nodes."""
     ms: float
     """What asking took."""
+    each: float
+    """Members that each one stands for that it was asked for."""
 
 
 @dataclass(kw_only=True, slots=True)
