@@ -47,10 +47,14 @@ def drafted_logits(folder: Path, checkpoint: HeadCheckpoint, dtype: torch.dtype)
     scored = target.prefill([0], [PROMPT[:-1]], signals=frozenset(made.config.boundaries))
     runner = HeadRunner(made, target, 1, 96)
     runner.ingest([0], [PROMPT[1:]], scored.signals)
-    logits = [runner.begin([0])[0, 0]]
-    for token in (7, 90, 31, 200, 11):
-        logits.append(runner.descend(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))[0, 0])
-    return torch.stack(logits).float()
+
+    def chain(first: torch.Tensor) -> torch.Tensor:
+        logits = [first[0, 0]]
+        for token in (7, 90, 31, 200, 11):
+            logits.append(runner.descend(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64))[0, 0])
+        return torch.stack(logits).float()
+
+    return runner.unroll([0], 5, chain)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -73,7 +74,9 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_what_the_head_is_fed_is_the_targets_own_feature_of_every_token(length: int) -> None:
+def test_what_the_head_is_fed_is_the_targets_own_feature_of_every_token(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After some speculative steps the head's state at the root is that of a pass over the whole text."""
     made = head()
     llm = engine(made, num_speculative_tokens=3)
@@ -81,8 +84,12 @@ def test_what_the_head_is_fed_is_the_targets_own_feature_of_every_token(length: 
     answer = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
     runner = drafter_of(llm).runner
     seen: list[torch.Tensor] = []
-    begin = runner.begin
-    runner.begin = lambda rows: seen.append(begin(rows)[0, 0]) or begin(rows)  # type: ignore[func-returns-value, method-assign]
+    unroll = runner.unroll
+
+    def watched(rows: Sequence[int], run: int, grow: Any, **options: Any) -> Any:
+        return unroll(rows, run, lambda logits: seen.append(logits[0, 0]) or grow(logits), **options)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(runner, "unroll", watched)
     llm.generate({"prompt_token_ids": prompt}, GREEDY)
     text = [*prompt, *answer]
     objective = Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=1))

@@ -33,11 +33,15 @@ def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
     runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
     seen = {boundary: states[:, : index + 1] for boundary, states in features(text, made.config.boundaries).items()}
     runner.ingest([0], [text[1 : index + 2]], seen)
-    logits = [runner.begin([0])[0, 0]]
-    for step in range(1, STEPS):
-        following = torch.tensor([[text[index + 1 + step]]])
-        logits.append(runner.descend(following, torch.zeros(1, 1, dtype=torch.int64))[0, 0])
-    return logits
+
+    def chain(first: torch.Tensor) -> list[torch.Tensor]:
+        logits = [first[0, 0]]
+        for step in range(1, STEPS):
+            following = torch.tensor([[text[index + 1 + step]]])
+            logits.append(runner.descend(following, torch.zeros(1, 1, dtype=torch.int64))[0, 0])
+        return logits
+
+    return runner.unroll([0], STEPS - 1, chain)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
@@ -75,19 +79,19 @@ def test_branches_of_a_tree_equal_separate_chains() -> None:
     made, text = head(), tokens(10)
     seen = features(text[:-1], made.config.boundaries)
 
-    def start() -> HeadRunner:
+    def last_level(*levels: tuple[list[int], list[int]]) -> torch.Tensor:
+        """Logits of the last of these levels: its tokens, and the places of their parents."""
         runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
-        runner.begin([0])
-        return runner
 
-    tree = start()
-    tree.descend(torch.tensor([[3, 7, 9]]), torch.tensor([[0, 0, 0]]))
-    logits = tree.descend(torch.tensor([[1, 2, 5, 6]]), torch.tensor([[2, 0, 0, 1]]))
+        def grow(_: torch.Tensor) -> torch.Tensor:
+            return [runner.descend(torch.tensor([ids]), torch.tensor([above])) for ids, above in levels][-1]
+
+        return runner.unroll([0], sum(len(ids) for ids, _ in levels), grow)
+
+    logits = last_level(([3, 7, 9], [0, 0, 0]), ([1, 2, 5, 6], [2, 0, 0, 1]))
     for place, (above, token) in enumerate([(9, 1), (3, 2), (3, 5), (7, 6)]):
-        chain = start()
-        chain.descend(torch.tensor([[above]]), torch.tensor([[0]]))
-        alone = chain.descend(torch.tensor([[token]]), torch.tensor([[0]]))
+        alone = last_level(([above], [0]), ([token], [0]))
         torch.testing.assert_close(logits[0, place], alone[0, 0], atol=2e-5, rtol=1e-4)
 
 
@@ -99,5 +103,5 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.Monkey
         monkeypatch.setattr("forerun.drafters.heads.runner.PIECE", piece)
         runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
-        found.append(runner.begin([0]))
+        found.append(runner.unroll([0], 0, lambda logits: logits))
     torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-4)

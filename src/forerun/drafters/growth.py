@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -172,11 +172,18 @@ class Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
 
         def pick(values: Tensor) -> Tensor:
-            return values.flatten(1)[:, list(chosen)].unsqueeze(-1)
+            return values.flatten(1).index_select(1, constant(tuple(chosen), values.device)).unsqueeze(-1)
 
         valid = None if self.valid is None else pick(self.valid)
         tokens, drawn, confidence = pick(self.tokens), pick(self.drawn), pick(self.confidence)
         return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, laws=self.laws)
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode(mode=False)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:

@@ -139,6 +139,10 @@ class FixedTree:
             logits, run = descend(ids, self.shape.levels[depth + 1]), ids.shape[1]
         return self._joined(grown, ids, run)
 
+    def on_device(self, context: DraftContext, active: Sequence[int]) -> bool:
+        """Whether `grow` reads no value on the host for these rows: nothing is drawn and no processor sees a path."""
+        return all(self._grower(context, index).batchable for index in active)
+
     def cut(self, grown: Grown, place: int, nodes: int) -> tuple[TreeBuilder, Submitted]:
         """One row's share of the tree: the first nodes that its budget allows, whatever they hold."""
         drawn, raw = grown.drawn[place].tolist(), grown.confidence[place].tolist()

@@ -23,10 +23,12 @@ class _Window:
 
     flat: Tensor
     """(M,) int64 index into (rows * slots): where each token is written."""
-    rows: Tensor | None
-    """(B,) int64 rows to read, or None where they are contiguous."""
+    rows: Tensor
+    """(B,) int64 rows to read."""
+    scattered: bool
+    """Else they are `count` rows from `first` on."""
     select: bool
-    """Whether `read` selects them; else all rows are read."""
+    """Whether `read` selects scattered ones; else all rows are read."""
     first: int
     count: int
     width: int
@@ -34,11 +36,16 @@ class _Window:
     def read(self, store: Tensor) -> Tensor:
         """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
         seen = store.narrow(1, 0, self.width)
-        if self.rows is None:
+        if not self.scattered:
             seen = seen.narrow(0, self.first, self.count)
         elif self.select:
             seen = seen.index_select(0, self.rows)
         return seen.transpose(1, 2)
+
+
+def contiguous(rows: Sequence[int]) -> bool:
+    """Whether the rows follow each other, so that they are read where they lie."""
+    return list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
 
 class SlotCache:
@@ -53,28 +60,42 @@ class SlotCache:
         """The slot behind the last: padding is written there and nothing reads it."""
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
-        self._window = _Window(torch.zeros(0, dtype=torch.int64), None, True, 0, 0, 0)
+        none = torch.zeros(0, dtype=torch.int64)
+        self._window = _Window(none, none, False, True, 0, 0, 0)
 
     def begin(
-        self, rows: Sequence[int], slot_ids: Tensor, width: int, *, real: Flat | None = None, select: bool = True
+        self,
+        rows: Sequence[int],
+        slot_ids: Tensor,
+        width: int,
+        *,
+        index: Tensor | None = None,
+        real: Flat | None = None,
+        select: bool = True,
     ) -> None:
         """Announce a pass over `rows`: token (b, n) goes to ``slot_ids[b, n]`` (B, N), `width` slots are read.
 
         Args:
+            index: (B,) the rows, where the caller has them on the device of `slot_ids`.
             real: these tokens run behind each other: `update` is handed them alone.
             select: scattered rows are copied for the layers; else these are given all rows, see `unselected`.
         """
-        contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
-        places = index.unsqueeze(1) * (self.slots + 1) + slot_ids
+        if index is None:
+            index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
+        places = self._places(index, slot_ids)
         flat = (places if real is None else real.flatten(places)).flatten()
-        self._window = _Window(flat, None if contiguous else index, select, rows[0], len(rows), width)
+        self._window = _Window(flat, index, not contiguous(rows), select, rows[0], len(rows), width)
         self._windows = {flat.device: self._window}
+
+    def go_on(self, slot_ids: Tensor) -> None:
+        """Announce another pass over the same rows, as wide: token (b, n) goes to ``slot_ids[b, n]`` (B, N)."""
+        self._window = replace(self._window, flat=self._places(self._window.rows, slot_ids).flatten())
+        self._windows = {slot_ids.device: self._window}
 
     @property
     def unselected(self) -> Tensor | None:
         """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
-        return None if self._window.select else self._window.rows
+        return self._window.rows if self._window.scattered and not self._window.select else None
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -141,14 +162,16 @@ class SlotCache:
         """Bytes allocated so far."""
         return sum(store.nbytes for store in self._tensors())
 
+    def _places(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        return rows.unsqueeze(1) * (self.slots + 1) + slot_ids
+
     def _tensors(self) -> list[Tensor]:
         return [store for pair in self._stores.values() for store in pair]
 
     def _on(self, device: torch.device) -> _Window:
         if device not in self._windows:
             here = self._window
-            rows = None if here.rows is None else here.rows.to(device)
-            self._windows[device] = replace(here, flat=here.flat.to(device), rows=rows)
+            self._windows[device] = replace(here, flat=here.flat.to(device), rows=here.rows.to(device))
         return self._windows[device]
 
     def reserve(self, other: SlotCache) -> None:

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.calibration import Calibration
-from forerun.drafters.dynamic import DynamicTree, columns
-from forerun.drafters.growth import DraftVocabulary, Draw, Shape
+from forerun.drafters.dynamic import DynamicTree, Expanded, columns
+from forerun.drafters.growth import DraftVocabulary, Draw, Shape, constant
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.drafters.heads.runner import HeadRunner
-from forerun.drafters.levels import FixedTree, Submitted
+from forerun.drafters.levels import FixedTree, Grown, Submitted
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.target.fast import forwards, packing
 from forerun.tree import TreeBuilder, stack
@@ -157,9 +156,13 @@ class HeadDrafter(Drafter):
         active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]
         if not active:
             return
-        logits = self.runner.begin([context.rows[index] for index in active])
         deepest = min(tree.depth, max(budget.depth[index] for index in active))
-        grown = tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
+
+        def grow(logits: Tensor) -> Expanded:
+            return tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
+
+        rows = [context.rows[index] for index in active]
+        grown = self.runner.unroll(rows, tree.run, grow, key=None if tree.stop_below else deepest)
         for index, row in zip(active, columns(grown), strict=True):
             builders[index], submitted = tree.cut(row, budget.nodes[index], budget.depth[index])
             self._submit(context.rows[index], submitted, tree.calibration)
@@ -175,12 +178,16 @@ class HeadDrafter(Drafter):
 
         def descend(ids: Tensor, level: range) -> Tensor:
             above = tree.shape.levels[tree.shape.depths[level.start - 1] - 1]
-            places = [tree.shape.parents[node - 1] - above.start for node in level]
+            places = tuple(tree.shape.parents[node - 1] - above.start for node in level)
             tokens = ids[:, level.start - 1 : level.stop - 1]
-            return self.runner.descend(tokens, torch.tensor(places, device=ids.device).expand_as(tokens))
+            return self.runner.descend(tokens, constant(places, ids.device).expand_as(tokens))
 
-        logits = self.runner.begin([context.rows[index] for index in active])
-        grown = tree.grow(context, active, max(within), logits, descend, self._vocabulary)
+        def grow(logits: Tensor) -> Grown:
+            return tree.grow(context, active, max(within), logits, descend, self._vocabulary)
+
+        rows = [context.rows[index] for index in active]
+        key = (max(within), tree is self.sampled) if tree.on_device(context, active) else None
+        grown = self.runner.unroll(rows, _size(tree), grow, key=key)
         for place, index in enumerate(active):
             builders[index], submitted = tree.cut(grown, place, within[index])
             self._submit(context.rows[index], submitted, tree.calibration)

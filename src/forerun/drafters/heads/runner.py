@@ -2,20 +2,22 @@
 
 Entry i of a row reads the embedding of token i + 1 and the target's feature of token i; it stands in slot i. Behind the
 committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon as
-they are known. All levels stay on the device. Knows no law, no budget and no rule.
+they are known. All levels stay on the device and may be one recording there. Knows no law, no budget and no rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from forerun.drafters.heads.eagle import Advanced, EagleHead
+from forerun.drafters.heads.recordings import Recordings
 from forerun.target import Target
-from forerun.target.cache import SlotCache
+from forerun.target.cache import SlotCache, contiguous
 from forerun.target.fast.attention import fold_attention
 from forerun.target.fast.packing import packed_bytes
 from forerun.target.inputs import Nodes
@@ -25,13 +27,17 @@ from forerun.types import Signal
 PIECE = 512
 """Most entries of a row in one pass over a prompt."""
 _PLAIN = MaskStyle(types=(FULL,), window=None)
+_LEAST_WIDTH = 256
+"""Slots that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four times..."""
+_READING_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the largest position, which transformers reads on the host."""
+Tree = TypeVar("Tree")
 
 
 @dataclass(kw_only=True, slots=True)
 class _Frontier:
     """The last level of the trees that are being drafted."""
 
-    rows: list[int]
     lengths: Tensor
     """(B,) committed entries."""
     sees: Tensor
@@ -39,6 +45,8 @@ class _Frontier:
     features: Tensor
     """(B, F, H)"""
     depth: int
+    width: int
+    """Slots of the cache that hold all that any node will ever see."""
 
 
 class HeadRunner:
@@ -57,6 +65,8 @@ class HeadRunner:
         self._features = torch.zeros(rows, size, device=self.device, dtype=self._dtype)
         self._outputs = torch.zeros_like(self._features)
         self._frontier: _Frontier | None = None
+        fixed = head.rotary.rope_type not in _READING_ROPES
+        self.recordings = Recordings.on(self.device) if fixed else Recordings(None)
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
@@ -82,14 +92,32 @@ class HeadRunner:
             states = [signals[b][active, start : start + size] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)
 
-    def begin(self, rows: Sequence[int]) -> Tensor:
-        """Start trees at the roots: logits (B, 1, V') of their children."""
+    def unroll(
+        self, rows: Sequence[int], run: int, grow: Callable[[Tensor], Tree], *, key: Hashable | None = None
+    ) -> Tree:
+        """Draft trees from the roots of `rows`.
+
+        Args:
+            run: most nodes of a row that `grow` lets the head run.
+            grow: makes a tree of each row's logits (B, 1, V') at the root, with `descend` for those further down.
+            key: what `grow` does, so that it can be recorded; None where it reads values on the host.
+
+        Returns:
+            what `grow` made. Of a recording it lives until the next call.
+        """
+        width = max(self.lengths[row] for row in rows) + run
+        if key is not None and self.recordings.active:
+            width = min(self._cache.slots, max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
+            key = key, len(rows), rows[0] if contiguous(rows) else None, width
+
+        def work(index: Tensor, lengths: Tensor) -> Tree:
+            self._begin(rows, index, lengths, width)
+            return grow(self.logits(self._outputs[index].unsqueeze(1)))
+
         index = torch.tensor(rows, device=self.device)
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
-        none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
-        features = self._features[index].unsqueeze(1)
-        self._frontier = _Frontier(rows=list(rows), lengths=lengths, sees=none, features=features, depth=0)
-        return self.logits(self._outputs[index].unsqueeze(1))
+        tree: Tree = self.recordings.run(key, work, index, lengths)
+        return tree
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Run the next level: `tokens` (B, F), children of the nodes `parents` (B, F) of the level before.
@@ -98,7 +126,7 @@ class HeadRunner:
             logits (B, F, V') after each of them.
         """
         last = self._frontier
-        assert last is not None, "begin comes first"
+        assert last is not None, "only inside unroll"
         batch, width = tokens.shape
         run = last.sees.shape[2]
         inherited = last.sees.gather(1, parents.unsqueeze(-1).expand(-1, -1, run))
@@ -107,13 +135,10 @@ class HeadRunner:
         features = last.features.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.features.shape[-1]))
         positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)
         slots = last.lengths.unsqueeze(1) + run + torch.arange(width, device=self.device)
-        most = max(self.lengths[row] for row in last.rows) + run + width
-        self._cache.begin(last.rows, slots, most)
+        self._cache.go_on(slots)
         block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=positions)
-        advanced = self._advance(tokens, features, positions, build(block, _PLAIN, most, self._dtype))
-        self._frontier = _Frontier(
-            rows=last.rows, lengths=last.lengths, sees=sees, features=advanced.feature, depth=last.depth + 1
-        )
+        advanced = self._advance(tokens, features, positions, build(block, _PLAIN, last.width, self._dtype))
+        self._frontier = replace(last, sees=sees, features=advanced.feature, depth=last.depth + 1)
         return self.logits(advanced.output)
 
     def logits(self, output: Tensor) -> Tensor:
@@ -122,6 +147,12 @@ class HeadRunner:
             logits: Tensor = self.head.lm_head(output)
             return logits
         return self.target.lm_head(output.to(self.target.dtype))
+
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, width: int) -> None:
+        none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
+        self._cache.begin(rows, index.new_zeros(len(rows), 0), width, index=index)
+        features = self._features[index].unsqueeze(1)
+        self._frontier = _Frontier(lengths=lengths, sees=none, features=features, depth=0, width=width)
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
         nodes = Nodes.of_prompt(pieces)

@@ -1,0 +1,87 @@
+"""Work on a device that is recorded once and then replayed: one launch for all levels of a tree, not one an operation.
+
+A recording has fixed shapes, fixed addresses and a fixed course, so work is known by a key that settles all three; what
+differs from call to call comes in tensors. Where nothing records, work simply runs. Knows no head and no tree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Work = Callable[..., Any]
+"""Of tensors on one device, to tensors there, in any structure. Reads no value on the host and copies none from it."""
+Record = Callable[[Work, tuple[Tensor, ...]], Work]
+"""(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
+the next call."""
+
+_MOST = 64
+"""Recordings that are kept; the one that was used least lately goes."""
+_WARM_UPS = 2
+
+
+class Recordings:
+    """The recordings of one device.
+
+    Args:
+        record: how; None runs all work as it comes.
+    """
+
+    def __init__(self, record: Record | None) -> None:
+        self._record = record
+        self._known: OrderedDict[Hashable, Work] = OrderedDict()
+
+    @classmethod
+    def on(cls, device: torch.device) -> Recordings:
+        """CUDA graphs where there are any."""
+        return cls(cuda_graph if device.type == "cuda" else None)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is ever recorded."""
+        return self._record is not None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
+        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes.
+
+        Args:
+            key: None for work that reads a value on the host: it is never recorded.
+        """
+        if self._record is None or key is None:
+            return work(*inputs)
+        if key not in self._known:
+            self._known[key] = self._record(work, inputs)
+        self._known.move_to_end(key)
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return self._known[key](*inputs)
+
+
+def cuda_graph(work: Work, inputs: tuple[Tensor, ...]) -> Work:
+    """Record `work` as a `torch.cuda.CUDAGraph`, after it has run so that what it allocates once is there."""
+    own = tuple(tensor.clone() for tensor in inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(inputs[0].device):
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                work(*own)
+        here.wait_stream(aside)
+        with torch.cuda.graph(graph):
+            result = work(*own)
+
+    def replay(*given: Tensor) -> Any:
+        for held, new in zip(own, given, strict=True):
+            held.copy_(new)
+        graph.replay()
+        return result
+
+    return replay

@@ -1,0 +1,129 @@
+"""All levels of a head's tree as one recording: nothing is read on the host, and a replay drafts what a run would.
+
+A traced graph stands for the CUDA graph: like that it has the first call's course, shapes and addresses. The other
+proof needs no graph: on the meta device there are no values to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from forerun import LLM, SamplingParams
+from forerun.drafters.dynamic import DynamicTree
+from forerun.drafters.growth import likeliest
+from forerun.drafters.heads.drafting import HeadDrafter
+from forerun.drafters.heads.recordings import Recordings, Work
+from forerun.drafters.heads.runner import HeadRunner
+from forerun.target import Target
+from training.ttt import head, model, tokens
+
+TREES: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 4},
+    {"shape": (3, 2, 1)},
+    {"num_speculative_tokens": 4, "top_k": 3, "nodes": 9},
+]
+
+
+def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
+    """Record by tracing: a value that is read on the host raises."""
+    own = tuple(tensor.clone() for tensor in inputs)
+    made: list[Any] = []
+
+    def flat(*given: Tensor) -> dict[str, Tensor]:
+        made.append(work(*given))
+        fields = {field.name: getattr(made[-1], field.name) for field in dataclasses.fields(made[-1])}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+    graph = make_fx(flat)(*own)
+    return lambda *given: dataclasses.replace(made[0], **graph(*given))
+
+
+def engine(options: dict[str, Any], recordings: Recordings) -> tuple[LLM, list[Any]]:
+    """An engine whose head records so, and all that it will have drafted."""
+    config = {"method": "eagle3", "model": head(), **options}
+    llm = LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=3)
+    llm.generate({"prompt_token_ids": tokens(3)}, SamplingParams(temperature=0, max_tokens=1, detokenize=False))
+    (active,) = llm.engine.drafting._active.values()
+    drafter = active.drafter
+    assert isinstance(drafter, HeadDrafter)
+    drafter.runner.recordings = recordings
+    drafts: list[Any] = []
+    propose = drafter.propose
+
+    def watched(*given: Any) -> Any:
+        draft = propose(*given)
+        drafts.append((draft.counts.tolist(), draft.tokens.tolist(), draft.parents.tolist()))
+        return draft
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    return llm, drafts
+
+
+def answers(llm: LLM, asked: list[tuple[int, int]]) -> list[list[int]]:
+    """To prompts of so many tokens, of so many tokens."""
+    prompts = [{"prompt_token_ids": tokens(length, seed=length)} for length, _ in asked]
+    params = [SamplingParams(temperature=0, max_tokens=count, detokenize=False) for _, count in asked]
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("options", TREES, ids=str)
+def test_a_replay_drafts_what_a_run_would(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come and go, grow past the first width and lie scattered: the same drafts, from few recordings."""
+    monkeypatch.setattr("forerun.drafters.heads.runner._LEAST_WIDTH", 32)
+    found = []
+    recordings = Recordings(traced)
+    for how in (Recordings(None), recordings):
+        llm, drafts = engine(options, how)
+        texts = [answers(llm, [(4, 100)]), answers(llm, [(5, 60), (40, 8), (9, 30), (3, 12), (12, 25)])]
+        found.append((texts, drafts))
+    assert found[0] == found[1]
+    assert sum(sum(counts) for counts, _, _ in found[0][1]) > 60
+    assert 3 <= len(recordings) < len(found[0][1]) / 2
+
+
+def test_what_reads_on_the_host_is_not_recorded() -> None:
+    recordings = Recordings(traced)
+    llm, drafts = engine({"num_speculative_tokens": 3, "top_k": 3, "stop_below": 0.2}, recordings)
+    llm.generate({"prompt_token_ids": tokens(6)}, SamplingParams(temperature=0, max_tokens=12, detokenize=False))
+    assert drafts and not len(recordings)
+    assert not HeadRunner(
+        head(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), Target(model(), rows=1, slots=8), 1, 8
+    ).recordings.active
+
+
+def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.drafters.heads.recordings._MOST", 2)
+    recorded = list[int]()
+
+    def record(work: Work, inputs: tuple[Tensor, ...]) -> Work:
+        recorded.append(int(inputs[0]))
+        return work
+
+    recordings = Recordings(record)
+    for key in (1, 2, 1, 3, 1, 2):
+        assert int(recordings.run(key, lambda value: value + 1, torch.tensor(key))) == key + 1
+    assert recorded == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("reduced", [True, False], ids=["draft vocabulary", "whole vocabulary"])
+def test_no_level_needs_a_value(reduced: bool) -> None:
+    """On the meta device, and with rows that do not follow each other."""
+    made = head(draft_vocab_size=30 if reduced else 40, own_embedding=True).to("meta")
+    runner = HeadRunner(made, Target(model(), rows=1, slots=8), rows=4, slots=64)
+    tree = DynamicTree(depth=4, top_k=3, nodes=9)
+    best = runner.unroll([0, 2], tree.run, lambda logits: tree.grow(logits, runner.descend, None, 4))
+    assert best.order.shape == (2, 9) and best.order.device.type == "meta"
+
+    def chain(logits: Tensor) -> Tensor:
+        for _ in range(3):
+            children = likeliest(logits, 1)
+            logits = runner.descend(children.tokens.flatten(1), torch.zeros(2, 1, dtype=torch.int64, device="meta"))
+        return logits
+
+    assert runner.unroll([0, 2], 3, chain).shape == (2, 1, made.config.draft_vocab_size)
