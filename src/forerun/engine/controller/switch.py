@@ -37,10 +37,12 @@ class Switch:
 
     def __init__(self) -> None:
         self._points: dict[int, int] = {}
+        self._known: set[int] = set()
+        """Rows that the drafter has drafted for."""
         self._off: set[int] = set()
         self._trials: dict[int, _Trial] = {}
         self._useless = False
-        """No row was on when last looked: new rows start off."""
+        """No row that is known was on when last looked: others start off."""
         self._step, self._due = 0, INTERVAL
         self._spent, self._wait = 0.0, 1
 
@@ -66,6 +68,7 @@ class Switch:
 
     def judge(self, row: int, ratio: float) -> None:
         """A row that is on has drafted; `ratio` to plain decoding is what its figures promise."""
+        self._known.add(row)
         self._points[row] = _points(self._points.get(row, 0), ratio)
         if self._points[row] >= PATIENCE:
             self._put_off([row])
@@ -86,6 +89,7 @@ class Switch:
         if not good:
             return None
         self._off.discard(row)
+        self._known.add(row)
         self._points[row], self._useless, self._wait = 0, False, 1
         return trial.steps
 
@@ -102,13 +106,16 @@ class Switch:
     def forget(self, row: int) -> None:
         """The row is free."""
         self._points.pop(row, None)
+        self._known.discard(row)
         self._off.discard(row)
         self._end(row)
 
     def _put_off(self, rows: list[int]) -> None:
         self._off.update(rows)
         self._points.update(dict.fromkeys(rows, 0))
-        self._useless = self._off >= self._points.keys()
+        self._useless = self._off >= self._known
+        if self._useless:
+            self._off.update(self._points)
         self._due = max(self._due, self._step + INTERVAL)
 
     def _end(self, row: int) -> None:

@@ -1,0 +1,46 @@
+"""Where a drafter is off, and whom that concerns."""
+
+from __future__ import annotations
+
+from forerun.engine.controller.switch import INTERVAL, Switch
+
+
+def useless_for(switch: Switch, row: int, steps: int = 8) -> None:
+    for _ in range(steps):
+        switch.judge(row, 0.5)
+
+
+def test_rows_that_it_never_drafted_for_do_not_keep_it_on() -> None:
+    """Of 64 rows it drafts for some; the next ones would else each begin by trying it."""
+    switch = Switch()
+    switch.begin([0, 1, 2])
+    useless_for(switch, 0)
+    switch.begin([0, 1, 2, 3])
+    assert not any(switch.on(row) for row in range(4))
+
+
+def test_a_row_that_it_is_good_for_keeps_it_on() -> None:
+    switch = Switch()
+    switch.begin([0, 1, 2])
+    switch.judge(1, 1.5)
+    useless_for(switch, 0)
+    switch.begin([0, 1, 2, 3])
+    assert [switch.on(row) for row in range(4)] == [False, True, True, True]
+    switch.forget(1)
+    switch.begin([0, 2, 3])
+    useless_for(switch, 2)
+    switch.begin([0, 2, 3, 4])
+    assert not any(switch.on(row) for row in (0, 2, 3, 4))
+
+
+def test_a_trial_that_passes_turns_it_on_for_new_rows() -> None:
+    switch = Switch()
+    switch.begin([0])
+    useless_for(switch, 0)
+    for _ in range(INTERVAL + 1):
+        switch.begin([0])
+    assert switch.trying(0)
+    while switch.trying(0):
+        switch.tried(0, accepted=3, drafted=3, cost=1.5)
+    switch.begin([0, 1])
+    assert switch.on(0) and switch.on(1)
