@@ -44,3 +44,26 @@ def test_a_trial_that_passes_turns_it_on_for_new_rows() -> None:
         switch.tried(0, accepted=3, drafted=3, cost=1.5)
     switch.begin([0, 1])
     assert switch.on(0) and switch.on(1)
+
+
+def test_of_many_rows_a_few_are_tried_and_the_others_follow_once_one_passes() -> None:
+    switch = Switch()
+    rows = list(range(20))
+    switch.begin(rows)
+    for row in rows:
+        useless_for(switch, row)
+    tried: list[list[int]] = []
+    for step in range(2000):
+        switch.begin(rows)
+        trying = [row for row in rows if switch.trying(row)]
+        if trying:
+            tried.append(trying)
+        for row in trying:
+            switch.tried(row, accepted=3 if step > 500 else 0, drafted=3, cost=1.5)
+        if all(switch.on(row) for row in rows):
+            break
+    rounds = [trial for trial, before in zip(tried, [[], *tried], strict=False) if trial != before]
+    assert all(len(trial) <= 8 for trial in rounds)
+    assert rounds[0] == rows[:8] and rounds[1] == rows[8:16] and rounds[2] == [*rows[:4], *rows[16:]]
+    assert all(switch.on(row) for row in rows)
+    assert len(tried) < 2 * len(rounds) + 6 * 4

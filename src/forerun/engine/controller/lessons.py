@@ -64,11 +64,11 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
         arm.switch.fail([moment.rows[member].row for member in chosen])
         return
     offer = next(offer for offer in moment.offers if offer.arm == index)
-    times = depth_times(arm, moment, costs, offer.depth, len(chosen))
-    extra = times[-1] / times[0] - 1
-    cost = 1 + extra * moment.batch / len(chosen)  # which those answer for that it drafts for
+    cost = _cost(arm, moment, costs, offer.depth, len(chosen))
+    cost_for_all = _cost(arm, moment, costs, offer.depth, max(len(chosen), arm.switch.waiting))
     if any(arm.switch.trying(moment.rows[member].row) for member in chosen):
-        arm.switch.spend(extra + costs.reading_ms(arm.key, moment.unread(offer)) / times[0])
+        reading = costs.reading_ms(arm.key, moment.unread(offer)) / moment.times[0]
+        arm.switch.spend((cost - 1) * len(chosen) / moment.batch + reading)
     scored = [moment.submitted[member] for member in chosen]
     arm.sizes.saw(offer.depth, costs.filling.nodes(costs.filling.size(scored), len(scored)))
     for member in chosen:
@@ -78,12 +78,18 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
         accepted, drafted = _outcome(moment, member, step, min(offer.depth, arm.limit, moment.limits[member]))
         arm.survival.record(row.row, accepted=accepted, drafted=drafted)
         if arm.switch.trying(row.row):
-            passed = arm.switch.tried(row.row, accepted=accepted, drafted=drafted, cost=cost)
+            passed = arm.switch.tried(row.row, accepted=accepted, drafted=drafted, cost=cost_for_all)
             if passed is not None:
                 arm.survival.renew(row.row, passed)
         else:
             hoped = sum(arm.survival.curve(row.row, offer.depth)) if moment.submitted[member] else 0.0
             arm.switch.judge(row.row, (1 + hoped) / cost)
+
+
+def _cost(arm: Arm, moment: Moment, costs: StepCosts, depth: int, members: int) -> float:
+    """Plain steps that each of so many members answers for that it drafts for: what this adds is theirs alone."""
+    times = depth_times(arm, moment, costs, depth, members)
+    return 1 + (times[-1] / times[0] - 1) * moment.batch / members
 
 
 def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[int, int]:

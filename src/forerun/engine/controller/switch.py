@@ -1,7 +1,8 @@
-"""Off where a drafter does not pay, and back on when it does: hysteresis, and short trials of all rows at once.
+"""Off where a drafter does not pay, and back on when it does: hysteresis, and short trials of several rows at once.
 
-Trials are common to all rows because a pass may be as wide as its widest row: rows that tried by turns would keep
-every pass wide. Knows ratios to plain decoding, no drafter and no clock.
+Rows are tried together because a pass may be as wide as its widest row: if they tried by turns, every pass would be
+wide. In a large batch a few are tried for all, for a drafter must first read their texts, and all rows wait for that.
+Knows ratios to plain decoding, no drafter and no clock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _MOST_WAIT = 4
 """Times that the interval grows to, doubling, while one trial after another fails."""
 _SHORTEST, _LONGEST = 2, 6
 """Steps of a trial: fewer where it fails."""
+_TOGETHER = 8
+"""Rows of a trial; where one of them passes, the next ones follow at once."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Switch:
         """Rows that the drafter has drafted for."""
         self._off: set[int] = set()
         self._trials: dict[int, _Trial] = {}
+        self._rounds, self._passed = 0, False
+        """Trials so far, and whether a row passed the latest."""
         self._useless = False
         """No row that is known was on when last looked: others start off."""
         self._step, self._due = 0, INTERVAL
@@ -55,8 +60,8 @@ class Switch:
                 if self._useless:
                     self._off.add(row)
         if self._off and self._step >= self._due and not self._trials:
-            self._trials = {row: _Trial() for row in rows if row in self._off}
-            self._spent = 0.0
+            self._trials = {row: _Trial() for row in self._next([row for row in rows if row in self._off])}
+            self._spent, self._passed = 0.0, False
 
     def on(self, row: int) -> bool:
         """Whether the drafter works for the row, not counting trials."""
@@ -65,6 +70,11 @@ class Switch:
     def trying(self, row: int) -> bool:
         """Whether the row is on trial."""
         return row in self._trials
+
+    @property
+    def waiting(self) -> int:
+        """Rows that a trial speaks for: all that the drafter is off for."""
+        return len(self._off)
 
     def judge(self, row: int, ratio: float) -> None:
         """A row that is on has drafted; `ratio` to plain decoding is what its figures promise."""
@@ -85,13 +95,12 @@ class Switch:
         good = trial.tokens >= THRESHOLD * trial.cost
         if len(trial.steps) < (_LONGEST if good else _SHORTEST):
             return None
+        if good:
+            self._off.discard(row)
+            self._known.add(row)
+            self._points[row], self._useless, self._passed = 0, False, True
         self._end(row)
-        if not good:
-            return None
-        self._off.discard(row)
-        self._known.add(row)
-        self._points[row], self._useless, self._wait = 0, False, 1
-        return trial.steps
+        return trial.steps if good else None
 
     def spend(self, cost: float) -> None:
         """A step with a trial took this much more than a plain one, in plain steps."""
@@ -118,8 +127,18 @@ class Switch:
             self._off.update(self._points)
         self._due = max(self._due, self._step + INTERVAL)
 
+    def _next(self, rows: list[int]) -> list[int]:
+        """Those of the rows that are tried next: each comes to it in time."""
+        first = self._rounds * _TOGETHER % max(1, len(rows))
+        self._rounds += 1
+        return [*rows[first:], *rows[:first]][:_TOGETHER]
+
     def _end(self, row: int) -> None:
-        if self._trials.pop(row, None) is not None and not self._trials:
+        if self._trials.pop(row, None) is None or self._trials:
+            return
+        if self._passed:
+            self._due, self._wait = self._step + 1, 1
+        else:
             self._due = self._step + self._wait * max(INTERVAL, round(self._spent / TRIAL_SHARE))
             self._wait = min(_MOST_WAIT, 2 * self._wait)
 
