@@ -104,8 +104,8 @@ def _largest(logits: Tensor) -> list[list[int]]:
         values, places = logits.max(-1)
         found: list[list[int]] = places.masked_fill_(values.isnan(), _NONE).tolist()
         return found
-    array = (logits.float() if logits.dtype is torch.bfloat16 else logits).numpy()
-    ids = array.argmax(-1)
-    ids[np.isnan(np.take_along_axis(array, ids[..., None], -1)[..., 0])] = _NONE
-    found = ids.tolist()
+    flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
+    ids = flat.argmax(-1)
+    ids[np.isnan(flat[np.arange(len(flat)), ids])] = _NONE
+    found = ids.reshape(logits.shape[:2]).tolist()
     return found
