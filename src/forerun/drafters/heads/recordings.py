@@ -38,7 +38,7 @@ class Recordings:
     @classmethod
     def on(cls, device: torch.device) -> Recordings:
         """CUDA graphs where there are any."""
-        return cls(cuda_graph if device.type == "cuda" else None)
+        return cls(CudaGraphs(device) if device.type == "cuda" else None)
 
     @property
     def active(self) -> bool:
@@ -64,24 +64,31 @@ class Recordings:
         return self._known[key](*inputs)
 
 
-def cuda_graph(work: Work, inputs: tuple[Tensor, ...]) -> Work:
-    """Record `work` as a `torch.cuda.CUDAGraph`, after it has run so that what it allocates once is there."""
-    own = tuple(tensor.clone() for tensor in inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(inputs[0].device):
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UPS):
-                work(*own)
-        here.wait_stream(aside)
-        with torch.cuda.graph(graph):
-            result = work(*own)
+class CudaGraphs:
+    """Records as `torch.cuda.CUDAGraph`. All share one pool of memory: only the latest result is ever looked at."""
 
-    def replay(*given: Tensor) -> Any:
-        for held, new in zip(own, given, strict=True):
-            held.copy_(new)
-        graph.replay()
-        return result
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
-    return replay
+    def __call__(self, work: Work, inputs: tuple[Tensor, ...]) -> Work:
+        """Record, after `work` has run so that what it allocates once is there; other threads may use the device."""
+        own = tuple(tensor.clone() for tensor in inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UPS):
+                    work(*own)
+            here.wait_stream(aside)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work(*own)
+
+        def replay(*given: Tensor) -> Any:
+            for held, new in zip(own, given, strict=True):
+                held.copy_(new)
+            graph.replay()
+            return result
+
+        return replay

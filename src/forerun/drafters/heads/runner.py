@@ -117,6 +117,7 @@ class HeadRunner:
         index = torch.tensor(rows, device=self.device)
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
         tree: Tree = self.recordings.run(key, work, index, lengths)
+        self._frontier = None
         return tree
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
