@@ -69,7 +69,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work, inputs: tuple[Tensor, ...]) -> Work:
         """Record, after `work` has run so that what it allocates once is there; other threads may use the device."""
