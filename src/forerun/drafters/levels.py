@@ -141,7 +141,8 @@ class FixedTree:
 
     def on_device(self, context: DraftContext, active: Sequence[int]) -> bool:
         """Whether `grow` reads no value on the host for these rows: nothing is drawn and no processor sees a path."""
-        return all(self._grower(context, index).batchable for index in active)
+        samplers = (context.samplers[index] for index in active)
+        return all(sampler.greedy and sampler.neutral for sampler in samplers)
 
     def cut(self, grown: Grown, place: int, nodes: int) -> tuple[TreeBuilder, Submitted]:
         """One row's share of the tree: the first nodes that its budget allows, whatever they hold."""

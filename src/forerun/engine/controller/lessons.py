@@ -64,9 +64,9 @@ def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], co
         arm.switch.fail([moment.rows[member].row for member in chosen])
         return
     offer = next(offer for offer in moment.offers if offer.arm == index)
-    cost = _cost(arm, moment, costs, offer.depth, len(chosen))
-    cost_for_all = _cost(arm, moment, costs, offer.depth, max(len(chosen), arm.switch.waiting))
+    cost = cost_for_all = _cost(arm, moment, costs, offer.depth, len(chosen))
     if any(arm.switch.trying(moment.rows[member].row) for member in chosen):
+        cost_for_all = _cost(arm, moment, costs, offer.depth, max(len(chosen), arm.switch.waiting))
         reading = costs.reading_ms(arm.key, moment.unread(offer)) / moment.times[0]
         arm.switch.spend((cost - 1) * len(chosen) / moment.batch + reading)
     scored = [moment.submitted[member] for member in chosen]
