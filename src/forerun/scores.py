@@ -6,10 +6,11 @@ Knows rows and trees; no rule and no drafter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import NumericError
@@ -19,6 +20,8 @@ from forerun.tree import TokenTree
 if TYPE_CHECKING:
     from forerun.step import Row
 
+_INFINITY, _SIGN = 0x7F80, 0x8000
+"""Bits of bf16: what is larger than infinity is NaN."""
 _NONE = -1
 """Stands for the largest of logits that hold NaN."""
 
@@ -72,6 +75,7 @@ class RowScores:
 
     def __init__(self, scores: Scores, index: int) -> None:
         self._scores, self._index = scores, index
+        self._neutral = scores.sampler(index).neutral
         self._laws: dict[int, Tensor] = {}
 
     def law(self, node: int) -> Tensor:
@@ -84,11 +88,10 @@ class RowScores:
 
     def argmax(self, node: int) -> int:
         """Token of the largest processed logit after `node`."""
-        sampler = self._scores.sampler(self._index)
-        if sampler.neutral:
+        if self._neutral:
             return self._scores.raw_argmax(self._index, node)
         logits = self._scores.logits[self._index, node]
-        return int(sampler.process(logits, self._scores.output(self._index, node)).argmax())
+        return int(self._scores.sampler(self._index).process(logits, self._scores.output(self._index, node)).argmax())
 
     def known(self, node: int, token: int) -> float | None:
         """Target probability of `token` after `node` where a rule asked for that law; else None."""
@@ -98,14 +101,31 @@ class RowScores:
 def _largest(logits: Tensor) -> list[list[int]]:
     """Ids of the largest of (B, N, V), the first of equals; `_NONE` where there is NaN.
 
-    On a CPU numpy finds them, three to six times as fast as torch: 0.16 instead of 0.5 ms for 8 nodes, V = 150,000.
+    On a CPU numpy finds them, many times as fast as torch does.
     """
     if logits.device.type != "cpu":
         values, places = logits.max(-1)
         found: list[list[int]] = places.masked_fill_(values.isnan(), _NONE).tolist()
         return found
-    flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
-    ids = flat.argmax(-1)
-    ids[np.isnan(flat[np.arange(len(flat)), ids])] = _NONE
+    flat = logits.flatten(0, 1)
+    ids = _largest_bits(flat.view(torch.int16).numpy()) if logits.dtype is torch.bfloat16 else None
+    if ids is None:
+        ids = _largest_values(flat.float().numpy() if logits.dtype is torch.bfloat16 else flat.numpy())
     found = ids.reshape(logits.shape[:2]).tolist()
     return found
+
+
+def _largest_values(flat: NDArray[Any]) -> NDArray[np.int64]:
+    """(M,) of (M, V)."""
+    ids: NDArray[np.int64] = flat.argmax(-1)
+    ids[np.isnan(flat[np.arange(len(flat)), ids])] = _NONE
+    return ids
+
+
+def _largest_bits(flat: NDArray[np.int16]) -> NDArray[np.int64] | None:
+    """(M,) of the bits (M, V) of bf16 numbers, compared as they stand: those of positive numbers rise with the numbers.
+    None where that does not tell: a row whose largest is not positive, or NaN."""
+    ids: NDArray[np.int64] = flat.argmax(-1)
+    largest = flat[np.arange(len(flat)), ids]
+    tells = largest.min() > 0 and largest.max() <= _INFINITY and flat.view(np.uint16).max() <= _INFINITY | _SIGN
+    return ids if tells else None

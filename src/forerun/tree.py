@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InvalidDraftError
-from forerun.types import Draft, Drawn
+from forerun.types import Draft, DraftRow, Drawn
 
 if TYPE_CHECKING:
     from forerun.target.nouns import Resume
@@ -50,21 +50,22 @@ def check(draft: Draft, vocabulary: int) -> None:
     """
     _check_laws(draft, vocabulary)
     _check_resume(draft)
-    all_tokens, all_parents, all_drawn = draft.tokens.tolist(), draft.parents.tolist(), draft.drawn.tolist()
+    kinds = draft.drawn.tolist()
     for row, count in enumerate(draft.counts.tolist()):
         if not 0 <= count <= draft.size:
             raise InvalidDraftError(f"row {row}: count {count} is not in 0..{draft.size}")
-        nodes = zip(all_tokens[row][:count], all_parents[row][:count], all_drawn[row][:count], strict=True)
-        for node, (token, parent, drawn) in enumerate(nodes, start=1):
+        for node, kind in enumerate(kinds[row][:count], start=1):
+            if kind not in _KINDS:
+                raise InvalidDraftError(f"row {row}: node {node} was drawn in the unknown way {kind}; see Drawn")
+    for row, nodes in enumerate(draft.rows):
+        for node, (token, parent, drawn) in enumerate(zip(*nodes[:3], strict=True), start=1):
             where = f"row {row}: node {node}"
             if not 0 <= parent < node:
                 expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
                 raise InvalidDraftError(f"{where} has parent {parent}; {expected}")
             if not 0 <= token < vocabulary:
                 raise InvalidDraftError(f"{where} holds token {token}, outside the vocabulary of {vocabulary}")
-            if drawn not in _KINDS:
-                raise InvalidDraftError(f"{where} was drawn in the unknown way {drawn}; it must be a Drawn")
-            if drawn != Drawn.GIVEN and draft.laws is None:
+            if drawn is not Drawn.GIVEN and draft.laws is None:
                 raise InvalidDraftError(f"{where} was sampled, but the draft records no laws; set Draft.laws")
 
 
@@ -208,38 +209,56 @@ class TreeBuilder:
         """Record the law (V,) float32 that the sampled children of `node` were drawn from."""
         self.laws[node] = law
 
+    def row(self) -> DraftRow:
+        """What was collected as a row of a draft."""
+        return DraftRow(
+            tokens=tuple(self.tokens),
+            parents=tuple(self.parents),
+            drawn=tuple(self.drawn),
+            confidence=tuple(self.confidence),
+            scouts=tuple(self.scouts),
+        )
+
     def tree(self, root: int) -> TokenTree:
         """What was collected as a tree that a rule can judge; `root` is the last committed token."""
-        return TokenTree(
-            tokens=(root, *self.tokens),
-            parents=(-1, *self.parents),
-            drawn=(Drawn.GIVEN, *self.drawn),
-            laws=self.laws,
-            scouts=frozenset(node for node, scout in enumerate(self.scouts, start=1) if scout),
-            confidence=(1.0, *self.confidence),
-        )
+        return _tree(root, self.row(), self.laws)
+
+
+def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor]) -> TokenTree:
+    return TokenTree(
+        tokens=(root, *row.tokens),
+        parents=(-1, *row.parents),
+        drawn=(Drawn.GIVEN, *row.drawn),
+        laws=laws,
+        scouts=frozenset(node for node, scout in enumerate(row.scouts, start=1) if scout),
+        confidence=(1.0, *row.confidence),
+    )
 
 
 def stack(
     builders: Sequence[TreeBuilder], *, device: torch.device | str = "cpu", law_ids: Tensor | None = None
 ) -> Draft:
     """One `Draft` out of one tree per row, padded to the largest."""
-    size = max((len(builder) for builder in builders), default=0)
+    rows = tuple([builder.row() for builder in builders])
+    counts = [len(row.tokens) for row in rows]
+    size = max(counts, default=0)
 
-    def pad(name: str, dtype: torch.dtype) -> Tensor:
-        rows = [list(getattr(b, name)) + [0] * (size - len(b)) for b in builders]
-        return torch.tensor(rows, dtype=dtype, device=device).view(len(builders), size)
+    def padded(column: Sequence[tuple[float, ...]], dtype: torch.dtype) -> Tensor:
+        filled = [(*values, *(0,) * (size - len(values))) for values in column]
+        return torch.tensor(filled, dtype=dtype, device=device).view(len(rows), size)
 
-    return Draft(
-        tokens=pad("tokens", torch.int64),
-        parents=pad("parents", torch.int64),
-        counts=torch.tensor([len(builder) for builder in builders], dtype=torch.int64, device=device),
-        drawn=pad("drawn", torch.uint8),
-        confidence=pad("confidence", torch.float32),
-        scouts=pad("scouts", torch.bool) if any(any(b.scouts) for b in builders) else None,
+    draft = Draft(
+        tokens=padded([row.tokens for row in rows], torch.int64),
+        parents=padded([row.parents for row in rows], torch.int64),
+        counts=torch.tensor(counts, dtype=torch.int64, device=device),
+        drawn=padded([row.drawn for row in rows], torch.uint8),
+        confidence=padded([row.confidence for row in rows], torch.float32),
+        scouts=padded([row.scouts for row in rows], torch.bool) if any(any(row.scouts) for row in rows) else None,
         laws=_stack_laws(builders, size, device),
         law_ids=law_ids,
     )
+    vars(draft)["rows"] = rows  # what `Draft.rows` would fetch
+    return draft
 
 
 def _stack_laws(builders: Sequence[TreeBuilder], size: int, device: torch.device | str) -> Tensor | None:
@@ -305,21 +324,24 @@ def rebuild(draft: Draft, row: int, vocabulary: int | None = None, *, widen: boo
     Raises:
         InvalidDraftError: a node has sampled children but the draft records no law for it.
     """
-    builder = TreeBuilder()
-    count = int(draft.counts[row])
-    builder.tokens = draft.tokens[row, :count].tolist()
-    builder.parents = draft.parents[row, :count].tolist()
-    builder.drawn = [Drawn(kind) for kind in draft.drawn[row, :count].tolist()]
-    builder.confidence = [1.0] * count if draft.confidence is None else draft.confidence[row, :count].tolist()
-    builder.scouts = [False] * count if draft.scouts is None else draft.scouts[row, :count].tolist()
+    builder, nodes = TreeBuilder(), draft.rows[row]
+    builder.tokens, builder.parents, builder.drawn = list(nodes.tokens), list(nodes.parents), list(nodes.drawn)
+    builder.confidence, builder.scouts = list(nodes.confidence), list(nodes.scouts)
     builder.index_given()
-    sampled = {parent for parent, kind in zip(builder.parents, builder.drawn, strict=True) if kind is not Drawn.GIVEN}
+    builder.laws = _laws(draft, row, vocabulary, widen=widen)
+    return builder
+
+
+def _laws(draft: Draft, row: int, vocabulary: int | None, *, widen: bool = True) -> dict[int, Tensor]:
+    """The laws of a row's nodes that have sampled children."""
+    nodes, laws = draft.rows[row], dict[int, Tensor]()
+    sampled = {parent for parent, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.GIVEN}
     for node in sorted(sampled):
         if draft.laws is None:
             raise InvalidDraftError(f"row {row}: node {node} has sampled children but the draft records no law for it")
         law = draft.laws[row, node]
-        builder.laws[node] = _wide_law(law, draft.law_ids, vocabulary) if widen else law
-    return builder
+        laws[node] = _wide_law(law, draft.law_ids, vocabulary) if widen else law
+    return laws
 
 
 def _wide_law(law: Tensor, law_ids: Tensor | None, vocabulary: int | None) -> Tensor:
@@ -333,23 +355,7 @@ def _wide_law(law: Tensor, law_ids: Tensor | None, vocabulary: int | None) -> Te
 
 def token_trees(draft: Draft, roots: Sequence[int], vocabulary: int) -> list[TokenTree]:
     """The draft as one host tree per row; `roots` holds each row's last committed token."""
-    draft = _to_host(draft)
-    return [rebuild(draft, row, vocabulary).tree(root) for row, root in enumerate(roots)]
-
-
-def _to_host(draft: Draft) -> Draft:
-    """Everything but the laws on the host, in one place; laws stay where they are."""
-    if draft.tokens.device.type == "cpu":
-        return draft
-    scouts = None if draft.scouts is None else draft.scouts.cpu()
-    confidence = None if draft.confidence is None else draft.confidence.cpu()
-    return Draft(
-        tokens=draft.tokens.cpu(),
-        parents=draft.parents.cpu(),
-        counts=draft.counts.cpu(),
-        drawn=draft.drawn.cpu(),
-        laws=draft.laws,
-        law_ids=draft.law_ids,
-        confidence=confidence,
-        scouts=scouts,
-    )
+    return [
+        _tree(root, nodes, _laws(draft, row, vocabulary))
+        for row, (root, nodes) in enumerate(zip(roots, draft.rows, strict=True))
+    ]

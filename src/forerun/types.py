@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +49,21 @@ class Source(StrEnum):
     """Plain decoding: nothing was drafted for this step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_DRAWN = tuple(Drawn)
+
+
+class DraftRow(NamedTuple):
+    """One row of a draft on the host, without padding: entry k of each is of node k + 1."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    drawn: tuple[Drawn, ...]
+    confidence: tuple[float, ...]
+    """1 where the drafter states none."""
+    scouts: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """What one drafter proposed for B rows: a tree of K nodes a row.
 
@@ -79,6 +94,29 @@ class Draft:
     def size(self) -> int:
         """K, padding included."""
         return self.tokens.shape[1]
+
+    @cached_property
+    def rows(self) -> tuple[DraftRow, ...]:
+        """(B,) the same on the host, fetched once. Of a draft that `tree.check` has passed, or would pass."""
+        blank = [None] * len(self.counts)
+        columns = (
+            self.tokens.tolist(),
+            self.parents.tolist(),
+            self.drawn.tolist(),
+            blank if self.confidence is None else self.confidence.tolist(),
+            blank if self.scouts is None else self.scouts.tolist(),
+        )
+        counts: list[int] = self.counts.tolist()
+        return tuple(
+            DraftRow(
+                tokens=tuple(tokens[:count]),
+                parents=tuple(parents[:count]),
+                drawn=tuple([_DRAWN[kind] for kind in drawn[:count]]),
+                confidence=(1.0,) * count if confidence is None else tuple(confidence[:count]),
+                scouts=(False,) * count if scouts is None else tuple(scouts[:count]),
+            )
+            for count, tokens, parents, drawn, confidence, scouts in zip(counts, *columns, strict=True)
+        )
 
 
 class NodeLaws(Protocol):

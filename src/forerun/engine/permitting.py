@@ -20,15 +20,14 @@ def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
         grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)
         if grammar is None or not prunable(draft, index):
             continue
-        count = int(draft.counts[index])
-        output = row.tokens[row.prompt_length :]
-        kept = _kept(grammar, output, draft.tokens[index, :count].tolist(), draft.parents[index, :count].tolist())
-        if len(kept) < count:
+        nodes = draft.rows[index]
+        kept = _kept(grammar, row.tokens[row.prompt_length :], nodes.tokens, nodes.parents)
+        if len(kept) < len(nodes.tokens):
             keep[index] = kept
     return prune(draft, keep) if keep else draft
 
 
-def _kept(grammar: GrammarProcessor, output: list[int], tokens: list[int], parents: list[int]) -> list[int]:
+def _kept(grammar: GrammarProcessor, output: list[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     """Node ids, parents first."""
     paths = {0: output}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):

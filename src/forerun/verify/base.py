@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import ClassVar, Protocol
 
 from forerun.errors import ArgumentError, nearest
@@ -52,7 +53,13 @@ def rule_named(name: str) -> Rule:
     """
     if name not in RULES:
         raise ArgumentError(f"unknown verification rule {name!r}; there are {', '.join(RULES)}.{nearest(name, RULES)}")
-    module, _, attribute = RULES[name].partition(":")
+    return _loaded(RULES[name])
+
+
+@cache
+def _loaded(where: str) -> Rule:
+    """Rules keep nothing from one tree to the next, so one of each will do."""
+    module, _, attribute = where.partition(":")
     rule: Rule = getattr(importlib.import_module(module), attribute)()
     return rule
 

@@ -45,13 +45,10 @@ class GivenTree:
                 that have already run.
         """
         assert prunable(draft, row), "only given nodes may be pruned after they were drawn"
-        count = int(draft.counts[row])
-        parents: list[int] = draft.parents[row, :count].tolist()
-        stated = [1.0] * count if draft.confidence is None else draft.confidence[row, :count].tolist()
-        survival = [1.0]
-        for parent, confidence in zip(parents, stated, strict=True):
+        nodes, survival = draft.rows[row], [1.0]
+        for parent, confidence in zip(nodes.parents, nodes.confidence, strict=True):
             survival.append(survival[parent] * estimate(confidence))
-        return cls._ranked(list(zip(draft.tokens[row, :count].tolist(), parents, stated, strict=True)), survival)
+        return cls._ranked(list(zip(nodes.tokens, nodes.parents, nodes.confidence, strict=True)), survival)
 
     @classmethod
     def joined(cls, trees: Mapping[int, GivenTree], most: int, estimate: Agreed) -> GivenTree:
@@ -100,10 +97,8 @@ class GivenTree:
 
 def prunable(draft: Draft, row: int) -> bool:
     """Whether a row may lose nodes: all are given, none is a scout, none has already run through any layer."""
-    count = int(draft.counts[row])
-    if getattr(draft, "resume", None) is not None or (draft.scouts is not None and bool(draft.scouts[row].any())):
-        return False
-    return all(kind == Drawn.GIVEN for kind in draft.drawn[row, :count].tolist())
+    nodes = draft.rows[row]
+    return draft.resume is None and not any(nodes.scouts) and all(kind is Drawn.GIVEN for kind in nodes.drawn)
 
 
 def _overlaid(trees: Mapping[int, GivenTree], most: int) -> tuple[list[tuple[int, int]], list[float], list[int]]:

@@ -101,7 +101,7 @@ class Controller:
         moment = self._moment
         assert moment is not None, "admit() comes after plan()"
         self._rank(moment, draft)
-        counts: list[int] = draft.counts.tolist()
+        counts = [len(row.tokens) for row in draft.rows]
         places = {moment.members[member]: member for member in moment.trees}
         fixed = [count for index, count in enumerate(counts) if index not in places]
         if max(counts, default=0) > self._nodes:
@@ -165,7 +165,7 @@ class Controller:
         nodes = max(1, min(dearest, self._reach.nodes()))
         draft = arm.drafter.propose(context, Budget(nodes=[nodes] * len(wanted), depth=depths))
         trees.check(draft, self._vocabulary)
-        counts = draft.counts.tolist()
+        counts = [len(row.tokens) for row in draft.rows]
         found = {
             member: self._tree(draft, place, arm, context.rows[place])
             for place, member in enumerate(wanted)
@@ -254,7 +254,7 @@ class Controller:
 
     def _rank(self, moment: Moment, draft: Draft) -> None:
         """The trees of the members that were given a draft, ranked."""
-        counts = draft.counts.tolist()
+        counts = [len(row.tokens) for row in draft.rows]
         for member in moment.choice.copies:
             if counts[moment.members[member]]:
                 moment.trees[member] = moment.copied[member]
