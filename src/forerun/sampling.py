@@ -67,12 +67,21 @@ class Coins:
 
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
-        return _inverse(law, self._uniform(self.position, self.draft_stream, (node << 16) | index))
+        return _inverse(law, float(self._drafts([(node, index)])[0]))
+
+    def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
+        """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any law is known: the token is
+        their `quantiles`. None of coins that draw in another way."""
+        return self._drafts(children) if type(self).drafted is Coins.drafted else None
+
+    def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+        word = self._bits(self.position, self.draft_stream, 0).random_raw()
+        return _uniforms(word, np.array([(node << 16) | index for node, index in children], dtype=np.uint64))
 
     def _race(self, rates: Tensor, position: int, index: int) -> int:
         """The first of exponential times with these rates (N,): entry i wins with probability ``rates[i] / sum``."""
         word = self._bits(position, Stream.TARGET, index).random_raw()
-        times = -np.log(_uniforms(word, len(rates)))
+        times = -np.log(_uniforms(word, np.arange(len(rates), dtype=np.uint64)))
         with np.errstate(divide="ignore"):
             return int((times / rates.cpu().numpy()).argmin())
 
@@ -83,10 +92,10 @@ class Coins:
         return np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
 
 
-def _uniforms(word: int, count: int) -> NDArray[np.float64]:
-    """(count,) in (0, 1): SplitMix64 started at `word`."""
+def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """(N,) in (0, 1): those at the `places` (N,) of SplitMix64 started at `word`."""
     with np.errstate(over="ignore"):
-        bits = np.uint64(word) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = np.uint64(word) + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
@@ -95,12 +104,18 @@ def _uniforms(word: int, count: int) -> NDArray[np.float64]:
 
 
 def _inverse(law: Tensor, uniform: float) -> int:
-    """Inverse of the cumulated law at `uniform`: float64, never a token of probability zero."""
-    cumulated = law.double().cumsum(0)
-    token = int(torch.searchsorted(cumulated, cumulated[-1] * uniform, right=True))
-    if token >= len(law) or law[token] <= 0:
-        token = int(torch.nonzero(law[: token + 1])[-1]) if bool((law[: token + 1] > 0).any()) else int(law.argmax())
-    return token
+    return int(quantiles(law, torch.tensor([uniform], dtype=torch.float64, device=law.device)))
+
+
+def quantiles(laws: Tensor, uniforms: Tensor) -> Tensor:
+    """(.., C) int64, tokens at `uniforms` (.., C) float64 of the cumulated `laws` (.., V), which need not sum to 1.
+
+    In float64, and never a token of probability zero where there is another. Reads no value on the host.
+    """
+    cumulated = laws.double().cumsum(-1)
+    total = cumulated[..., -1:]
+    below = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, below, right=True).clamp_(max=laws.shape[-1] - 1)
 
 
 class Sampler:

@@ -27,7 +27,16 @@ TREES: list[dict[str, Any]] = [
     {"num_speculative_tokens": 4},
     {"shape": (3, 2, 1)},
     {"num_speculative_tokens": 4, "top_k": 3, "nodes": 9},
+    {"shape": (3, 2, 1), "draw": "greedy_k"},
 ]
+GREEDY = {"temperature": 0.0}
+ASKED: list[list[dict[str, Any]]] = [
+    [GREEDY],
+    [{"temperature": 1.0}],
+    [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 9}, {"temperature": 1.0, "min_p": 0.05}],
+    [GREEDY, {"temperature": 1.0}],
+]
+"""What requests ask for, in turn."""
 
 
 def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
@@ -65,22 +74,31 @@ def engine(options: dict[str, Any], recordings: Recordings) -> tuple[LLM, list[A
     return llm, drafts
 
 
-def answers(llm: LLM, asked: list[tuple[int, int]]) -> list[list[int]]:
+def answers(llm: LLM, asked: list[tuple[int, int]], settings: list[dict[str, Any]]) -> list[list[int]]:
     """To prompts of so many tokens, of so many tokens."""
     prompts = [{"prompt_token_ids": tokens(length, seed=length)} for length, _ in asked]
-    params = [SamplingParams(temperature=0, max_tokens=count, detokenize=False) for _, count in asked]
+    params = [
+        SamplingParams(max_tokens=count, detokenize=False, seed=place, **settings[place % len(settings)])
+        for place, (_, count) in enumerate(asked)
+    ]
     return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
 
 
+@pytest.mark.parametrize("settings", ASKED, ids=str)
 @pytest.mark.parametrize("options", TREES, ids=str)
-def test_a_replay_drafts_what_a_run_would(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_drafts_what_a_run_would(
+    options: dict[str, Any], settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows come and go, grow past the first width and lie scattered: the same drafts, from few recordings."""
     monkeypatch.setattr("forerun.drafters.heads.runner._LEAST_WIDTH", 32)
     found = []
     recordings = Recordings(traced)
     for how in (Recordings(None), recordings):
         llm, drafts = engine(options, how)
-        texts = [answers(llm, [(4, 100)]), answers(llm, [(5, 60), (40, 8), (9, 30), (3, 12), (12, 25)])]
+        texts = [
+            answers(llm, [(4, 100)], settings),
+            answers(llm, [(5, 60), (40, 8), (9, 30), (3, 12), (12, 25)], settings),
+        ]
         found.append((texts, drafts))
     assert found[0] == found[1]
     assert sum(sum(counts) for counts, _, _ in found[0][1]) > 60

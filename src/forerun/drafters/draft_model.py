@@ -145,7 +145,8 @@ class DraftModelDrafter(Drafter):
             return ending.look(self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits))
 
         first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
-        return self._tree.grow(context, active, most, first, descend, self._shared, enough=ending.enough)
+        draws = self._tree.draws(context, active, first.device)
+        return self._tree.grow(context, active, most, first, descend, self._shared, draws=draws, enough=ending.enough)
 
     def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""

@@ -147,11 +147,6 @@ class Grower:
     output: Sequence[int]
     """The row's output so far, root included; may be empty where `sampler.neutral`."""
 
-    @property
-    def batchable(self) -> bool:
-        """True if the children are the largest raw logits."""
-        return self.draw is Draw.GIVEN and self.sampler.greedy and self.sampler.neutral
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Children:
@@ -165,8 +160,8 @@ class Children:
     """(B, F, C) float32: of a given node its probability; of a drawn one a figure that does not depend on its value."""
     valid: Tensor | None
     """(B, F, C) bool: False where the law had no further token; None where all are good."""
-    laws: dict[tuple[int, int], Tensor]
-    """(row, parent's index in the level) -> (V,) the law that its children were drawn from."""
+    laws: Tensor | None
+    """(B, F, V) of each parent, the law that its sampled children were drawn from; None where all are given."""
 
     def only(self, chosen: Sequence[int]) -> Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
@@ -192,7 +187,7 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.GIVEN), dtype=torch.uint8, device=logits.device)
     tokens = best.indices if vocabulary is None else vocabulary.token_ids[best.indices]
-    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, laws={})
+    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, laws=None)
 
 
 def grow(
@@ -213,8 +208,6 @@ def grow(
         paths: (row, node) -> tokens from the root's child to the node; called only where a processor needs them.
         vocabulary: of the drafter, where it is not the target's.
     """
-    if all(grower.batchable for grower in growers):
-        return likeliest(logits, count, vocabulary)
     if vocabulary is not None:
         logits = vocabulary.spread(logits)
     batch, width = logits.shape[:2]
@@ -227,12 +220,11 @@ def grow(
         ]
         for row in range(batch)
     ]
-    laws = {
-        (row, place): node.law
-        for row, nodes in enumerate(found)
-        for place, node in enumerate(nodes)
-        if node.law is not None
-    }
+    laws = None
+    if any(grower.draw is not Draw.GIVEN for grower in growers):
+        blank = logits.new_zeros(logits.shape[-1], dtype=torch.float32)
+        rows = [torch.stack([blank if node.law is None else node.law for node in nodes]) for nodes in found]
+        laws = torch.stack(rows)
 
     def pack(name: str, dtype: torch.dtype) -> Tensor:
         values = [[list(getattr(node, name)) + [0] * (count - len(node.tokens)) for node in nodes] for nodes in found]

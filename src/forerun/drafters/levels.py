@@ -14,7 +14,9 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext
 from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.drawing import Draws
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, resolve
+from forerun.errors import NumericError
 from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder
 from forerun.types import Budget, Drawn
@@ -34,10 +36,12 @@ class Grown:
     drawn: Tensor
     confidence: Tensor
     valid: Tensor | None
-    laws: list[dict[int, Tensor]]
-    """(B,) node -> law"""
+    laws: Tensor | None
+    """(B, parents, V) by node id from the root on; None where all are given."""
     run: int
     """Nodes that the model has run, from the first."""
+    free: bool
+    """No processor takes tokens away: the root lacks a child only where numbers failed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,6 +111,7 @@ class FixedTree:
         descend: Descend,
         vocabulary: DraftVocabulary | None = None,
         *,
+        draws: Draws | None = None,
         enough: Enough | None = None,
     ) -> Grown:
         """The first `nodes` nodes of the shape for the active rows.
@@ -116,9 +121,10 @@ class FixedTree:
             logits: (B, 1, V) after the roots.
             descend: the model, one level further.
             vocabulary: the model's, where it is not the target's.
+            draws: those of the active rows, see `draws`; None draws node by node on the host.
             enough: asked after every level whether the tree ends there.
         """
-        growers = [self._grower(context, index) for index in active]
+        growers = [] if draws is not None else self._growers(context, active)
         grown, run = list[Children](), 0
         ids = torch.zeros(len(active), 0, dtype=torch.int64, device=logits.device)
 
@@ -131,23 +137,34 @@ class FixedTree:
 
         for depth, count in enumerate(self.shape.widths):
             level, chosen = self.shape.levels[depth], self.shape.chosen(depth)
-            children = grow(logits, count, growers, level, path, vocabulary)
+            if draws is not None:
+                children = draws.children(logits, depth, vocabulary)
+            else:
+                children = grow(logits, count, growers, level, path, vocabulary)
             grown.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
                 break
             logits, run = descend(ids, self.shape.levels[depth + 1]), ids.shape[1]
-        return self._joined(grown, ids, run)
+        return _joined(grown, ids, run, free=draws is not None)
 
-    def on_device(self, context: DraftContext, active: Sequence[int]) -> bool:
-        """Whether `grow` reads no value on the host for these rows: nothing is drawn and no processor sees a path."""
-        samplers = (context.samplers[index] for index in active)
-        return all(sampler.greedy and sampler.neutral for sampler in samplers)
+    def draws(
+        self, context: DraftContext, active: Sequence[int], device: torch.device, *, recorded: bool = False
+    ) -> Draws | None:
+        """How the active rows draw where `grow` need read no value on the host; see `Draws.of`."""
+        sorts = recorded or device.type != "cpu"
+        return Draws.of(self._growers(context, active), self.shape, device, sorts=sorts)
 
     def cut(self, grown: Grown, place: int, nodes: int) -> tuple[TreeBuilder, Submitted]:
-        """One row's share of the tree: the first nodes that its budget allows, whatever they hold."""
+        """One row's share of the tree: the first nodes that its budget allows, whatever they hold.
+
+        Raises:
+            NumericError: the model's logits are not finite.
+        """
         drawn, raw = grown.drawn[place].tolist(), grown.confidence[place].tolist()
         valid = None if grown.valid is None else grown.valid[place].tolist()
+        if grown.free and valid is not None and not valid[0]:
+            raise NumericError("the drafter produced NaN logits; check its checkpoint, or load it with dtype float32")
         tokens = grown.tokens[place].tolist()
         submitted = Submitted(tokens=tokens, parents=self.shape.parents, run=grown.run)
         builder, ids = TreeBuilder(), {0: 0}
@@ -159,8 +176,12 @@ class FixedTree:
             confidence = self.calibration.estimate(signs)
             ids[node] = builder.add(tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
             if kind is not Drawn.GIVEN:
-                builder.set_law(ids[parent], grown.laws[place][parent])
+                assert grown.laws is not None
+                builder.set_law(ids[parent], grown.laws[place, parent])
         return builder, submitted
+
+    def _growers(self, context: DraftContext, active: Sequence[int]) -> list[Grower]:
+        return [self._grower(context, index) for index in active]
 
     def _grower(self, context: DraftContext, index: int) -> Grower:
         sampler = context.samplers[index]
@@ -174,23 +195,24 @@ class FixedTree:
             output=() if sampler.neutral else tokens[prompt:],
         )
 
-    def _joined(self, grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
-        laws: list[dict[int, Tensor]] = [{} for _ in range(ids.shape[0])]
-        for children, level in zip(grown, self.shape.levels, strict=False):
-            for (row, place), law in children.laws.items():
-                laws[row][level[place]] = law
-        valid = None
-        if any(children.valid is not None for children in grown):
-            parts = [torch.ones_like(c.tokens, dtype=torch.bool) if c.valid is None else c.valid for c in grown]
-            valid = torch.cat([part.flatten(1) for part in parts], dim=1)
-        return Grown(
-            tokens=ids,
-            drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
-            confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
-            valid=valid,
-            laws=laws,
-            run=run,
-        )
+
+def _joined(grown: Sequence[Children], ids: Tensor, run: int, *, free: bool) -> Grown:
+    """The levels behind each other."""
+    valid = laws = None
+    if any(children.valid is not None for children in grown):
+        parts = [torch.ones_like(c.tokens, dtype=torch.bool) if c.valid is None else c.valid for c in grown]
+        valid = torch.cat([part.flatten(1) for part in parts], dim=1)
+    if grown[0].laws is not None:
+        laws = torch.cat([children.laws for children in grown if children.laws is not None], dim=1)
+    return Grown(
+        tokens=ids,
+        drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
+        confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
+        valid=valid,
+        laws=laws,
+        run=run,
+        free=free,
+    )
 
 
 def _at_temperature(sampler: Sampler, temperature: float) -> Sampler:

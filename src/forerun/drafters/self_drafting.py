@@ -93,7 +93,8 @@ class SelfDrafter(Drafter):
             return self.logits(rows, roots, partial_draft(self._tree.shape, ids, limits.nodes), level.start)
 
         first = self.logits(rows, roots, empty_draft(len(rows), self.target.device), 0)
-        return self._tree.grow(context, active, max(limits.nodes), first, descend, enough=limits.enough)
+        draws = self._tree.draws(context, active, first.device)
+        return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)
 
 
 def partial_draft(shape: Shape, ids: Tensor, nodes: Sequence[int]) -> Draft:

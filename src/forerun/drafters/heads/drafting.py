@@ -182,12 +182,16 @@ class HeadDrafter(Drafter):
             tokens = ids[:, level.start - 1 : level.stop - 1]
             return self.runner.descend(tokens, constant(places, ids.device).expand_as(tokens))
 
-        def grow(logits: Tensor) -> Grown:
-            return tree.grow(context, active, max(within), logits, descend, self._vocabulary)
+        draws = tree.draws(context, active, self.runner.device, recorded=self.runner.recordings.active)
+
+        def grow(logits: Tensor, *numbers: Tensor) -> Grown:
+            given = None if draws is None else draws.of_numbers(numbers)
+            return tree.grow(context, active, max(within), logits, descend, self._vocabulary, draws=given)
 
         rows = [context.rows[index] for index in active]
-        key = (max(within), tree is self.sampled) if tree.on_device(context, active) else None
-        grown = self.runner.unroll(rows, _size(tree), grow, key=key)
+        key = None if draws is None else (max(within), tree is self.sampled, draws.key)
+        numbers = () if draws is None else draws.numbers
+        grown = self.runner.unroll(rows, _size(tree), grow, *numbers, key=key)
         for place, index in enumerate(active):
             builders[index], submitted = tree.cut(grown, place, within[index])
             self._submit(context.rows[index], submitted, tree.calibration)

@@ -93,13 +93,15 @@ class HeadRunner:
             self._append([rows[index] for index in active], pieces, states)
 
     def unroll(
-        self, rows: Sequence[int], run: int, grow: Callable[[Tensor], Tree], *, key: Hashable | None = None
+        self, rows: Sequence[int], run: int, grow: Callable[..., Tree], *numbers: Tensor, key: Hashable | None = None
     ) -> Tree:
         """Draft trees from the roots of `rows`.
 
         Args:
             run: most nodes of a row that `grow` lets the head run.
-            grow: makes a tree of each row's logits (B, 1, V') at the root, with `descend` for those further down.
+            grow: makes a tree of each row's logits (B, 1, V') at the root, with `descend` for those further down; it is
+                called with the logits and the `numbers`.
+            numbers: what differs from call to call under one key, on the device.
             key: what `grow` does, so that it can be recorded; None where it reads values on the host.
 
         Returns:
@@ -110,13 +112,13 @@ class HeadRunner:
             width = min(self._cache.slots, max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
             key = key, len(rows), rows[0] if contiguous(rows) else None, width
 
-        def work(index: Tensor, lengths: Tensor) -> Tree:
+        def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
             self._begin(rows, index, lengths, width)
-            return grow(self.logits(self._outputs[index].unsqueeze(1)))
+            return grow(self.logits(self._outputs[index].unsqueeze(1)), *numbers)
 
         index = torch.tensor(rows, device=self.device)
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
-        tree: Tree = self.recordings.run(key, work, index, lengths)
+        tree: Tree = self.recordings.run(key, work, index, lengths, *numbers)
         self._frontier = None
         return tree
 

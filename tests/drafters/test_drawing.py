@@ -1,0 +1,183 @@
+"""Children of a whole level at once are those that the host draws node by node from the same coins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from contract.test_recorded import LoggedCoins
+from forerun.drafters.base import DraftContext
+from forerun.drafters.drawing import Draws
+from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
+from forerun.drafters.levels import FixedTree
+from forerun.errors import NumericError
+from forerun.sampling import Coins, Sampler
+from forerun.types import Drawn, SamplingParams
+
+CPU = torch.device("cpu")
+VOCABULARY = 13
+SHAPES = [Shape.regular((1, 1, 1)), Shape.regular((3, 2, 1)), Shape.of([0, 0, 0, 1, 1, 2, 4])]
+DRAWS = [Draw.GIVEN, Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K]
+NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 2},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.8, "top_k": -1, "top_p": 0.3},
+]
+
+
+def growers(draw: Draw, params: list[dict[str, Any]], seed: int = 0) -> list[Grower]:
+    """One for each of the parameters; at temperature 0 there is nothing to draw."""
+    found = []
+    for row, changes in enumerate(params):
+        sampler = Sampler(replace(NEUTRAL, **changes), [1, 2])
+        own = Draw.GIVEN if sampler.greedy else draw
+        found.append(Grower(draw=own, sampler=sampler, coins=Coins(100 * seed + row, 7), output=()))
+    return found
+
+
+def random_logits(rows: int, level: range, vocabulary: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(31 * seed + level.start)
+    return 2 * torch.randn(rows, len(level), vocabulary, generator=generator)
+
+
+def both(
+    draw: Draw, shape: Shape, params: list[dict[str, Any]], seed: int, vocabulary: DraftVocabulary | None = None
+) -> list[tuple[Children, Children]]:
+    """(at once, one by one) for every level."""
+    rows, found = growers(draw, params, seed), []
+    draws = Draws.of(rows, shape, CPU, sorts=True)
+    assert draws is not None
+    size = VOCABULARY if vocabulary is None else len(vocabulary.token_ids)
+    for depth, width in enumerate(shape.widths):
+        level = shape.levels[depth]
+        logits = random_logits(len(rows), level, size, seed)
+        single = grow(logits, width, rows, level, lambda row, node: [], vocabulary)
+        found.append((draws.children(logits, depth, vocabulary), single))
+    return found
+
+
+def check_alike(at_once: Children, single: Children) -> None:
+    """The same children; those that are not valid hold anything."""
+    valid = torch.ones_like(single.tokens, dtype=torch.bool) if single.valid is None else single.valid
+    assert at_once.valid is None or torch.equal(at_once.valid, valid)
+    for name in ("tokens", "drawn", "confidence"):
+        torch.testing.assert_close(getattr(at_once, name)[valid], getattr(single, name)[valid], atol=1e-6, rtol=1e-5)
+    sampled = (single.drawn != int(Drawn.GIVEN)) & valid
+    if bool(sampled.any()):
+        assert at_once.laws is not None and single.laws is not None
+        torch.testing.assert_close(at_once.laws[sampled.any(-1)], single.laws[sampled.any(-1)], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.counts))
+def test_at_once_is_one_by_one(draw: Draw, shape: Shape) -> None:
+    """Rows of all kinds side by side, and one that takes the likeliest tokens."""
+    for seed in range(12):
+        for pair in both(draw, shape, [*PARAMS, {"temperature": 0.0}], seed):
+            check_alike(*pair)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_rows_of_one_kind(draw: Draw) -> None:
+    for changes in PARAMS:
+        for pair in both(draw, SHAPES[1], [changes, changes], 5):
+            check_alike(*pair)
+    greedy = both(draw, SHAPES[1], [{"temperature": 0.0}] * 2, 5)
+    for at_once, single in greedy:
+        assert at_once.laws is None and at_once.valid is None
+        check_alike(at_once, single)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_drafters_own_vocabulary(draw: Draw) -> None:
+    vocabulary = DraftVocabulary(token_ids=torch.tensor([1, 4, 5, 8, 12]), size=VOCABULARY)
+    for seed in range(6):
+        for at_once, single in both(draw, Shape.regular((3, 2)), PARAMS, seed, vocabulary):
+            check_alike(at_once, single)
+            valid = slice(None) if at_once.valid is None else at_once.valid
+            assert set(at_once.tokens[valid].flatten().tolist()) <= {1, 4, 5, 8, 12}
+
+
+def test_more_children_than_tokens() -> None:
+    vocabulary = DraftVocabulary(token_ids=torch.tensor([3, 7]), size=VOCABULARY)
+    for draw in (Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K):
+        for at_once, single in both(draw, Shape.regular((4,)), [{}, {"top_k": 1}], 1, vocabulary):
+            check_alike(at_once, single)
+            assert at_once.valid is not None and at_once.valid.sum(-1).flatten().tolist() == [2, 1]
+
+
+def test_two_drawn_without_replacement_follow_their_law() -> None:
+    """4,000 rows that differ in their coins alone: both tokens together, against the exact law."""
+    law = [0.5, 0.2, 0.0, 0.3]
+    rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], coins=Coins(seed, 3)) for seed in range(4000)]
+    draws = Draws.of(rows, Shape.regular((2,)), CPU, sorts=True)
+    assert draws is not None
+    children = draws.children(torch.tensor(law).log().expand(4000, 1, 4), 0)
+    counts = Counter(map(tuple, children.tokens[:, 0].tolist()))
+    pairs = [(a, b) for a in (0, 1, 3) for b in (0, 1, 3) if a != b]
+    expected = [4000 * law[a] * law[b] / (1 - law[a]) for a, b in pairs]
+    assert sum(counts[pair] for pair in pairs) == 4000
+    assert stats.chisquare([counts[pair] for pair in pairs], expected).pvalue > 1e-4
+
+
+def test_where_the_host_has_to_look_there_is_none() -> None:
+    shape = SHAPES[0]
+    for row in (
+        replace(growers(Draw.IID, [{}])[0], sampler=Sampler(replace(NEUTRAL, presence_penalty=1.0), [1])),
+        replace(growers(Draw.IID, [{}])[0], coins=LoggedCoins(Coins(1, 1))),
+    ):
+        assert Draws.of([*growers(Draw.IID, [{}]), row], shape, CPU, sorts=True) is None
+    filtered = growers(Draw.IID, [{"top_p": 0.9}])
+    assert Draws.of(filtered, shape, CPU, sorts=False) is None
+    assert Draws.of(growers(Draw.IID, [{"top_k": -1}]), shape, CPU, sorts=False) is not None
+
+
+def test_no_level_needs_a_value() -> None:
+    """On the meta device there is none."""
+    for draw in DRAWS:
+        draws = Draws.of(growers(draw, [*PARAMS, {"temperature": 0.0}]), SHAPES[1], CPU, sorts=True)
+        assert draws is not None
+        draws = draws.of_numbers(tuple(number.to("meta") for number in draws.numbers))
+        for depth, width in enumerate(SHAPES[1].widths):
+            level = SHAPES[1].levels[depth]
+            children = draws.children(torch.zeros(len(PARAMS) + 1, len(level), VOCABULARY, device="meta"), depth)
+            assert children.tokens.shape == (len(PARAMS) + 1, len(level), width)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_without_a_law_are_refused(draw: Draw, wrong: float) -> None:
+    """In their row, when the tree is read; the other row has its tree."""
+    tree = FixedTree(shape=SHAPES[1], draw=draw)
+    context = DraftContext(
+        rows=[0, 1],
+        tokens=[[1, 2]] * 2,
+        prompt_lengths=[1, 1],
+        fresh=[0, 0],
+        samplers=[Sampler(NEUTRAL, [1])] * 2,
+        coins=[Coins(1, 2), Coins(2, 2)],
+        signals={},
+    )
+
+    def logits(level: range) -> Tensor:
+        values = random_logits(2, level, VOCABULARY, 1)
+        values[1, :, 4] = wrong
+        return values
+
+    draws = tree.draws(context, [0, 1], CPU)
+    grown = tree.grow(context, [0, 1], 9, logits(range(1)), lambda ids, level: logits(level), draws=draws)
+    builder, _ = tree.cut(grown, 0, 9)
+    assert len(builder) == 9
+    with pytest.raises(NumericError, match="drafter"):
+        tree.cut(grown, 1, 9)
