@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, likeliest
-from forerun.sampling import quantiles
+from forerun.sampling import law_of, quantiles
 from forerun.types import Drawn, SamplingParams
 
 _EVERYTHING = 2.0
@@ -35,20 +35,24 @@ class Draws:
     """Whether there are rows at temperature 0."""
     sampled: bool
     """Whether there are others."""
-    sorts: bool
+    filters: bool
     """Whether a row asks for top-k, top-p or min-p."""
+    one_by_one: Sequence[SamplingParams]
+    """(B,) where each law is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else uniforms (B, children of all levels) and settings (B, 5), float64: whether it
     is sampled, temperature, top-k, top-p, min-p. Nothing else differs between calls with the same `key`."""
 
     @classmethod
     def of(cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, sorts: bool) -> Draws | None:
-        """None where the host has to look at every node: processors, coins of another kind, or filters unless `sorts`
-        (on a CPU a vocabulary is filtered faster one law at a time)."""
+        """None where the host has to look at every node: processors, or coins of another kind.
+
+        `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
+        """
+        if not all(grower.sampler.neutral for grower in growers):
+            return None
         params = [grower.sampler.params for grower in growers if not grower.sampler.greedy]
         filters = any(map(_filters, params))
-        if not all(grower.sampler.neutral for grower in growers) or (filters and not sorts):
-            return None
         numbers: tuple[Tensor, ...] = ()
         if params:
             places = _places(shape)
@@ -64,14 +68,15 @@ class Draws:
             draw=drawn.pop() if drawn else Draw.GIVEN,
             greedy=len(params) < len(growers),
             sampled=bool(params),
-            sorts=filters,
+            filters=filters,
+            one_by_one=[grower.sampler.params for grower in growers] if filters and not sorts else (),
             numbers=numbers,
         )
 
     @property
     def key(self) -> Hashable:
         """Tells courses of one shape apart."""
-        return self.draw, self.greedy, self.sampled, self.sorts
+        return self.draw, self.greedy, self.sampled, self.filters
 
     def of_numbers(self, numbers: tuple[Tensor, ...]) -> Draws:
         """The same course with other numbers."""
@@ -97,7 +102,7 @@ class Draws:
         )
 
     def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
-        laws = _laws(logits, self.numbers[1], sorts=self.sorts)
+        laws = self._laws(logits)
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
         size = laws.shape[1] * count
         uniforms = self.numbers[0][:, before : before + size].view(-1, laws.shape[1], count)
@@ -110,6 +115,13 @@ class Draws:
         if self.draw is Draw.WITHOUT_REPLACEMENT:
             return _without_replacement(laws, uniforms)
         return _greedy_k(laws, uniforms)
+
+    def _laws(self, logits: Tensor) -> Tensor:
+        """(B, F, V) float32."""
+        if not self.one_by_one:
+            return laws_of(logits, self.numbers[1], filters=self.filters)
+        rows = zip(logits.float(), self.one_by_one, strict=True)
+        return torch.stack([torch.stack([law_of(node, params) for node in row]) for row, params in rows])
 
 
 _Drawn = tuple[Tensor, Tensor, Tensor, Drawn]
@@ -162,12 +174,12 @@ def _renormalised(rest: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
 
 
-def _laws(logits: Tensor, settings: Tensor, *, sorts: bool) -> Tensor:
-    """(B, F, V) float32: `sampling.law_of` for each row's settings; NaN where the logits hold NaN."""
+def laws_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
+    """(B, F, V) float32: `sampling.law_of` for each row's settings; NaN where that refuses the logits."""
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
     values = logits.float()
     scaled = (values - values.amax(-1, keepdim=True)) / temperature.float()
-    if not sorts:
+    if not filters:
         return scaled.softmax(-1)
     scaled = scaled.masked_fill(scaled < min_p.log().float(), -torch.inf)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
