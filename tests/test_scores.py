@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.scores import _largest
+from forerun.target.fast import glue
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture(params=["C", "numpy"], autouse=True)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both ways to find them on a CPU; the first takes bf16 where the machine has the instructions."""
+    if request.param == "numpy":
+        monkeypatch.setattr(glue, "takes", lambda _: False)
+    with torch.inference_mode():
+        yield
 
 
 def expected(logits: Tensor) -> list[list[int]]:
@@ -28,9 +39,10 @@ def negative_nan(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 16, 31, 700])
 @pytest.mark.parametrize("shift", [0.0, -50.0, 50.0])
-def test_the_first_of_the_largest(dtype: torch.dtype, shift: float) -> None:
-    logits = (4 * torch.randn(3, 5, 700, generator=torch.Generator().manual_seed(1)) + shift).round().to(dtype)
+def test_the_first_of_the_largest(dtype: torch.dtype, vocabulary: int, shift: float) -> None:
+    logits = (4 * torch.randn(3, 5, vocabulary, generator=torch.Generator().manual_seed(1)) + shift).round().to(dtype)
     assert _largest(logits) == expected(logits)
 
 
@@ -65,3 +77,9 @@ def test_nan_of_either_sign_is_seen_in_its_row_alone(dtype: torch.dtype, sign: i
 def test_part_of_a_larger_tensor() -> None:
     logits = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :4]
     assert _largest(logits) == expected(logits)
+
+
+def test_many_at_once() -> None:
+    """More than one thread's share."""
+    logits = torch.randn(3, 40, 9001, generator=torch.Generator().manual_seed(3)).bfloat16()
+    assert _largest(logits) == logits.float().argmax(-1).tolist()

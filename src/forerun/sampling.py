@@ -140,18 +140,8 @@ class Sampler:
         self.prompt = list(prompt)
         self.banned_until_min = list(banned_until_min)
         self.bad_words = [list(word) for word in bad_words]
-        self._prompt_set = frozenset(prompt)
-        self._checked_vocabulary = -1
-
-    @property
-    def greedy(self) -> bool:
-        return self.params.greedy
-
-    @property
-    def neutral(self) -> bool:
-        """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
-        p = self.params
-        return not (
+        p = params
+        self.neutral = not (
             p.allowed_token_ids
             or self.bad_words
             or p.min_tokens
@@ -161,6 +151,13 @@ class Sampler:
             or p.frequency_penalty
             or p.repetition_penalty not in (None, 1.0)
         )
+        """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
+        self._prompt_set = frozenset(prompt)
+        self._checked_vocabulary = -1
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.greedy
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
         """Everything before the temperature: (V,) float32 from raw (V,).

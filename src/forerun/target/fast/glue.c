@@ -1,8 +1,9 @@
 // What stands between the matrix products of a decoder layer: norms, rotary embeddings with the write to the cache, the
-// gated activation. bf16, AVX-512; every intermediate value is rounded where transformers' modules round it.
+// gated activation; and behind the last, the largest logits. bf16, AVX-512; every intermediate value is rounded where
+// transformers' modules round it.
 //
 // What a token gets depends on that token alone, to the bit. Knows pointers; everything is contiguous, widths are
-// multiples of 16, a head's of 32.
+// multiples of 16, a head's of 32; a vocabulary is as large as it likes.
 
 #include <math.h>
 
@@ -90,4 +91,35 @@ void forerun_place(const Placing *p) {
     int64_t entries = (p->heads + 2 * p->key_heads) * p->depth;
 #pragma omp parallel for num_threads(p->threads) if (p->tokens > 1 && p->tokens * entries >= WORTH)
     for (int64_t token = 0; token < p->tokens; token++) place(p, token);
+}
+
+INLINE __m512 load_some(const uint16_t *from, int64_t left) {
+    if (left >= LANES) return load(from);
+    uint16_t padded[LANES];
+    for (int64_t lane = 0; lane < LANES; lane++) padded[lane] = lane < left ? from[lane] : 0xFF80;  // minus infinity
+    return load(padded);
+}
+
+// The first place of the largest of (width,); -1 where there is NaN.
+static int64_t largest(const uint16_t *in, int64_t width) {
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    __mmask16 unordered = 0;
+    for (int64_t at = 0; at < width; at += LANES) {
+        __m512 values = load_some(in + at, width - at);
+        unordered |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+        most = _mm512_max_ps(most, values);
+    }
+    if (unordered) return -1;
+    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int64_t at = 0; at < width; at += LANES) {
+        __mmask16 equal = _mm512_cmp_ps_mask(load_some(in + at, width - at), most, _CMP_EQ_OQ);
+        if (equal) return at + __builtin_ctz(equal);
+    }
+    return -1;
+}
+
+// (rows, width) -> (rows,) by `largest`.
+void forerun_largest(const uint16_t *in, int64_t *out, int64_t rows, int64_t width, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width >= 32 * WORTH)
+    for (int64_t row = 0; row < rows; row++) out[row] = largest(in + row * width, width);
 }

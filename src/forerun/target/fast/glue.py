@@ -1,5 +1,5 @@
 """What stands between the matrix products of a decoder layer, in C (`glue.c`): norms, rotary embeddings with the write
-to the cache, the gated activation.
+to the cache, the gated activation; and the largest of the logits behind the last one.
 
 In torch they are some forty small operations a layer, which at a few tokens cost more than their arithmetic. Knows
 tensors and no module.
@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "forerun_norm": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, ctypes.c_int32),
     "forerun_gate": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
     "forerun_place": (_POINTER,),
+    "forerun_largest": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
 }
 
 
@@ -84,6 +85,15 @@ def gated(both: Tensor) -> Tensor:
     rows = result.numel() // size
     _library().forerun_gate(both.data_ptr(), result.data_ptr(), rows, size, torch.get_num_threads())
     return result
+
+
+def largest(logits: Tensor) -> list[int]:
+    """Of each row of (.., V) the first place of its largest number; -1 where it holds NaN."""
+    width = logits.shape[-1]
+    rows = logits.numel() // width
+    places = (ctypes.c_int64 * rows)()
+    _library().forerun_largest(logits.data_ptr(), places, rows, width, torch.get_num_threads())
+    return list(places)
 
 
 @dataclass(frozen=True, slots=True)
