@@ -17,6 +17,8 @@ ROOT = 0
 NONE = -1
 _WIDTH = 1 << 32
 """More than there are token ids: (state, token) as one number."""
+_ROOM = 16
+"""Room is made for so many states at once, or for one to every so many that there are."""
 _INT_BYTES = 60
 """Two boxed numbers: key and value of one entry of the dictionary of transitions."""
 
@@ -37,25 +39,28 @@ class SuffixAutomaton:
         self.depth = depth
         self.tokens = array("i")
         """The text."""
-        self._length = array("i", [0])
+        self._states = 0
+        """How many there are; the arrays that follow are longer."""
+        self._length = array("i")
         """Of each state: tokens of its longest string."""
-        self._link = array("i", [NONE])
+        self._link = array("i")
         """State of the longest suffix that occurs at more places."""
-        self._end = array("i", [0])
+        self._end = array("i")
         """How many tokens of the text end with the first occurrence."""
-        self._count = array("i", [0])
+        self._count = array("i")
         """Occurrences; right where the state's shortest string has at most `depth` tokens."""
-        self._first = array("i", [NONE])
+        self._first = array("i")
         """Target of the transition that the first occurrence takes."""
-        self._best = array("i", [NONE])
+        self._best = array("i")
         """Target of the most frequent transition, the most recent of equals; of uncounted states the first one."""
-        self._edges = array("i", [NONE])
+        self._edges = array("i")
         """First entry of the list of further transitions."""
         self._targets = array("i")
         self._next = array("i")
         """Of each further transition: its target, and the next in its state's list."""
         self._index: dict[int, int] = {}
         """(state, token) to further transition."""
+        self._link[self._new(0, 0)] = NONE
         self._last = ROOT
         self._deep, self._deep_length = ROOT, 0
         """State of the text's last `depth` tokens (fewer at the beginning), and how many these are."""
@@ -138,14 +143,17 @@ class SuffixAutomaton:
         return held + sys.getsizeof(self._index) + _INT_BYTES * len(self._index)
 
     def _new(self, length: int, end: int) -> int:
-        self._length.append(length)
-        self._end.append(end)
-        self._link.append(ROOT)
-        self._count.append(0)
-        self._first.append(NONE)
-        self._best.append(NONE)
-        self._edges.append(NONE)
-        return len(self._length) - 1
+        """A state without transitions; its link is the root."""
+        state = self._states
+        if state == len(self._length):
+            more = _ROOM + state // _ROOM
+            for values in (self._length, self._end, self._link, self._count):
+                values.extend(array("i", [0]) * more)
+            for values in (self._first, self._best, self._edges):
+                values.extend(array("i", [NONE]) * more)
+        self._states = state + 1
+        self._length[state], self._end[state] = length, end
+        return state
 
     def _add_edge(self, state: int, token: int, target: int) -> None:
         self._index[state * _WIDTH + token] = len(self._targets)
@@ -154,21 +162,26 @@ class SuffixAutomaton:
         self._edges[state] = len(self._targets) - 1
 
     def _append(self, token: int) -> None:
-        self.tokens.append(token)
-        made = self._new(len(self.tokens), len(self.tokens))
+        text, link, end, known = self.tokens, self._link, self._end, self._index
+        text.append(token)
+        made = self._new(len(text), len(text))
         self._first[self._last] = made
         if token != SEPARATOR:
             self._best[self._last] = made
-        state = self._link[self._last]
-        while state != NONE:
-            target = self.step(state, token)
-            if target != NONE:
-                if self._length[target] != self._length[state] + 1:
-                    target = self._split(state, target, token)
-                self._link[made] = target
-                break
-            self._add_edge(state, token, made)
-            state = self._link[state]
+        state = link[self._last]
+        while state != NONE:  # as in `step`; no state on the way ends with the text
+            if text[end[state]] == token:
+                target = self._first[state]
+            elif (edge := known.get(state * _WIDTH + token)) is not None:
+                target = self._targets[edge]
+            else:
+                self._add_edge(state, token, made)
+                state = link[state]
+                continue
+            if self._length[target] != self._length[state] + 1:
+                target = self._split(state, target, token)
+            link[made] = target
+            break
         self._last = made
         self._tally(token)
 
