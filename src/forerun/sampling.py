@@ -60,10 +60,11 @@ class Coins:
         block that won (the smallest of exponential times, probabilities as rates). Drawn from the cumulated law, a
         change in the probability of the first token would move the borders of all others.
         """
-        place, size = self.position + depth, len(law)
-        padded = torch.nn.functional.pad(law, (0, -size % _BLOCK)).view(-1, _BLOCK)
-        block = self._race(padded.sum(1, dtype=torch.float64), place, 0)
-        return block * _BLOCK + self._race(padded[block].double(), place, 1)
+        padded = torch.nn.functional.pad(law, (0, -len(law) % _BLOCK)).view(-1, _BLOCK)
+        masses = padded.sum(1, dtype=torch.float64)
+        times = self._times(self.position + depth, _BLOCK + len(masses))
+        block = _first(times[_BLOCK:], masses)
+        return block * _BLOCK + _first(times[:_BLOCK], padded[block].double())
 
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
@@ -78,18 +79,22 @@ class Coins:
         word = self._bits(self.position, self.draft_stream, 0).random_raw()
         return _uniforms(word, np.array([(node << 16) | index for node, index in children], dtype=np.uint64))
 
-    def _race(self, rates: Tensor, position: int, index: int) -> int:
-        """The first of exponential times with these rates (N,): entry i wins with probability ``rates[i] / sum``."""
-        word = self._bits(position, Stream.TARGET, index).random_raw()
-        times = -np.log(_uniforms(word, np.arange(len(rates), dtype=np.uint64)))
-        with np.errstate(divide="ignore"):
-            return int((times / rates.cpu().numpy()).argmin())
+    def _times(self, position: int, count: int) -> NDArray[np.float64]:
+        """(count,) independent exponential times, none of them zero: over a rate of zero that would be NaN."""
+        generator = np.random.Generator(self._bits(position, Stream.TARGET, 0))
+        return generator.standard_exponential(count, method="inv") + np.finfo(np.float64).tiny
 
     def _uniform(self, position: int, stream: int, index: int) -> float:
         return float(np.random.Generator(self._bits(position, stream, index)).random())
 
     def _bits(self, position: int, stream: int, index: int) -> np.random.Philox:
         return np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
+
+
+def _first(times: NDArray[np.float64], rates: Tensor) -> int:
+    """Who comes first if these times are divided by their rates (N,): entry i with probability ``rates[i] / sum``."""
+    with np.errstate(divide="ignore"):
+        return int((times / rates.cpu().numpy()).argmin())
 
 
 def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
