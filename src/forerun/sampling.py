@@ -301,18 +301,24 @@ def _sorted_nucleus(law: Tensor, top_p: float) -> Tensor:
 
 
 def _classed_nucleus(law: Tensor, top_p: float) -> Tensor:
-    """The same on a CPU, where to sort a vocabulary takes milliseconds: tokens are put into classes of about the same
-    probability, and only the class at the border is sorted."""
+    """The same on a CPU, where to sort a vocabulary takes milliseconds: only tokens that can be inside are looked at,
+    these are put into classes of about the same probability, and only the class at the border is sorted."""
     values = law.numpy()
-    classes = values.astype(np.float32).view(np.int32) >> _COARSE  # bits of positive floats rise with their values
-    mass = np.bincount(classes, weights=values)
+    able = np.flatnonzero(values >= (1 - top_p) / (2 * len(values)))  # all others together have less than half the rest
+    chances = values[able].astype(np.float64)
+    if chances.sum() <= top_p:
+        able, chances = np.arange(len(values)), values.astype(np.float64)
+    classes = chances.astype(np.float32).view(np.int32) >> _COARSE  # bits of positive floats rise with their values
+    mass = np.bincount(classes, weights=chances)
     above = np.append(mass[:0:-1].cumsum()[::-1], 0.0)
     border = int((above < top_p).argmax())
     inside = np.flatnonzero(classes == border)
-    order = inside[(-values[inside]).argsort(kind="stable")]
-    ordered = values[order].astype(np.float64)
-    kept = classes > border
-    kept[order] = above[border] + ordered.cumsum() - ordered < top_p
+    order = inside[(-chances[inside]).argsort(kind="stable")]
+    ordered = chances[order]
+    nucleus = classes > border
+    nucleus[order] = above[border] + ordered.cumsum() - ordered < top_p
+    kept = np.zeros(len(values), dtype=np.bool_)
+    kept[able[nucleus]] = True
     return torch.from_numpy(kept)
 
 
