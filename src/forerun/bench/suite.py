@@ -37,10 +37,10 @@ from forerun.bench.workloads import CONTEXT, contexts, settings
 from forerun.caching import cache_root
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
 from forerun.demo import FOLDER, MODELS, resolve
+from forerun.drafters.heads.drafting import repack
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.cost import load_or_measure
 from forerun.errors import ArgumentError, CheckpointError, nearest
-from forerun.target.fast import packing
 
 log = logging.getLogger(__name__)
 PARTS = ("steps", "speed", "bits", "tokens", "acceptance", "drafters", "burden")
@@ -204,9 +204,7 @@ class _Models:
         if self.head is None:
             return None
         head = self.head if scaled is None else scale_head(self.head, scaled)
-        built = head.build(llm.target.dtype).to(llm.target.device).eval()
-        packing.pack(built)
-        return built
+        return repack(head.build(llm.target.dtype).to(llm.target.device).eval())
 
     def _scaled(self, name: str, billions: float) -> ScaledModel:
         self.progress(f"enlarging {name} to {billions:g} B parameters")

@@ -239,8 +239,14 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation:
     if loaded:
         head = head.to(target.device).eval()
         if config.repack:
-            packing.pack(head)
-            forwards.install(head)
+            repack(head)
+    return head
+
+
+def repack(head: EagleHead) -> EagleHead:
+    """Make a head's modules faster in place: what drafts with it only, is not trained."""
+    packing.pack(head)
+    forwards.install(head)
     return head
 
 
