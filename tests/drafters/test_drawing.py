@@ -161,7 +161,7 @@ def test_no_level_needs_a_value() -> None:
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_logits_without_a_law_are_refused(draw: Draw, wrong: float) -> None:
-    """In their row, when the tree is read; the other row has its tree."""
+    """When the tree is read; a row without them has its tree."""
     tree = FixedTree(shape=SHAPES[1], draw=draw)
     context = DraftContext(
         rows=[0, 1],
@@ -180,7 +180,14 @@ def test_logits_without_a_law_are_refused(draw: Draw, wrong: float) -> None:
 
     draws = tree.draws(context, [0, 1], CPU)
     grown = tree.grow(context, [0, 1], 9, logits(range(1)), lambda ids, level: logits(level), draws=draws)
-    builder, _ = tree.cut(grown, 0, 9)
-    assert len(builder) == 9
+    first = replace(
+        grown,
+        **{
+            name: getattr(grown, name)[:1]
+            for name in ("tokens", "drawn", "confidence", "valid", "laws")
+            if getattr(grown, name) is not None
+        },
+    )
+    assert [len(builder) for builder, _ in tree.cut(first, [9])] == [9]
     with pytest.raises(NumericError, match="drafter"):
-        tree.cut(grown, 1, 9)
+        tree.cut(grown, [9, 9])

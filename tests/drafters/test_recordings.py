@@ -40,7 +40,7 @@ ASKED: list[list[dict[str, Any]]] = [
 
 
 def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
-    """Record by tracing: a value that is read on the host raises."""
+    """Record by tracing: a value that is read on the host raises. Each replay gives the same object, overwritten."""
     own = tuple(tensor.clone() for tensor in inputs)
     made: list[Any] = []
 
@@ -50,7 +50,14 @@ def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     graph = make_fx(flat)(*own)
-    return lambda *given: dataclasses.replace(made[0], **graph(*given))
+    result = dataclasses.replace(made[0], **graph(*own))
+
+    def replay(*given: Tensor) -> Any:
+        for name, value in graph(*given).items():
+            getattr(result, name).copy_(value)
+        return result
+
+    return replay
 
 
 def engine(options: dict[str, Any], recordings: Recordings) -> tuple[LLM, list[Any]]:

@@ -128,8 +128,8 @@ class DraftModelDrafter(Drafter):
         ending = Ending(self._stopping, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
         builders = [TreeBuilder() for _ in within]
-        for place, index in enumerate(active):
-            builders[index], self._rows[context.rows[index]].drafted = self._tree.cut(grown, place, ending.nodes[place])
+        for index, (builder, drafted) in zip(active, self._tree.cut(grown, ending.nodes), strict=True):
+            builders[index], self._rows[context.rows[index]].drafted = builder, drafted
         return stack(builders, device=grown.tokens.device)
 
     def _grow(

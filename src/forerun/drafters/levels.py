@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ Enough = Callable[[int, Children], bool]
 """(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
 
 
+class _Row(NamedTuple):
+    """One row of a `Grown` on the host: entry k of each is of node k + 1."""
+
+    tokens: list[int]
+    drawn: list[int]
+    confidence: list[float]
+    valid: list[bool]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grown:
     """A tree of the full shape for every row, before any budget."""
@@ -42,6 +52,12 @@ class Grown:
     """Nodes that the model has run, from the first."""
     free: bool
     """No processor takes tokens away: the root lacks a child only where numbers failed."""
+
+    def fetch(self) -> list[_Row]:
+        """(B,) all but the laws, in four transfers. Not kept: a recording gives the same object with other numbers."""
+        valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
+        columns = [values.tolist() for values in (self.tokens, self.drawn, self.confidence, valid)]
+        return [_Row(*row) for row in zip(*columns, strict=True)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,26 +171,26 @@ class FixedTree:
         sorts = recorded or device.type != "cpu"
         return Draws.of(self._growers(context, active), self.shape, device, sorts=sorts)
 
-    def cut(self, grown: Grown, place: int, nodes: int) -> tuple[TreeBuilder, Submitted]:
-        """One row's share of the tree: the first nodes that its budget allows, whatever they hold.
+    def cut(self, grown: Grown, nodes: Sequence[int]) -> list[tuple[TreeBuilder, Submitted]]:
+        """Each row's share of the tree: the first `nodes` (B,) that its budget allows, whatever they hold.
 
         Raises:
             NumericError: the model's logits are not finite.
         """
-        drawn, raw = grown.drawn[place].tolist(), grown.confidence[place].tolist()
-        valid = None if grown.valid is None else grown.valid[place].tolist()
-        if grown.free and valid is not None and not valid[0]:
+        return [self._cut(grown, place, row, nodes[place]) for place, row in enumerate(grown.fetch())]
+
+    def _cut(self, grown: Grown, place: int, row: _Row, nodes: int) -> tuple[TreeBuilder, Submitted]:
+        if grown.free and not row.valid[0]:
             raise NumericError("the drafter produced NaN logits; check its checkpoint, or load it with dtype float32")
-        tokens = grown.tokens[place].tolist()
-        submitted = Submitted(tokens=tokens, parents=self.shape.parents, run=grown.run)
+        submitted = Submitted(tokens=row.tokens, parents=self.shape.parents, run=grown.run)
         builder, ids = TreeBuilder(), {0: 0}
         for node, parent in enumerate(self.shape.parents[:nodes], start=1):
-            if parent not in ids or (valid is not None and not valid[node - 1]):
+            if parent not in ids or not row.valid[node - 1]:
                 continue
-            kind = Drawn(drawn[node - 1])
-            signs = submitted.signs[node] = Signs(kind, self.shape.ranks[node - 1], raw[node - 1])
+            kind = Drawn(row.drawn[node - 1])
+            signs = submitted.signs[node] = Signs(kind, self.shape.ranks[node - 1], row.confidence[node - 1])
             confidence = self.calibration.estimate(signs)
-            ids[node] = builder.add(tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
+            ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
             if kind is not Drawn.GIVEN:
                 assert grown.laws is not None
                 builder.set_law(ids[parent], grown.laws[place, parent])

@@ -82,8 +82,8 @@ class SelfDrafter(Drafter):
         limits = Limits(self._tree.shape, [within[index] for index in active], below)
         grown = self._grow(context, active, limits)
         builders = [TreeBuilder() for _ in within]
-        for place, index in enumerate(active):
-            builders[index], self._drafted[context.rows[index]] = self._tree.cut(grown, place, limits.nodes[place])
+        for index, (builder, drafted) in zip(active, self._tree.cut(grown, limits.nodes), strict=True):
+            builders[index], self._drafted[context.rows[index]] = builder, drafted
         return stack(builders, device=grown.tokens.device)
 
     def _grow(self, context: DraftContext, active: Sequence[int], limits: Limits) -> Grown:

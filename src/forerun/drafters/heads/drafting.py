@@ -192,8 +192,9 @@ class HeadDrafter(Drafter):
         key = None if draws is None else (max(within), tree is self.sampled, draws.key)
         numbers = () if draws is None else draws.numbers
         grown = self.runner.unroll(rows, _size(tree), grow, *numbers, key=key)
-        for place, index in enumerate(active):
-            builders[index], submitted = tree.cut(grown, place, within[index])
+        cuts = tree.cut(grown, [within[index] for index in active])
+        for index, (builder, submitted) in zip(active, cuts, strict=True):
+            builders[index] = builder
             self._submit(context.rows[index], submitted, tree.calibration)
 
 
