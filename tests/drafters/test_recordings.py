@@ -23,20 +23,27 @@ from forerun.drafters.heads.runner import HeadRunner
 from forerun.target import Target
 from training.ttt import head, model, tokens
 
-TREES: list[dict[str, Any]] = [
-    {"num_speculative_tokens": 4},
-    {"shape": (3, 2, 1)},
-    {"num_speculative_tokens": 4, "top_k": 3, "nodes": 9},
-    {"shape": (3, 2, 1), "draw": "greedy_k"},
+CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}
+TREE: dict[str, Any] = {"shape": (3, 2, 1)}
+DYNAMIC: dict[str, Any] = {"num_speculative_tokens": 4, "top_k": 3, "nodes": 9}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
+FILTERED: list[dict[str, Any]] = [
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 9},
+    {"temperature": 1.0, "min_p": 0.05},
 ]
-GREEDY = {"temperature": 0.0}
-ASKED: list[list[dict[str, Any]]] = [
-    [GREEDY],
-    [{"temperature": 1.0}],
-    [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 9}, {"temperature": 1.0, "min_p": 0.05}],
-    [GREEDY, {"temperature": 1.0}],
+ASKED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (CHAIN, [GREEDY]),
+    (CHAIN, [SAMPLED]),
+    (CHAIN, [GREEDY, *FILTERED]),
+    (TREE, [GREEDY]),
+    (TREE, FILTERED),
+    (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY]),
+    (DYNAMIC, [GREEDY]),
+    (DYNAMIC, [SAMPLED]),
 ]
-"""What requests ask for, in turn."""
+"""Trees, and what requests ask for in turn."""
 
 
 def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
@@ -91,8 +98,7 @@ def answers(llm: LLM, asked: list[tuple[int, int]], settings: list[dict[str, Any
     return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("settings", ASKED, ids=str)
-@pytest.mark.parametrize("options", TREES, ids=str)
+@pytest.mark.parametrize(("options", "settings"), ASKED, ids=str)
 def test_a_replay_drafts_what_a_run_would(
     options: dict[str, Any], settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
