@@ -145,16 +145,15 @@ class Sampler:
         self.prompt = list(prompt)
         self.banned_until_min = list(banned_until_min)
         self.bad_words = [list(word) for word in bad_words]
-        p = params
         self.neutral = not (
-            p.allowed_token_ids
+            params.allowed_token_ids
             or self.bad_words
-            or p.min_tokens
-            or p.logit_bias
-            or p.logits_processors
-            or p.presence_penalty
-            or p.frequency_penalty
-            or p.repetition_penalty not in (None, 1.0)
+            or params.min_tokens
+            or params.logit_bias
+            or params.logits_processors
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty not in (None, 1.0)
         )
         """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
         self._prompt_set = frozenset(prompt)

@@ -34,11 +34,8 @@ FILTERED: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05},
 ]
 ASKED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    (CHAIN, [GREEDY]),
-    (CHAIN, [SAMPLED]),
     (CHAIN, [GREEDY, *FILTERED]),
     (TREE, [GREEDY]),
-    (TREE, FILTERED),
     (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY]),
     (DYNAMIC, [GREEDY]),
     (DYNAMIC, [SAMPLED]),

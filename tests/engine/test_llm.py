@@ -356,6 +356,6 @@ def test_a_rule_that_would_not_be_lossless_is_refused_and_one_that_cannot_judge_
         ngram.generate(PROMPTS[0], GREEDY, speculative={**NGRAM, "rule": "travesal"})
     tree = {"model": str(draft_checkpoint), "shape": [2, 2], "draw": "iid", "rule": "block"}
     with caplog.at_level(logging.WARNING):
-        found = ids(ngram, PROMPTS[1], SamplingParams(temperature=0.7, seed=1), speculative=tree)
+        found = ids(ngram, PROMPTS[1], SamplingParams(temperature=0.7, seed=1, ignore_eos=True), speculative=tree)
     assert len(found[0]) == 16
     assert "'block' cannot judge" in caplog.text
