@@ -73,7 +73,6 @@ class RowScores:
 
     def __init__(self, scores: Scores, index: int) -> None:
         self._scores, self._index = scores, index
-        self._neutral = scores.sampler(index).neutral
         self._laws: dict[int, Tensor] = {}
 
     def law(self, node: int) -> Tensor:
@@ -86,10 +85,11 @@ class RowScores:
 
     def argmax(self, node: int) -> int:
         """Token of the largest processed logit after `node`."""
-        if self._neutral:
+        sampler = self._scores.sampler(self._index)
+        if sampler.neutral:
             return self._scores.raw_argmax(self._index, node)
         logits = self._scores.logits[self._index, node]
-        return int(self._scores.sampler(self._index).process(logits, self._scores.output(self._index, node)).argmax())
+        return int(sampler.process(logits, self._scores.output(self._index, node)).argmax())
 
     def known(self, node: int, token: int) -> float | None:
         """Target probability of `token` after `node` where a rule asked for that law; else None."""

@@ -33,8 +33,6 @@ class Draws:
     """Of the rows above temperature 0; never AUTO. The others take the likeliest tokens."""
     greedy: bool
     """Whether there are rows at temperature 0."""
-    sampled: bool
-    """Whether there are others."""
     filters: bool
     """Whether a row asks for top-k, top-p or min-p."""
     one_by_one: Sequence[SamplingParams]
@@ -51,23 +49,22 @@ class Draws:
         """
         if not all(grower.sampler.neutral for grower in growers):
             return None
-        params = [grower.sampler.params for grower in growers if not grower.sampler.greedy]
-        filters = any(map(_filters, params))
+        sampled = [grower for grower in growers if not grower.sampler.greedy]
+        filters = any(_filters(grower.sampler.params) for grower in sampled)
         numbers: tuple[Tensor, ...] = ()
-        if params:
+        if sampled:
             places = _places(shape)
             uniforms = [row for grower in growers if (row := grower.coins.uniforms(places)) is not None]
             if len(uniforms) < len(growers):
                 return None
             settings = [_setting(grower.sampler.params) for grower in growers]
             numbers = tuple(torch.from_numpy(np.array(table)).to(device) for table in (uniforms, settings))
-        drawn = {grower.draw for grower in growers if not grower.sampler.greedy}
+        drawn = {grower.draw for grower in sampled}
         assert len(drawn) < 2, "one tree draws in one way"
         return cls(
             shape=shape,
             draw=drawn.pop() if drawn else Draw.GIVEN,
-            greedy=len(params) < len(growers),
-            sampled=bool(params),
+            greedy=len(sampled) < len(growers),
             filters=filters,
             one_by_one=[grower.sampler.params for grower in growers] if filters and not sorts else (),
             numbers=numbers,
@@ -77,6 +74,11 @@ class Draws:
     def key(self) -> Hashable:
         """Tells courses of one shape apart."""
         return self.draw, self.greedy, self.sampled, self.filters
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there are rows above temperature 0."""
+        return bool(self.numbers)
 
     def of_numbers(self, numbers: tuple[Tensor, ...]) -> Draws:
         """The same course with other numbers."""

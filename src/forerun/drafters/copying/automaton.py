@@ -162,26 +162,21 @@ class SuffixAutomaton:
         self._edges[state] = len(self._targets) - 1
 
     def _append(self, token: int) -> None:
-        text, link, end, known = self.tokens, self._link, self._end, self._index
-        text.append(token)
-        made = self._new(len(text), len(text))
+        self.tokens.append(token)
+        made = self._new(len(self.tokens), len(self.tokens))
         self._first[self._last] = made
         if token != SEPARATOR:
             self._best[self._last] = made
-        state = link[self._last]
-        while state != NONE:  # as in `step`; no state on the way ends with the text
-            if text[end[state]] == token:
-                target = self._first[state]
-            elif (edge := known.get(state * _WIDTH + token)) is not None:
-                target = self._targets[edge]
-            else:
-                self._add_edge(state, token, made)
-                state = link[state]
-                continue
-            if self._length[target] != self._length[state] + 1:
-                target = self._split(state, target, token)
-            link[made] = target
-            break
+        state = self._link[self._last]
+        while state != NONE:
+            target = self.step(state, token)
+            if target != NONE:
+                if self._length[target] != self._length[state] + 1:
+                    target = self._split(state, target, token)
+                self._link[made] = target
+                break
+            self._add_edge(state, token, made)
+            state = self._link[state]
         self._last = made
         self._tally(token)
 

@@ -165,11 +165,10 @@ class Controller:
         nodes = max(1, min(dearest, self._reach.nodes()))
         draft = arm.drafter.propose(context, Budget(nodes=[nodes] * len(wanted), depth=depths))
         trees.check(draft, self._vocabulary)
-        counts = [len(row.tokens) for row in draft.rows]
         found = {
             member: self._tree(draft, place, arm, context.rows[place])
             for place, member in enumerate(wanted)
-            if counts[place] and prunable(draft, place)
+            if draft.rows[place].tokens and prunable(draft, place)
         }
         ms = 1e3 * (self._clock() - began)
         return Asked(arm=index, trees=found, ms=ms, each=len(drafting) / len(wanted))
@@ -254,14 +253,13 @@ class Controller:
 
     def _rank(self, moment: Moment, draft: Draft) -> None:
         """The trees of the members that were given a draft, ranked."""
-        counts = [len(row.tokens) for row in draft.rows]
         for member in moment.choice.copies:
-            if counts[moment.members[member]]:
+            if draft.rows[moment.members[member]].tokens:
                 moment.trees[member] = moment.copied[member]
         for member, arm_index in moment.choice.offers.items():
             place, arm = moment.members[member], self.arms[arm_index]
             on_trial = arm.switch.trying(moment.rows[member].row)  # which would teach nothing without its nodes
-            if counts[place] and not on_trial and prunable(draft, place):
+            if draft.rows[place].tokens and not on_trial and prunable(draft, place):
                 moment.trees[member] = self._tree(draft, place, arm, moment.rows[member].row)
 
 
