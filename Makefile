@@ -9,8 +9,10 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 # torch comes first and pinned: a plain `pip install torch` may fetch a newer one together with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Processes that tests are spread over; each gets its share of the cores.
+WORKERS ?= 2
 
-.PHONY: help demo test test-vllm check bench docs clean
+.PHONY: help demo test test-slow test-vllm check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -37,8 +39,11 @@ $(VLLM_READY): tests_vllm/requirements.txt
 demo: $(READY) ## the shipped model answers the same thing twice, plainly and speculatively
 	$(BIN)/forerun demo $(ARGS)
 
-test: $(READY) ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## all tests but the slow ones
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-slow: $(READY) ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python tests_vllm/run.py $(ARGS)

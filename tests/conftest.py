@@ -1,15 +1,22 @@
-"""What every test module shares: loggers are left as they were found."""
+"""What every test module shares: loggers are left as they were found, and workers do not fight for the cores."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    # Read when torch is imported, by processes that a test starts, too. Not set in the process that starts the workers,
+    # or they would inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
-@pytest.fixture(autouse=True, scope="module")
-def loggers_as_they_were() -> Iterator[None]:
+
+@contextmanager
+def loggers_restored() -> Iterator[None]:
     """A server's set-up of logging stays in force as long as its process, and here that is the process of all tests."""
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in ("forerun", "uvicorn", "uvicorn.error"))]
     before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
@@ -19,3 +26,10 @@ def loggers_as_they_were() -> Iterator[None]:
         logger.handlers[:] = [h for h in logger.handlers if h in handlers or type(h).__module__.startswith("_pytest")]
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loggers_as_they_were() -> Iterator[None]:
+    """Of every module."""
+    with loggers_restored():
+        yield

@@ -91,11 +91,6 @@ def test_nucleus_of_a_real_vocabulary(scale: float, top_p: float) -> None:
     assert torch.allclose(law_of(logits, SamplingParams(top_p=top_p)), expected / expected.sum(), rtol=1e-6, atol=0)
 
 
-def test_a_tiny_temperature_is_a_point_mass_and_not_nan() -> None:
-    law = law_of(torch.tensor([50.0, 80.0, 79.9]), SamplingParams(temperature=1e-30))
-    assert law.tolist() == [0.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_law_keeps_the_logits_precision(dtype: torch.dtype) -> None:
     assert law_of(torch.randn(5, dtype=dtype), SamplingParams(top_p=0.5, top_k=3)).dtype == dtype
@@ -117,6 +112,66 @@ def test_what_gives_no_law_is_refused(temperature: float) -> None:
         Sampler(to_nan, [1]).law(torch.zeros(2), [])
 
 
+WRONG_LAWS = {
+    "NaN": [0.5, math.nan, 0.5, 0.0],
+    "all NaN": [math.nan] * 4,
+    "infinite": [math.inf, 0.0, 0.0, 0.0],
+    "negative": [0.75, -0.25, 0.5, 0.0],
+    "too much": [1.0, 0.5, 0.5, 0.0],
+    "too little": [0.5, 0.2, 0.1, 0.0],
+    "nothing": [0.0, 0.0, 0.0, 0.0],
+    "on a banned token": [0.5, 0.2, 0.2, 0.1],
+}
+"""Over four tokens, of which the last one is banned."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", WRONG_LAWS)
+def test_no_other_law_leaves_the_sampler(wrong: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever step of its making is wrong."""
+    sampler = Sampler(SamplingParams(temperature=temperature, allowed_token_ids=[0, 1, 2]), [1])
+    assert float(sampler.law(torch.zeros(4), []).sum()) == pytest.approx(1)
+    monkeypatch.setattr(sampling, "law_of", lambda *_: torch.tensor(WRONG_LAWS[wrong]))
+    with pytest.raises(NumericError, match="the probabilities are no distribution: they add up to"):
+        sampler.law(torch.zeros(4), [])
+
+
+@pytest.mark.parametrize("wrong", [name for name in WRONG_LAWS if name not in ("too little", "on a banned token")])
+@pytest.mark.parametrize("place", [0, 500])
+def test_nothing_else_is_drawn_from(wrong: str, place: int) -> None:
+    """A residual, which adds up to less than 1, is. Wherever in a large vocabulary it stands."""
+    law = torch.zeros(1000)
+    law[place : place + 4] = torch.tensor(WRONG_LAWS[wrong])
+    for seed in range(20):
+        with pytest.raises(NumericError, match=r"what is drawn from|a token of probability"):
+            Coins(seed, 1).draw(law)
+    law[place : place + 4] = torch.tensor([0.0, 1e-30, 0.0, 0.0])
+    assert Coins(1, 1).draw(law) == place + 1
+
+
+def test_a_flip_has_a_chance() -> None:
+    with pytest.raises(NumericError, match="node 3 would be accepted with probability NaN"):
+        Coins(1, 1).flip(math.nan, 3)
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (None, "NoneType"),
+        ([0.0] * 4, "list"),
+        (torch.zeros(5), r"torch.float32 \(5,\)"),
+        (torch.zeros(1, 4), r"torch.float32 \(1, 4\)"),
+        (torch.zeros(4, dtype=torch.int64), r"torch.int64 \(4,\)"),
+    ],
+)
+def test_a_processor_that_returns_no_logits(result: object, named: str) -> None:
+    def processor(tokens: Sequence[int], logits: Tensor) -> object:
+        return result
+
+    with pytest.raises(ArgumentError, match=f"processor processor returned {named}; expected a tensor"):
+        Sampler(SamplingParams(logits_processors=[processor]), [1]).law(torch.zeros(4), [])
+
+
 def reference_process(logits: Tensor, sampler: Sampler, output: list[int]) -> list[float]:
     """Allowed tokens, bad words, min tokens, bias, penalties: one token at a time, from the documentation."""
     params, text = sampler.params, [*sampler.prompt, *output]
@@ -126,7 +181,11 @@ def reference_process(logits: Tensor, sampler: Sampler, output: list[int]) -> li
         if params.allowed_token_ids and token not in params.allowed_token_ids:
             value = -math.inf
         for word in sampler.bad_words:
-            if word[-1] == token and text[len(text) - len(word) + 1 :] == word[:-1] and len(text) >= len(word) - 1:
+            if (
+                word[-1] == token
+                and text[len(text) - len(word) + 1 :] == list(word[:-1])
+                and len(text) >= len(word) - 1
+            ):
                 value = -math.inf
         if token in sampler.banned_until_min and len(output) < params.min_tokens:
             value = -math.inf
@@ -275,6 +334,7 @@ def test_rounding_in_the_law_does_not_change_the_draw() -> None:
 
 def test_draws_follow_the_law_across_blocks() -> None:
     law = torch.tensor([0.0, 3.0, 1.0]).repeat(100) * torch.linspace(0, 1, 300)
+    law /= law.sum()
     counts = torch.bincount(torch.tensor([Coins(1, p).draw(law) for p in range(20_000)]), minlength=300)
     expected = 20_000 * law.double() / law.double().sum()
     assert not counts[law == 0].any()
@@ -338,7 +398,7 @@ def test_draws_follow_the_law_and_never_take_the_impossible() -> None:
     for draw in (
         lambda seed: Coins(seed, 2).draw(LAW, 1),
         lambda seed: Coins(seed, 2).drafted(LAW, 3, 1),
-        lambda seed: Coins(1, seed).draw(3 * LAW),
+        lambda seed: Coins(1, seed).draw(0.03 * LAW),
     ):
         counts = Counter(draw(seed) for seed in range(3000))
         assert counts[1] == 0
@@ -367,13 +427,14 @@ def test_a_cascades_inner_level_draws_from_its_own_stream() -> None:
 
 
 def test_logprobs_and_ranks() -> None:
-    logits = torch.tensor([1.0, 3.0, 2.0, 3.0])
-    chosen, best = logprobs_of(logits, 2, 2)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [5.0, 0.0, 1.0, 2.0]])
+    (chosen, best), (other, single) = logprobs_of(logits, [2, 3], 2)
     values = logits.log_softmax(-1)
-    assert chosen.logprob == pytest.approx(float(values[2])) and chosen.rank == 3
+    assert chosen.logprob == pytest.approx(float(values[0, 2])) and chosen.rank == 3
     assert set(best) == {1, 3} and [entry.rank for entry in best.values()] == [1, 2]
-    assert logprobs_of(logits, 1, 0)[1] == {}
-    assert len(logprobs_of(logits, 1, 10)[1]) == 4
+    assert other.logprob == pytest.approx(float(values[1, 3])) and other.rank == 2 and list(single) == [0, 3]
+    assert [found for _, found in logprobs_of(logits, [1, 1], 0)] == [{}, {}]
+    assert len(logprobs_of(logits[:1], [1], 10)[0][1]) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

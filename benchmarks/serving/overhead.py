@@ -39,7 +39,7 @@ Rates = dict[str, list[float]]
 def main() -> None:
     """Measure, show, and keep the figures."""
     options, console = _options(), Console(width=100, stderr=True)
-    paths = scene.models(options.work)
+    paths = scene.models()
     pieces = scene.texts(paths["target"])
     found: dict[str, Rates] = {}
     for name in options.drafters:
@@ -125,7 +125,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafters", nargs="+", default=list(scene.DRAFTERS), choices=scene.DRAFTERS)
     parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--work", type=Path, default=scene.ROOT / "build/serving")
     parser.add_argument("--out", type=Path, default=scene.ROOT / "benchmarks/results/overhead.json")
     return parser.parse_args()
 

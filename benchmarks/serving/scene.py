@@ -10,9 +10,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from forerun.bench.scale import scale_model
-from forerun.bench.scale_head import scale_head
+from forerun.bench.scale_head import scaled_head_folder
 from forerun.bench.workloads import contexts
-from forerun.checkpoints import TargetFacts, read_head, write_head
 from forerun.demo import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -35,15 +34,11 @@ class Configs:
         return int(self.theirs[key]) if self.theirs[key] != self.ours[key] else None
 
 
-def models(work: Path) -> dict[str, Path]:
+def models() -> dict[str, Path]:
     """The enlarged target, draft model and head on disk."""
-    work.mkdir(parents=True, exist_ok=True)
     target = scale_model(resolve("demo"), billions=0.4)
     draft = scale_model(resolve("demo-draft"), billions=0.031)
-    head = read_head(resolve("demo-eagle3"), num_layers=target.source_layers)
-    folder = work / "head"
-    write_head(scale_head(head, target), folder, "flat", TargetFacts.read(target.path))
-    return {"target": target.path, "draft": draft.path, "head": folder}
+    return {"target": target.path, "draft": draft.path, "head": scaled_head_folder("demo-eagle3", target)}
 
 
 def configs(paths: Mapping[str, Path]) -> dict[str, Configs]:

@@ -97,9 +97,17 @@ def make_model(role: str, work: Path) -> None:
     tokenizer.save_pretrained(work / role)
 
 
+def _stage(name: str) -> str:
+    if name not in STAGES:  # as `choices` they would have to hold the default, too
+        raise argparse.ArgumentTypeError(f"no stage {name!r}; there are {', '.join(STAGES)}")
+    return name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stages", nargs="*", default=list(STAGES), choices=STAGES)
+    parser.add_argument(
+        "stages", nargs="*", default=STAGES, type=_stage, help=f"of {', '.join(STAGES)}; all by default"
+    )
     parser.add_argument("--work", type=Path, default=Path("build/demo"))
     parser.add_argument("--loss-goal", type=float, default=ship.LOSS_GOAL, help="held-out nats per token, at most")
     arguments = parser.parse_args()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
+"""What to do about a model whose kind is refused."""
+
 
 class ForerunError(Exception):
     """The root of all errors meant for a user."""
@@ -42,6 +45,19 @@ class NoTokenLeftError(ForerunError, ValueError):
     """What a request asked for bans every token."""
 
 
+class RequestError(ForerunError):
+    """Something that belongs to one request raised, and ended it; its cause is the error. No other is concerned."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> ForerunError:
+        """What whoever asked is told: the error itself if it was meant for users."""
+        if isinstance(error, ForerunError):
+            return error
+        own = cls(f"this request could not go on: {type(error).__name__}: {error}")
+        own.__cause__ = error
+        return own
+
+
 class EngineError(RuntimeError):
     """A step failed, which ends every running request; its cause is the error. Nothing that the caller did."""
 
@@ -52,6 +68,14 @@ class SlowReaderError(ForerunError):
 
 class DataError(ForerunError, ValueError):
     """An input file is not what its name or the documentation announces."""
+
+
+def of_the_process(error: BaseException) -> bool:
+    """Whether an error has nothing to do with what raised it: Ctrl-C, an exit, a generator that is closed.
+
+    Panics of libraries written in Rust (tokenizers, grammars) are no `Exception` either, but about what they are given.
+    """
+    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,12 @@
-"""``manifest.json``: what a directory of forerun's own holds, and when it is refused. Imports no torch."""
+"""``manifest.json``: what a directory of forerun's own holds, and when it is refused. Imports no torch.
+
+Every record is sealed: it carries a checksum of what it says, so that a changed byte in it is noticed. What guards the
+large files beside it stands in the record.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +17,57 @@ from forerun.errors import DataError
 from forerun.writing import written
 
 MANIFEST = "manifest.json"
+SEAL = "checksum"
+"""Key of a record's own checksum."""
+
+
+def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
+    """Save a JSON object with its checksum; a killed run leaves the old file or the new one."""
+    with written(path) as fresh:
+        fresh.write_text(json.dumps({**entries, SEAL: _seal(entries)}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """What `write_sealed` was given.
+
+    Args:
+        path: the file.
+        remedy: what to do about a damaged one, for the message.
+
+    Raises:
+        DataError: it is no JSON object, or does not say what was written.
+    """
+    return _opened(path, _parsed(path, remedy), remedy)
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file, all of which is read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _parsed(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object; {remedy}")
+    return found
+
+
+def _opened(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
+    if found.pop(SEAL, None) != _seal(found):
+        raise DataError(f"{path} has changed since it was written: its checksum does not fit; {remedy}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,30 +85,28 @@ class ManifestKind:
 
     def write(self, folder: Path, entries: Mapping[str, Any]) -> None:
         """Save what the directory holds; a killed run leaves the old file or the new one."""
-        text = json.dumps({"format": self.format, "version": self.version, **entries}, indent=2)
-        with written(folder / MANIFEST) as fresh:
-            fresh.write_text(text + "\n", encoding="utf-8")
+        write_sealed(folder / MANIFEST, {"format": self.format, "version": self.version, **entries})
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """What was written; `damaged` is for what is missing in it.
+        """What was written, to the last entry.
 
         Raises:
-            DataError: there is no manifest, it is broken, of another kind of directory or of another version.
+            DataError: there is no manifest, it is broken or changed, of another kind of directory or of another
+                version.
         """
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not {self.what}, it has no {MANIFEST}; {self.remedy}")
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path} is no JSON ({error}); {self.remedy}") from error
-        if not isinstance(found, dict) or found.pop("format", None) != self.format:
+        found = _parsed(path, self.remedy)
+        if found.get("format") != self.format:
             raise DataError(f"{path} does not describe {self.what}; {self.remedy}")
-        version = found.pop("version", None)
+        version = found.get("version")
         if version != self.version:
-            raise DataError(f"{path} has format version {version!r}, this forerun reads {self.version}; {self.remedy}")
-        return found
-
-    def damaged(self, folder: Path, how: object) -> DataError:
-        """The error for entries that are missing or garbled."""
-        return DataError(f"{folder / MANIFEST} lacks or garbles an entry ({how}); {self.remedy}")
+            older = isinstance(version, int) and version < self.version
+            why = "an older forerun wrote it, without what this one checks" if older else "another forerun wrote it"
+            raise DataError(
+                f"{path} has format version {version!r}, this forerun reads {self.version}: {why}; {self.remedy}"
+            )
+        entries = _opened(path, found, self.remedy)
+        del entries["format"], entries["version"]
+        return entries

@@ -5,13 +5,20 @@ Part of the nouns; `forerun.types` has them all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from forerun.errors import ArgumentError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM: logits divided by less leave float32."""
+MAX_TEMPERATURE = 1e4
+"""Larger ones are refused: every token is equally likely long before, and infinity is no temperature."""
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """A user's processor: (all token ids so far, logits (V,) float32) -> logits (V,). Must be a function of these alone."""
@@ -49,7 +56,7 @@ class SamplingParams:
     n: int = 1
     """Answers per prompt."""
     temperature: float | None = None
-    """0 is greedy decoding; neutral value 1."""
+    """0, or anything below 1e-5, is greedy decoding and reads as 0.0; neutral value 1, at most 10,000."""
     top_p: float | None = None
     """Keep the smallest set of tokens whose mass reaches this, in (0, 1]."""
     top_k: int | None = None
@@ -80,13 +87,15 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """Most output tokens; None runs to the end of the context."""
+    """Most output tokens; None runs to the end of the context. 0 only reads the prompt, for `prompt_logprobs`."""
     min_tokens: int = 0
     """Output tokens before any stop token id may be produced."""
     logprobs: int | None = None
     """Log-probabilities of the chosen and of this many likeliest tokens."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, always of the raw logits."""
+    truncate_prompt_tokens: int | None = None
+    """Read only this many of the prompt's last tokens; -1: as many as the context holds beside `max_tokens`."""
     logprobs_mode: str = "raw_logprobs"
     """``raw_logprobs``: before any processor; ``processed_logprobs``: of the law that was sampled."""
     detokenize: bool = True
@@ -94,10 +103,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_sampling(self)
+        if self.temperature is not None and self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def sealed(self) -> SamplingParams:
+        """The same with copies of its lists and dicts that cannot be written to."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, list | dict):
+                values[name] = tuple(value) if isinstance(value, list) else MappingProxyType(dict(value))
+        return replace(self, **values)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -108,23 +127,39 @@ class SamplingParams:
 def _check_sampling(params: SamplingParams) -> None:
     checks: list[tuple[bool, str]] = [
         (params.n >= 1, f"n must be at least 1, got {params.n}"),
-        ((params.temperature or 0) >= 0, f"temperature must be 0 (greedy) or more, got {params.temperature}"),
+        (
+            0 <= (params.temperature or 0) <= MAX_TEMPERATURE,
+            f"temperature must be in [0, {MAX_TEMPERATURE:g}], 0 is greedy, got {params.temperature}",
+        ),
         (params.top_p is None or 0 < params.top_p <= 1, f"top_p must be in (0, 1], got {params.top_p}"),
         ((params.top_k or 0) >= -1, f"top_k must be -1 or 0 (off) or at least 1, got {params.top_k}"),
         (params.min_p is None or 0 <= params.min_p <= 1, f"min_p must be in [0, 1], got {params.min_p}"),
-        (params.repetition_penalty is None or params.repetition_penalty > 0, "repetition_penalty must be above 0"),
+        (
+            params.repetition_penalty is None or 1e-4 <= params.repetition_penalty <= 1e4,
+            f"repetition_penalty must be in [0.0001, 10000], got {params.repetition_penalty}",
+        ),
         (-2 <= params.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {params.presence_penalty}"),
         (-2 <= params.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {params.frequency_penalty}"),
         (
-            params.max_tokens is None or params.max_tokens >= 1,
-            f"max_tokens must be at least 1, got {params.max_tokens}",
+            params.max_tokens is None or params.max_tokens >= 0,
+            f"max_tokens must be 0 or more, got {params.max_tokens}",
         ),
         (params.min_tokens >= 0, f"min_tokens must be 0 or more, got {params.min_tokens}"),
         (params.max_tokens is None or params.min_tokens <= params.max_tokens, "min_tokens must not exceed max_tokens"),
         (params.logprobs is None or params.logprobs >= 0, "logprobs must be 0 or more"),
         (params.prompt_logprobs is None or params.prompt_logprobs >= 0, "prompt_logprobs must be 0 or more"),
+        (
+            params.truncate_prompt_tokens is None
+            or params.truncate_prompt_tokens >= 1
+            or params.truncate_prompt_tokens == -1,
+            f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {params.truncate_prompt_tokens}",
+        ),
         (all(params.stop_strings) or params.stop is None, "stop strings must not be empty"),
         (params.allowed_token_ids is None or len(params.allowed_token_ids) > 0, "allowed_token_ids must not be empty"),
+        (
+            all(bias < math.inf for bias in (params.logit_bias or {}).values()),
+            "logit_bias must hold finite numbers, or -inf for a ban",
+        ),
         (
             params.logprobs_mode in ("raw_logprobs", "processed_logprobs"),
             f"logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got {params.logprobs_mode!r}",

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forerun.bad_words import BadWords
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
-from forerun.types import SamplingParams, TokenLogprob
+from forerun.types import LogitsProcessor, SamplingParams, TokenLogprob
 
+TOLERANCE = 1e-3
+"""How far from 1 the probabilities of a distribution may add up to."""
+_HINT = "check logit_bias, the processors and the checkpoint"
 _BLOCK = 128
 """Tokens that race as one at first: so few numbers are drawn where the vocabulary is large."""
 
@@ -48,7 +53,9 @@ class Coins:
 
     def flip(self, probability: float, node: int) -> bool:
         """True with the given probability: a rule's decision about `node`."""
-        if probability >= 1.0:
+        if not probability < 1.0:
+            if math.isnan(probability):
+                raise NumericError(f"node {node} would be accepted with probability NaN; check the checkpoint")
             return True
         return self._uniform(self.position, Stream.ACCEPT, node) < probability
 
@@ -59,12 +66,18 @@ class Coins:
         almost always from laws that differ in their last bits: blocks of tokens race each other, then the tokens of the
         block that won (the smallest of exponential times, probabilities as rates). Drawn from the cumulated law, a
         change in the probability of the first token would move the borders of all others.
+
+        Raises:
+            NumericError: `law` is no distribution: NaN, infinite, negative where it was drawn, or more than 1 together.
+                Less is a residual, which nobody normalises.
         """
         padded = torch.nn.functional.pad(law, (0, -len(law) % _BLOCK)).view(-1, _BLOCK)
-        masses = padded.sum(1, dtype=torch.float64)
+        masses = padded.sum(1, dtype=torch.float64).cpu().numpy()
+        if not 0 < masses.sum() < 1 + TOLERANCE:
+            raise NumericError(f"what is drawn from adds up to {masses.sum()}; {_HINT}")
         times = self._times(self.position + depth, _BLOCK + len(masses))
         block = _first(times[_BLOCK:], masses)
-        return block * _BLOCK + _first(times[:_BLOCK], padded[block].double())
+        return block * _BLOCK + _first(times[:_BLOCK], padded[block].double().cpu().numpy())
 
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
@@ -91,10 +104,18 @@ class Coins:
         return np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
 
 
-def _first(times: NDArray[np.float64], rates: Tensor) -> int:
+def request_seed(seed: int, number: int) -> int:
+    """Of request `number` of an engine with this `seed`: repeatable, and each a stream of its own."""
+    return int(np.random.SeedSequence((seed & (2**64 - 1), number)).generate_state(1, np.uint64)[0])
+
+
+def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
     """Who comes first if these times are divided by their rates (N,): entry i with probability ``rates[i] / sum``."""
     with np.errstate(divide="ignore"):
-        return int((times / rates.cpu().numpy()).argmin())
+        first = int((times / rates).argmin())
+    if not rates[first] > 0:
+        raise NumericError(f"a token of probability {rates[first]} was drawn; {_HINT}")
+    return first
 
 
 def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -124,7 +145,7 @@ def quantiles(laws: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class Sampler:
-    """One sequence's law maker.
+    """One sequence's law maker. Drafters are handed it: neither it nor what it holds can be changed.
 
     Args:
         params: resolved (`resolve`): no field that has a neutral value is None.
@@ -141,10 +162,10 @@ class Sampler:
         banned_until_min: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.params = params
-        self.prompt = list(prompt)
-        self.banned_until_min = list(banned_until_min)
-        self.bad_words = [list(word) for word in bad_words]
+        self.params = params.sealed()
+        self.prompt = tuple(prompt)
+        self.banned_until_min = tuple(banned_until_min)
+        self.bad_words = tuple([tuple(word) for word in bad_words])
         self.neutral = not (
             params.allowed_token_ids
             or self.bad_words
@@ -157,14 +178,24 @@ class Sampler:
         )
         """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
         self._prompt_set = frozenset(prompt)
-        self._checked_vocabulary = -1
+        self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
+        self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
+        self._bias = torch.as_tensor(list((params.logit_bias or {}).values()), dtype=torch.float64)
+        self._unwanted = BadWords(self.bad_words)
+        self._fitting = set[int]()
+        """Sizes of vocabularies that hold all token ids among the parameters."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"a Sampler is not changed once it is made; make another one to have another {name}")
+        super().__setattr__(name, value)
 
     @property
     def greedy(self) -> bool:
         return self.params.greedy
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """Everything before the temperature: (V,) float32 from raw (V,).
+        """Everything before the temperature: (V,) float32 (float64 stays) from raw (V,).
 
         Args:
             logits: raw, of one node.
@@ -175,50 +206,55 @@ class Sampler:
             NoTokenLeftError: the processors left no token.
             ArgumentError: a token id among the parameters is outside the vocabulary.
         """
-        logits = logits.float().clone()
-        if bool(torch.isnan(logits.max())):
+        return self._process(logits, output)[0]
+
+    def _process(self, logits: Tensor, output: Sequence[int]) -> tuple[Tensor, float]:
+        """`process`, and the largest of what it gives."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        highest = float(logits.max())
+        if math.isnan(highest):
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+        if self.neutral:
+            return logits, _able(highest)
         p = self.params
         self._check_ids(len(logits))
         if p.allowed_token_ids:
             allowed = torch.full_like(logits, -torch.inf)
-            ids = torch.as_tensor(list(p.allowed_token_ids), device=logits.device)
+            ids = self._allowed.to(logits.device)
             logits = allowed.index_copy_(0, ids, logits[ids])
         banned = self._banned(output)
         if banned:
             logits[torch.as_tensor(banned, device=logits.device)] = -torch.inf
-        for token, bias in (p.logit_bias or {}).items():
-            logits[token] += bias
+        if p.logit_bias:
+            logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.device, logits.dtype))
         self._penalise(logits, output)
         for processor in p.logits_processors:
-            logits = processor([*self.prompt, *output], logits)
-        if not self.neutral:
-            _highest(logits)
-        return logits
+            logits = _checked(processor, processor([*self.prompt, *output], logits), logits)
+        return logits, _able(float(logits.max()))
 
     def _check_ids(self, vocabulary: int) -> None:
         """Refuse token ids outside the vocabulary, once."""
-        if vocabulary == self._checked_vocabulary:
+        if vocabulary in self._fitting:
             return
         named = {"allowed_token_ids": self.params.allowed_token_ids or (), "logit_bias": self.params.logit_bias or ()}
         for name, ids in named.items():
             check_token_ids(name, ids, vocabulary)
-        self._checked_vocabulary = vocabulary
+        self._fitting.add(vocabulary)
 
     def law(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """The law (V,) float32 of the next token; at temperature 0 a point mass on the largest processed logit."""
-        return law_of(self.process(logits, output), self.params)
+        """The law (V,) float32 of the next token; at temperature 0 a point mass on the largest processed logit.
+
+        Raises:
+            NumericError, NoTokenLeftError, ArgumentError: as `process`; or what came out is no distribution.
+        """
+        processed, highest = self._process(logits, output)
+        law = law_of(processed, self.params, highest)
+        _check_distribution(law, None if self.neutral else processed)
+        return law
 
     def _banned(self, output: Sequence[int]) -> list[int]:
         banned = list(self.banned_until_min) if len(output) < self.params.min_tokens else []
-        longest = max((len(word) - 1 for word in self.bad_words), default=0)
-        from_prompt = max(len(self.prompt) - max(longest - len(output), 0), 0)
-        tail = [*self.prompt[from_prompt:], *output]
-        for word in self.bad_words:
-            head = word[:-1]
-            if not head or tail[-len(head) :] == head:
-                banned.append(word[-1])
-        return banned
+        return banned + self._unwanted.ends(self.prompt, output)
 
     def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
         p = self.params
@@ -244,14 +280,16 @@ def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
         raise ArgumentError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocabulary - 1}")
 
 
-def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
+def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
     """Temperature, min-p, top-k and top-p: (V,) law from processed logits (V,), in the logits' own precision.
+
+    `highest` is the largest of them, where that is known.
 
     Raises:
         NumericError: the largest logit is NaN or infinite.
         NoTokenLeftError: every token is banned.
     """
-    highest = _highest(logits)
+    highest = _able(float(logits.max())) if highest is None else highest
     if params.greedy:
         law = torch.zeros_like(logits)
         law[int(logits.argmax())] = 1.0
@@ -269,16 +307,40 @@ def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
     return law
 
 
-def _highest(logits: Tensor) -> float:
+def _check_distribution(law: Tensor, processed: Tensor | None) -> None:
+    """Refuse what is no distribution over the tokens that the `processed` logits leave (None: all)."""
+    outside = 0.0
+    if law.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
+        total, least = float(law.sum()), float(law.min())
+        if processed is not None:
+            outside = float(law.numpy()[processed.numpy() == -np.inf].sum())
+    else:
+        banned = law.new_zeros(()) if processed is None else law @ (processed == -torch.inf).to(law.dtype)
+        total, least, outside = torch.stack((law.sum(), law.min(), banned)).tolist()
+    if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
+        found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
+        raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
+
+
+def _checked(processor: LogitsProcessor, found: object, given: Tensor) -> Tensor:
+    """What a user's processor made of the logits (V,) it was `given`."""
+    if isinstance(found, Tensor) and found.shape == given.shape and found.is_floating_point():
+        return found
+    named = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise ArgumentError(
+        f"the logits processor {getattr(processor, '__name__', processor)} returned {named}; expected a tensor of "
+        f"floating-point numbers of shape {tuple(given.shape)}, one for each token"
+    )
+
+
+def _able(highest: float) -> float:
     """The largest logit, refused where no law can be made of it."""
-    highest = float(logits.max())
     if highest == -math.inf:
         raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"
         )
     if not math.isfinite(highest):
-        hint = "check logit_bias, the processors and the checkpoint"
-        raise NumericError(f"the largest processed logit is {highest}; {hint}")
+        raise NumericError(f"the largest processed logit is {highest}; {_HINT}")
     return highest
 
 
@@ -321,14 +383,16 @@ def _classed_nucleus(law: Tensor, top_p: float) -> Tensor:
     return torch.from_numpy(kept)
 
 
-def logprobs_of(logits: Tensor, token: int, top: int) -> tuple[TokenLogprob, dict[int, TokenLogprob]]:
-    """Log-probability of `token` and of the `top` likeliest under softmax(logits (V,))."""
+def logprobs_of(
+    logits: Tensor, tokens: Sequence[int], top: int
+) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
+    """Log-probability of each token (M) and of the `top` likeliest in its place, under softmax(logits (M, V))."""
     values = logits.float().log_softmax(-1)
-    chosen = TokenLogprob(logprob=float(values[token]), rank=int((values > values[token]).sum()) + 1)
-    best = values.topk(min(top, len(values))) if top else None
-    if best is None:
-        return chosen, {}
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return chosen, {
-        token_id: TokenLogprob(logprob=value, rank=rank) for rank, (token_id, value) in enumerate(pairs, start=1)
-    }
+    own = values.gather(-1, torch.tensor(tokens, device=values.device).unsqueeze(-1))
+    best = values.topk(min(top, values.shape[-1]))
+    likeliest = [
+        {token: TokenLogprob(logprob=v, rank=rank) for rank, (token, v) in enumerate(zip(*pair, strict=True), 1)}
+        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    chosen = zip(own.squeeze(-1).tolist(), ((values > own).sum(-1) + 1).tolist(), strict=True)
+    return [(TokenLogprob(logprob=v, rank=r), others) for (v, r), others in zip(chosen, likeliest, strict=True)]

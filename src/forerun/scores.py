@@ -5,6 +5,7 @@ Knows rows and trees; no rule and no drafter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ class Scores:
     def __init__(self, logits: Tensor, rows: Sequence[Row], row_trees: Sequence[TokenTree]) -> None:
         self.logits = logits
         """(B, N, V), raw."""
-        self.trees = row_trees
+        self.trees = tuple(row_trees)
         self._rows = rows
         self._lengths = [len(row.tokens) for row in rows]
         self._argmax: list[list[int]] | None = None
@@ -40,9 +41,12 @@ class Scores:
         return RowScores(self, index)
 
     def of(self, members: Sequence[int]) -> Scores:
-        """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members."""
+        """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members.
+
+        Always another object, though the logits may be the same: whoever assigns to it changes his own.
+        """
         if list(members) == list(range(len(self._rows))):
-            return self
+            return copy.copy(self)
         chosen = Scores(
             self.logits[list(members)], [self._rows[index] for index in members], [self.trees[i] for i in members]
         )
@@ -75,12 +79,15 @@ class RowScores:
         self._scores, self._index = scores, index
         self._laws: dict[int, Tensor] = {}
 
+    def logits(self, node: int) -> Tensor:
+        """(V,) raw logits after `node`."""
+        return self._scores.logits[self._index, node]
+
     def law(self, node: int) -> Tensor:
         """(V,) float32 processed law after `node`."""
         if node not in self._laws:
-            logits = self._scores.logits[self._index, node]
             output = self._scores.output(self._index, node)
-            self._laws[node] = self._scores.sampler(self._index).law(logits, output)
+            self._laws[node] = self._scores.sampler(self._index).law(self.logits(node), output)
         return self._laws[node]
 
     def argmax(self, node: int) -> int:
@@ -88,8 +95,7 @@ class RowScores:
         sampler = self._scores.sampler(self._index)
         if sampler.neutral:
             return self._scores.raw_argmax(self._index, node)
-        logits = self._scores.logits[self._index, node]
-        return int(sampler.process(logits, self._scores.output(self._index, node)).argmax())
+        return int(sampler.process(self.logits(node), self._scores.output(self._index, node)).argmax())
 
     def known(self, node: int, token: int) -> float | None:
         """Target probability of `token` after `node` where a rule asked for that law; else None."""

@@ -5,35 +5,34 @@ Knows the target, the drafters' protocol and the rules. Does not know requests, 
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from forerun import tree as trees
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.errors import ForerunError
-from forerun.judging import Judgement, judge
-from forerun.sampling import Coins, Sampler, logprobs_of
+from forerun.drafters.base import DraftContext, Drafter, warn_drafter
+from forerun.errors import ForerunError, InvalidDraftError
+from forerun.judging import Judgement, Logprobs, judge, raise_unless
+from forerun.rescoring import score_roots_again
+from forerun.sampling import TOLERANCE, Coins, Sampler
 from forerun.scores import RowScores, Scores
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import (
     Budget,
+    CommittedTokens,
     Draft,
+    DraftKind,
     Drawn,
     Signal,
     Source,
     StepTrace,
-    TokenLogprob,
-    TracedNode,
     Verdict,
     empty_draft,
 )
+from forerun.verify import default_rule
 
 __all__ = [
     "Admit",
@@ -43,13 +42,9 @@ __all__ = [
     "RowScores",
     "Scores",
     "context_for",
-    "drafter_failed",
     "first_tokens",
     "step",
-    "warn_drafter",
 ]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +54,7 @@ class Row:
     row: int
     """Cache row."""
     tokens: list[int]
-    """Prompt and output; the last one is the root, not yet in the cache."""
+    """Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`."""
     prompt_length: int
     sampler: Sampler
     seed: int
@@ -68,15 +63,32 @@ class Row:
     room: int
     """Tokens that may still be emitted, at least 1."""
     rule: str | None = None
-    """A rule asked for by name; None takes the best one for how the draft was drawn."""
+    """A rule asked for by name; None takes the best one for what its drafter may draft."""
     traced: bool = False
     """Whether each node's probabilities are wanted in the `StepTrace`."""
     prediction: Sequence[int] = ()
     """What the client expects as the answer, token ids."""
+    cache_salt: str | None = None
+    """Isolation domain: what is kept of the text serves rows of the same domain only."""
+    adapt: bool = True
+    """Whether online adaptation may learn from it."""
     steps: int = 0
     """Steps done so far."""
     drafter_errors: int = 0
     """Times that a drafter failed it."""
+    error: ForerunError | None = None
+    """Why it cannot go on and has to end; see `judging.Isolation`. The others are not concerned."""
+
+    def __post_init__(self) -> None:
+        self.tokens, self.prediction = CommittedTokens(self.tokens), tuple(self.prediction)
+
+    def commit(self, tokens: Iterable[int]) -> None:
+        """The text goes on with these."""
+        list.extend(self.tokens, tokens)
+
+    def shorten(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        list.__delitem__(self.tokens, slice(len(self.tokens) - count, None))
 
     def coins(self) -> Coins:
         """The coins of the coming step."""
@@ -89,6 +101,7 @@ class Group:
 
     name: str
     drafter: Drafter
+    """`Guarded`, or around one that is, wherever a failure shall not end the step."""
     members: Sequence[int]
     """Indices into the step's rows."""
     depths: Sequence[int]
@@ -107,7 +120,7 @@ Admit = Callable[[Draft], Draft]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Emitted:
-    """What one step committed to one row."""
+    """What one step committed to one row; of one that has an error now, a token that means nothing."""
 
     tokens: list[int]
     sources: list[Source]
@@ -115,11 +128,9 @@ class Emitted:
     """Drafted nodes, scouts not counted."""
     depth: int
     """Depth of the drafted tree, scouts not counted."""
-    logprobs: list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]] | None
+    logprobs: Logprobs | None
     """One entry per token where the request asked for log-probabilities."""
     trace: StepTrace
-    error: ForerunError | None = None
-    """Why the row cannot go on: it got a token that means nothing, and has to end. The others are not concerned."""
 
 
 @dataclass(slots=True)
@@ -155,27 +166,37 @@ def step(
         check: also verify the invariants of DESIGN section 5 (debug mode).
         admit: chooses which of the drafted nodes are scored; None scores all.
         since: when the step began, `time.perf_counter`, where work was done for it before this call.
-        isolate: a row whose numbers fail gets an `Emitted.error`, and the others go on; else the error is raised.
+        isolate: a row that fails gets a `Row.error`, and the others go on; else the error is raised.
     """
     clock = _Clock() if since is None else _Clock([since])
+    rules = _rules(rows, groups)
     draft = _propose(target, rows, groups, check)
     if admit is not None:
         draft = admit(draft)
+    names = {index: group.name for group in groups for index in group.members}
+    draft = _lawful(draft, rows, names)
     row_trees = trees.token_trees(draft, [row.tokens[-1] for row in rows], target.vocab_size)
     clock.lap()
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
     roots = [row.tokens[-1] for row in rows]
     scored = target.score([row.row for row in rows], roots, draft, signals=signals, resume=draft.resume)
     scores = Scores(scored.logits, rows, row_trees)
-    judged = [judge(row, scores, index, isolate=isolate) for index, row in enumerate(rows)]
+    judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
+    lost = score_roots_again(target, rows, scored, row_trees)
+    if lost:
+        scores = Scores(scored.logits, rows, row_trees)
+    for index, error in lost.items():
+        if index in names:
+            _failed(rows[index], names[index], "to draft what can be scored", error)
+        judged[index] = judge(rows[index], scores, index, rules[index])
+    raise_unless(isolate, rows)
     verdicts = [judgement.verdict for judgement in judged]
     clock.lap()
     target.commit([row.row for row in rows], [verdict.path for verdict in verdicts])
-    for row, verdict, tree in zip(rows, verdicts, row_trees, strict=True):
-        row.tokens.extend((*(tree.tokens[node] for node in verdict.path), verdict.next_token))
+    for row, judgement in zip(rows, judged, strict=True):
+        row.commit(judgement.tokens)
     _teach(rows, groups, verdicts, scores, scored.signals)
     clock.lap()
-    names = {index: group.name for group in groups for index in group.members}
     return [_emitted(row, scores, index, judged[index], clock, names.get(index)) for index, row in enumerate(rows)]
 
 
@@ -188,11 +209,13 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     empty = empty_draft(len(rows))
     row_trees = trees.token_trees(empty, [row.tokens[-1] for row in rows], logits.shape[-1])
     scores = Scores(logits, rows, row_trees)
-    judged = [judge(row, scores, index, isolate=isolate) for index, row in enumerate(rows)]
+    rules = _rules(rows, [])
+    judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
+    raise_unless(isolate, rows)
     for _ in range(3):
         clock.lap()
     for row, judgement in zip(rows, judged, strict=True):
-        row.tokens.append(judgement.verdict.next_token)
+        row.commit(judgement.tokens)
     return [_emitted(row, scores, index, judged[index], clock, None) for index, row in enumerate(rows)]
 
 
@@ -202,29 +225,29 @@ def context_for(
     """What a drafter may see of the rows that are its members."""
     chosen = [rows[index] for index in members]
     return DraftContext(
-        rows=[row.row for row in chosen],
-        tokens=[row.tokens for row in chosen],
-        prompt_lengths=[row.prompt_length for row in chosen],
-        fresh=fresh,
-        samplers=[row.sampler for row in chosen],
-        coins=[row.coins() for row in chosen],
+        rows=tuple([row.row for row in chosen]),
+        tokens=tuple([row.tokens for row in chosen]),
+        prompt_lengths=tuple([row.prompt_length for row in chosen]),
+        fresh=tuple(fresh),
+        samplers=tuple([row.sampler for row in chosen]),
+        coins=tuple([row.coins() for row in chosen]),
         signals=signals,
-        predictions=[row.prediction for row in chosen],
+        predictions=tuple([row.prediction for row in chosen]),
+        cache_salts=tuple([row.cache_salt for row in chosen]),
+        adapt=tuple([row.adapt for row in chosen]),
     )
 
 
-def drafter_failed(rows: Sequence[Row], name: str, task: str, error: Exception) -> None:
-    """A drafter raised: say so once, count it for the rows that it worked for; the step goes on without it."""
-    warn_drafter(name, task, repr(error))
-    for row in rows:
-        row.drafter_errors += 1
-
-
-@lru_cache(maxsize=256)
-def warn_drafter(name: str, task: str, error: str) -> None:
-    """Say, once per kind of failure, that a drafter failed: it loses its drafts, never the step."""
-    log.warning("drafter %r failed %s: %s", name, task, error)
-    log.debug("drafter %r", name, exc_info=True)
+def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
+    """The rule that verifies each row, by what its drafter may draft: known before anything is drawn."""
+    kinds = [DraftKind()] * len(rows)
+    for group in groups:
+        for index in group.members:
+            kinds[index] = group.drafter.kind(rows[index].sampler)
+    return [
+        row.rule if row.rule is not None else default_rule(kind, greedy=row.sampler.greedy)
+        for row, kind in zip(rows, kinds, strict=True)
+    ]
 
 
 def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check: bool) -> Draft:
@@ -234,18 +257,31 @@ def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check
         if max(depths, default=0) <= 0:
             continue
         budget = Budget(nodes=[group.nodes if depth > 0 else 0 for depth in depths], depth=depths)
-        try:
-            draft = group.draft
-            if draft is None:
-                draft = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
-            trees.check(draft, target.vocab_size)
-            if check:
-                _check_laws(draft)
-        except Exception as error:
-            drafter_failed([rows[i] for i in group.members], group.name, "to propose; its rows decode plainly", error)
-            continue
+        draft = group.draft
+        if draft is None:
+            draft = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
+        if check:
+            _check_laws(draft)
         drafts.append((group.members, draft))
     return trees.gather(drafts, len(rows)) if drafts else empty_draft(len(rows))
+
+
+def _failed(row: Row, name: str, task: str, error: Exception) -> None:
+    """A drafter lost its draft for a row: say so once, and count it."""
+    warn_drafter(name, task, repr(error))
+    row.drafter_errors += 1
+
+
+def _lawful(draft: Draft, rows: Sequence[Row], names: Mapping[int, str]) -> Draft:
+    """The draft without what was drawn from no distribution, which its drafter loses, with all below; it is counted.
+
+    What was drawn above stays: whether a node is submitted may not depend on its own value.
+    """
+    wrong = {place: mass for place, mass in draft.masses.items() if not abs(mass - 1) < TOLERANCE}
+    for index, mass in {index: mass for (index, _), mass in wrong.items()}.items():
+        error = InvalidDraftError(f"sampled from what is no distribution: its probabilities add up to {mass}")
+        _failed(rows[index], names[index], "to propose", error)
+    return trees.without(draft, wrong) if wrong else draft
 
 
 def _check_laws(draft: Draft) -> None:
@@ -267,19 +303,17 @@ def _teach(
     signals: Mapping[Signal, Tensor],
 ) -> None:
     for group in groups:
-        everyone = sorted((*group.members, *group.listeners))
-        watched = everyone if group.drafter.watches else group.members
-        try:
-            if watched:
-                chosen = [verdicts[index] for index in watched]
-                context = _lesson(rows, watched, group.drafter, verdicts, signals)
-                group.drafter.observe(context, chosen, scores.of(watched))
-            if len(everyone) > len(watched):
-                context = _lesson(rows, everyone, group.drafter, verdicts, signals)
-            if everyone:
-                group.drafter.extend(context)
-        except Exception as error:
-            drafter_failed([rows[index] for index in everyone], group.name, "to learn from a step", error)
+        members = [index for index in group.members if rows[index].error is None]
+        everyone = sorted([*members, *(index for index in group.listeners if rows[index].error is None)])
+        watched = everyone if group.drafter.watches else members
+        if watched:
+            chosen = [verdicts[index] for index in watched]
+            context = _lesson(rows, watched, group.drafter, verdicts, signals)
+            group.drafter.observe(context, chosen, scores.of(watched))
+        if len(everyone) > len(watched):
+            context = _lesson(rows, everyone, group.drafter, verdicts, signals)
+        if everyone:
+            group.drafter.extend(context)
 
 
 def _lesson(
@@ -304,15 +338,13 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
 
 
 def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: _Clock, drafter: str | None) -> Emitted:
-    verdict, rule, laws, error = judgement
-    tree = scores.trees[index]
-    tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    verdict, tree = judgement.verdict, scores.trees[index]
     trace = StepTrace(
         step=row.steps,
-        position=len(row.tokens) - len(tokens),
+        position=len(row.tokens) - len(judgement.tokens),
         drafter=drafter,
-        rule=rule,
-        nodes=_traced_nodes(tree, laws, set(verdict.path)) if row.traced else (),
+        rule=judgement.rule,
+        nodes=judgement.nodes,
         path=verdict.path,
         next_token=verdict.next_token,
         kind=verdict.kind,
@@ -322,52 +354,10 @@ def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: 
     )
     row.steps += 1
     return Emitted(
-        tokens=tokens,
+        tokens=judgement.tokens,
         sources=[Source.DRAFT] * len(verdict.path) + [verdict.kind],
         drafted=tree.size - len(tree.scouts),
         depth=max(depth for node, depth in enumerate(tree.depths) if node not in tree.scouts),
-        logprobs=_logprobs(row, scores, index, verdict, tokens) if error is None else None,
+        logprobs=judgement.logprobs,
         trace=trace,
-        error=error,
     )
-
-
-def _traced_nodes(tree: TokenTree, laws: RowScores, accepted: set[int]) -> tuple[TracedNode, ...]:
-    nodes = []
-    for node in range(1, tree.size + 1):
-        token, parent = tree.tokens[node], tree.parents[node]
-        nodes.append(
-            TracedNode(
-                token=token,
-                parent=parent,
-                draft_prob=_draft_prob(tree, node),
-                target_prob=laws.known(parent, token),
-                accepted=node in accepted,
-                scout=node in tree.scouts,
-            )
-        )
-    return tuple(nodes)
-
-
-def _draft_prob(tree: TokenTree, node: int) -> float | None:
-    """Under the law that it was drawn from, else the drafter's confidence."""
-    law = tree.laws.get(tree.parents[node])
-    if law is not None and tree.drawn[node] is not Drawn.GIVEN:
-        return float(law[tree.tokens[node]])
-    return tree.confidence[node] if tree.confidence else None
-
-
-_Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
-
-
-def _logprobs(row: Row, scores: Scores, index: int, verdict: Verdict, tokens: list[int]) -> _Logprobs | None:
-    params = row.sampler.params
-    if params.logprobs is None:
-        return None
-    result: _Logprobs = []
-    for node, token in zip((0, *verdict.path), tokens, strict=True):
-        logits = scores.logits[index, node]
-        if params.logprobs_mode == "processed_logprobs":
-            logits = row.sampler.law(logits, scores.output(index, node)).log()
-        result.append(logprobs_of(logits, token, params.logprobs))
-    return result

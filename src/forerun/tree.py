@@ -5,8 +5,8 @@ A chain is the tree in which every parent is the node before. Knows no model and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     """
     batch, drafted = parents.shape
     nodes = drafted + 1
-    reach = torch.eye(nodes, device=parents.device).repeat(batch, 1, 1)
+    reach = torch.eye(nodes, dtype=torch.float32, device=parents.device).repeat(batch, 1, 1)
     if drafted:
         reach[:, 1:].scatter_(2, parents.unsqueeze(-1), 1.0)
     steps = 1
@@ -40,72 +40,6 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 def depths(parents: Tensor) -> Tensor:
     """(B, N) int64 depth of every node, root 0, from parents (B, K)."""
     return ancestor_mask(parents).sum(-1) - 1
-
-
-def check(draft: Draft, vocabulary: int) -> None:
-    """Refuse a draft that is no tree, leaves the vocabulary, or was sampled without telling from which law.
-
-    Raises:
-        InvalidDraftError: naming the row, the node and what is wrong with it.
-    """
-    _check_laws(draft, vocabulary)
-    _check_resume(draft)
-    kinds = draft.drawn.tolist()
-    for row, count in enumerate(draft.counts.tolist()):
-        if not 0 <= count <= draft.size:
-            raise InvalidDraftError(f"row {row}: count {count} is not in 0..{draft.size}")
-        for node, kind in enumerate(kinds[row][:count], start=1):
-            if kind not in _KINDS:
-                raise InvalidDraftError(f"row {row}: node {node} was drawn in the unknown way {kind}; see Drawn")
-    for row, nodes in enumerate(draft.rows):
-        for node, (token, parent, drawn) in enumerate(zip(*nodes[:3], strict=True), start=1):
-            where = f"row {row}: node {node}"
-            if not 0 <= parent < node:
-                expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
-                raise InvalidDraftError(f"{where} has parent {parent}; {expected}")
-            if not 0 <= token < vocabulary:
-                raise InvalidDraftError(f"{where} holds token {token}, outside the vocabulary of {vocabulary}")
-            if drawn is not Drawn.GIVEN and draft.laws is None:
-                raise InvalidDraftError(f"{where} was sampled, but the draft records no laws; set Draft.laws")
-
-
-_KINDS = frozenset(int(kind) for kind in Drawn)
-
-
-def _check_laws(draft: Draft, vocabulary: int) -> None:
-    if draft.laws is None:
-        return
-    width = draft.laws.shape[-1]
-    if draft.laws.shape[:2] != (len(draft.counts), draft.size + 1):
-        expected = f"({len(draft.counts)}, {draft.size + 1}, V)"
-        raise InvalidDraftError(
-            f"the laws have shape {tuple(draft.laws.shape)}, expected {expected}: one per node, root first"
-        )
-    if draft.law_ids is None and width > vocabulary:
-        raise InvalidDraftError(f"the laws are over {width} tokens, the target's vocabulary has {vocabulary}")
-    if draft.law_ids is not None and (
-        draft.law_ids.shape != (width,) or not 0 <= int(draft.law_ids.min()) <= int(draft.law_ids.max()) < vocabulary
-    ):
-        raise InvalidDraftError(
-            f"law_ids must hold {width} target token ids below {vocabulary}, one per entry of the laws"
-        )
-
-
-def _check_resume(draft: Draft) -> None:
-    if draft.resume is None:
-        return
-    batch, (boundary, shape) = len(draft.counts), (draft.resume.boundary, tuple(draft.resume.states.shape))
-    if len(shape) != 3 or shape[0] != batch or not 1 <= shape[1] <= draft.size + 1 or boundary < 1:
-        raise InvalidDraftError(
-            f"the draft resumes states of the shape {shape} at boundary {boundary}, expected "
-            f"({batch}, 1..{draft.size + 1}, H), root first, at a boundary of at least 1"
-        )
-    counts, stamps = draft.resume.counts, draft.resume.stamps
-    if len(counts) != batch or len(stamps) != batch or not all(0 <= count <= shape[1] for count in counts):
-        raise InvalidDraftError(
-            f"the draft resumes {list(counts)} nodes with the stamps {list(stamps)}, expected {batch} of each, one per "
-            f"row, and at most the {shape[1]} nodes that have states"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +58,8 @@ class TokenTree:
     """Nodes that may never be accepted."""
     confidence: tuple[float, ...] = ()
     """(N,) what the drafter gave each node to survive, 1 for the root; for traces, no rule reads it. May be empty."""
+    masses: Mapping[int, float] = field(default_factory=dict)
+    """node -> the sum of its law, where that is known already."""
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -209,6 +145,20 @@ class TreeBuilder:
         """Record the law (V,) float32 that the sampled children of `node` were drawn from."""
         self.laws[node] = law
 
+    def only(self, nodes: Iterable[int]) -> TreeBuilder:
+        """The tree of these nodes alone; the parent of each is among them."""
+        ids, smaller = {0: 0}, TreeBuilder()
+        for node in sorted(nodes):
+            ids[node] = smaller.add(
+                self.tokens[node - 1],
+                ids[self.parents[node - 1]],
+                drawn=self.drawn[node - 1],
+                confidence=self.confidence[node - 1],
+                scout=self.scouts[node - 1],
+            )
+        smaller.laws = {ids[node]: law for node, law in self.laws.items() if node in ids}
+        return smaller
+
     def row(self) -> DraftRow:
         """What was collected as a row of a draft."""
         return DraftRow(
@@ -221,10 +171,10 @@ class TreeBuilder:
 
     def tree(self, root: int) -> TokenTree:
         """What was collected as a tree that a rule can judge; `root` is the last committed token."""
-        return _tree(root, self.row(), self.laws)
+        return _tree(root, self.row(), self.laws, {})
 
 
-def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor]) -> TokenTree:
+def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor], masses: Mapping[int, float]) -> TokenTree:
     return TokenTree(
         tokens=(root, *row.tokens),
         parents=(-1, *row.parents),
@@ -232,6 +182,7 @@ def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor]) -> TokenTree:
         laws=laws,
         scouts=frozenset(node for node, scout in enumerate(row.scouts, start=1) if scout),
         confidence=(1.0, *row.confidence),
+        masses=masses,
     )
 
 
@@ -263,14 +214,41 @@ def stack(
 
 def _stack_laws(builders: Sequence[TreeBuilder], size: int, device: torch.device | str) -> Tensor | None:
     """(B, N, V): laws of different width, where drafters know vocabularies of different size, are padded with zeros."""
-    width = max((len(law) for builder in builders for law in builder.laws.values()), default=0)
-    if not width:
+    recorded = [law for builder in builders for law in builder.laws.values()]
+    if not recorded:
         return None
-    laws = torch.zeros(len(builders), size + 1, width, device=device)
+    width = max(map(len, recorded))
+    laws = torch.zeros(len(builders), size + 1, width, device=device, dtype=recorded[0].dtype)
     for row, builder in enumerate(builders):
         for node, law in builder.laws.items():
             laws[row, node, : len(law)] = law
     return laws
+
+
+def select(draft: Draft, rows: Sequence[int]) -> Draft:
+    """A draft for some of its rows, in that order, as (B', ...) tensors."""
+    if list(rows) == list(range(len(draft.counts))):
+        return draft
+    index = list(rows)
+
+    def pick(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[index]
+
+    begun = draft.resume
+    if begun is not None:
+        counts, stamps = [begun.counts[row] for row in index], [begun.stamps[row] for row in index]
+        begun = replace(begun, states=begun.states[index], counts=counts, stamps=stamps)
+    return Draft(
+        tokens=draft.tokens[index],
+        parents=draft.parents[index],
+        counts=draft.counts[index],
+        drawn=draft.drawn[index],
+        laws=pick(draft.laws),
+        law_ids=draft.law_ids,
+        confidence=pick(draft.confidence),
+        scouts=pick(draft.scouts),
+        resume=begun,
+    )
 
 
 def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
@@ -287,18 +265,20 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
             builders[row] = rebuild(draft, index, widen=law_ids is None)
     stacked = stack(builders, device=drafts[0][1].tokens.device if drafts else "cpu", law_ids=law_ids)
     begun = [(rows, draft.resume) for rows, draft in drafts if draft.resume is not None]
-    return replace(stacked, resume=_joined(begun, batch)) if begun else stacked
+    return replace(stacked, resume=_joined(begun, batch, stacked.size + 1)) if begun else stacked
 
 
-def _joined(begun: Sequence[tuple[Sequence[int], Resume]], batch: int) -> Resume:
-    """What the drafts have begun, over a step's `batch` rows; those at another boundary than the first run anew."""
+def _joined(begun: Sequence[tuple[Sequence[int], Resume]], batch: int, most: int) -> Resume:
+    """What the drafts have begun, over a step's `batch` rows of at most so many nodes; those at another boundary than
+    the first run anew."""
     first = begun[0][1]
     alike = [(rows, resume) for rows, resume in begun if resume.boundary == first.boundary]
-    size = max(resume.states.shape[1] for _, resume in alike)
+    size = min(most, max(resume.states.shape[1] for _, resume in alike))
     states = first.states.new_zeros(batch, size, first.states.shape[2])
     counts, stamps = [0] * batch, [0] * batch
     for rows, resume in alike:
-        states[list(rows), : resume.states.shape[1]] = resume.states
+        known = resume.states[:, :size]
+        states[list(rows), : known.shape[1]] = known
         for row, count, stamp in zip(rows, resume.counts, resume.stamps, strict=True):
             counts[row], stamps[row] = count, stamp
     return replace(first, states=states, counts=counts, stamps=stamps)
@@ -355,7 +335,22 @@ def _wide_law(law: Tensor, law_ids: Tensor | None, vocabulary: int | None) -> Te
 
 def token_trees(draft: Draft, roots: Sequence[int], vocabulary: int) -> list[TokenTree]:
     """The draft as one host tree per row; `roots` holds each row's last committed token."""
+    masses: list[dict[int, float]] = [{} for _ in roots]
+    for (row, node), mass in draft.masses.items():
+        masses[row][node] = mass
     return [
-        _tree(root, nodes, _laws(draft, row, vocabulary))
+        _tree(root, nodes, _laws(draft, row, vocabulary), masses[row])
         for row, (root, nodes) in enumerate(zip(roots, draft.rows, strict=True))
     ]
+
+
+def without(draft: Draft, wrong: Container[tuple[int, int]]) -> Draft:
+    """The draft without the sampled children of these (row, node), and all below them; nothing of it has run yet."""
+    builders = []
+    for row in range(len(draft.counts)):
+        builder, kept = rebuild(draft, row, widen=False), {0}
+        for child, (parent, drawn) in enumerate(zip(builder.parents, builder.drawn, strict=True), start=1):
+            if parent in kept and (drawn is Drawn.GIVEN or (row, parent) not in wrong):
+                kept.add(child)
+        builders.append(builder.only(kept - {0}))
+    return stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)

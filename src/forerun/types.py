@@ -6,11 +6,13 @@ S committed tokens, V vocabulary, H hidden size, D depth. Knows no model, no rul
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +39,36 @@ class Drawn(IntEnum):
     """Drawn from the recorded law of its parent, independently of its siblings."""
     WITHOUT_REPLACEMENT = 2
     """Drawn from the recorded law of its parent with the elder sampled siblings removed and renormalised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftKind:
+    """What a drafter may draft for a request, known before anything is drawn: the verification rule follows from it.
+
+    It must hold for every draft that may come out. A rule that was chosen by looking at the drawn tree would depend on
+    sampled values, and that biases the output.
+    """
+
+    sampled: bool = False
+    """Nodes may be sampled. False is safe for any drafter, only less is accepted of sampled nodes."""
+    chain: bool = False
+    """No node ever has two children."""
+    multipath: bool = False
+    """Deterministic siblings and, of the children of a node, at most one sampled: greedy multipath verifies."""
+
+
+class CommittedTokens(list[int]):
+    """A row's tokens: a list to read, which grows and shrinks through its `Row` alone. Drafters are handed it as it is,
+    so that nothing is copied in a step; one that writes to it gets a TypeError instead of another answer."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("committed tokens are to be read; copy them, list(tokens), to change them")
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
+        return list, (list(self),)
 
 
 class Source(StrEnum):
@@ -117,6 +149,25 @@ class Draft:
             )
             for count, tokens, parents, drawn, confidence, scouts in zip(counts, *columns, strict=True)
         )
+
+    @cached_property
+    def masses(self) -> Mapping[tuple[int, int], float]:
+        """(row, node) -> the sum of the law that the node's sampled children were drawn from; NaN where it is negative
+        anywhere. One transfer, and none where nothing was sampled."""
+        if self.laws is None:
+            return {}
+        places = [
+            (row, parent)
+            for row, nodes in enumerate(self.rows)
+            for parent in sorted(
+                {p for p, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.GIVEN}
+            )
+        ]
+        if not places:
+            return {}
+        laws = [self.laws[place] for place in places]
+        sums = torch.stack([torch.stack((law.sum(dtype=torch.float64), law.min().double())) for law in laws]).tolist()
+        return {place: total if least >= 0 else math.nan for place, (total, least) in zip(places, sums, strict=True)}
 
 
 class NodeLaws(Protocol):
@@ -210,7 +261,7 @@ class SpeculationStats:
     num_plain_steps: int = 0
     """Target passes without a draft, the prompt's not counted."""
     drafter_errors: int = 0
-    """Steps in which a drafter raised; the answer went on without it."""
+    """Times that a drafter failed: raised, or proposed what it may not. The answer went on without it."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_emitted_tokens: int = 0
@@ -219,6 +270,8 @@ class SpeculationStats:
     """Steps whose tree reached depth d + 1."""
     accepted_per_depth: list[int] = field(default_factory=list)
     """Steps that accepted a node at depth d + 1."""
+    steps_per_rule: Counter[str] = field(default_factory=Counter)
+    """Speculative steps by the rule that verified them."""
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -238,23 +291,21 @@ class SpeculationStats:
     def add(self, other: SpeculationStats) -> None:
         """Add another request's counts to these."""
         for name in (
-            "num_spec_steps",
-            "num_plain_steps",
-            "drafter_errors",
-            "num_draft_tokens",
-            "num_accepted_draft_tokens",
-            "num_emitted_tokens",
+            *("num_spec_steps", "num_plain_steps", "drafter_errors", "num_draft_tokens"),
+            *("num_accepted_draft_tokens", "num_emitted_tokens"),
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         _add_counts(self.drafted_per_depth, other.drafted_per_depth)
         _add_counts(self.accepted_per_depth, other.accepted_per_depth)
+        self.steps_per_rule.update(other.steps_per_rule)
 
-    def record(self, *, drafted: int, depth: int, accepted: int) -> None:
-        """Count one step that drafted `drafted` nodes down to `depth` and kept a path of `accepted`."""
+    def record(self, *, drafted: int, depth: int, accepted: int, rule: str = "") -> None:
+        """Count one step that drafted `drafted` nodes down to `depth`, of which `rule` kept a path of `accepted`."""
         if drafted == 0:
             self.num_plain_steps += 1
             return
         self.num_spec_steps += 1
+        self.steps_per_rule[rule] += 1
         self.num_draft_tokens += drafted
         self.num_accepted_draft_tokens += accepted
         self.num_emitted_tokens += accepted + 1
@@ -314,8 +365,8 @@ class RequestOutput:
     """From the moment the request was queued to its first token."""
     decode_s: float | None = None
     """From the first to the last token."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that were in the cache already and did not have to be read."""
+    num_cached_tokens: int | None = 0
+    """Prompt tokens that were in the cache already and did not have to be read; None: not to be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,6 +382,9 @@ class StreamChunk:
     trace: StepTrace | None
     """Filled where the request asked for it; None for the first token."""
     finish_reason: str | None
+    prompt_token_ids: list[int] | None = None
+    """On the first chunk of an answer, like the next, which have to be asked for."""
+    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     output: RequestOutput | None = None
     """The whole result, on the last chunk of a request."""
     error: Exception | None = None

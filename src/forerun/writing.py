@@ -1,20 +1,21 @@
 """Files and folders that are whole or not there, whatever happens while they are written. Imports no torch.
 
-What is being written, about to be replaced or being removed has a hidden name. Whoever is killed leaves only that, and
-`tidy` puts it right.
+What is being written, about to be replaced or being removed has a hidden name of its own: threads, processes and
+containers that share a folder do not meet there. Whoever is killed leaves only that, and `tidy` puts it right.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _PARTIAL, _OLD, _GONE = "partial", "old", "gone"
-_HIDDEN = re.compile(rf"\.(.+)\.\d+\.({_PARTIAL}|{_OLD}|{_GONE})")
+_HIDDEN = re.compile(rf"\.(.+)\.[0-9a-f]+\.({_PARTIAL}|{_OLD}|{_GONE})")
 
 
 @contextmanager
@@ -42,7 +43,6 @@ def written_folder(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(folder, _PARTIAL)
-    shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
         yield fresh
@@ -83,7 +83,7 @@ def tidy(parent: Path) -> None:
 
 
 def _hidden(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{kind}")
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{kind}")
 
 
 def _exchange(fresh: Path, folder: Path) -> None:

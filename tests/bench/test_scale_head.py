@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from bench.heads import head
 from forerun import LLM, SamplingParams
 from forerun.bench.scale import ScaledModel, scale_model
-from forerun.bench.scale_head import multiplications, scale_config, scale_head
-from forerun.checkpoints import HeadCheckpoint
+from forerun.bench.scale_head import multiplications, scale_config, scale_head, scaled_head_folder
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
 from forerun.drafters.heads.runner import HeadRunner
 from forerun.errors import ArgumentError
 from forerun.target import Target
@@ -106,6 +106,23 @@ def test_padding_is_no_zeros_where_it_is_read(scaled: ScaledModel) -> None:
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"):
         (weight,) = [tensor for key, tensor in tensors.items() if f"{name}.weight" in key]
         assert weight.count_nonzero() > 0.99 * weight.numel(), name
+
+
+@pytest.mark.parametrize("style", ["flat", "speculators", "modelopt"])
+def test_a_head_on_disk_is_enlarged_once_and_in_its_own_format(
+    source_tied: Path, scaled: ScaledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: str
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    small = HeadCheckpoint.of(head())
+    folder = write_head(small, tmp_path / "head", style, TargetFacts.read(source_tied))
+    first = scaled_head_folder(folder, scaled)
+    assert not differences(read_head(first), scale_head(read_head(folder), scaled))
+    stamp = (first / "config.json").stat().st_mtime_ns
+    assert scaled_head_folder(folder, scaled) == first and (first / "config.json").stat().st_mtime_ns == stamp
+
+    other = HeadCheckpoint(config=small.config, tensors={**small.tensors, "fc.weight": -small.tensors["fc.weight"]})
+    write_head(other, tmp_path / "head", style, TargetFacts.read(source_tied))
+    assert scaled_head_folder(folder, scaled) != first
 
 
 def test_what_cannot_be_enlarged_is_refused(scaled: ScaledModel) -> None:

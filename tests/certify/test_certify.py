@@ -19,7 +19,7 @@ from forerun.verify.argmax_walk import ArgmaxWalk
 from forerun.verify.enumeration import Drawing, World, check_rule
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
-SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, samples=150, sample_tokens=3)
+SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,9 @@ def test_what_is_right_is_certified(checkpoint: Path, draft_checkpoint: Path, op
     assert report.passed, report.checks
     names = [check.name for check in report.checks]
     assert names[0].startswith("rule ") and {"greedy equality", "log-probabilities"} <= set(names)
-    assert sum(name.startswith("sampled law") for name in names) == 2
+    sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
+    assert [check.name.rpartition(", ")[2] for check in sampled] == ["no seed", "seeded"] * 2
+    assert all(check.figures["depth"] == 3 - bool(options) for check in sampled)
     assert json.loads(json.dumps(report.record()))["passed"] is True
 
 
@@ -54,6 +56,18 @@ def test_same_seed_same_text_for_deterministic_drafts(checkpoint: Path) -> None:
     report = certify(llm, TEXTS, SMALL)
     check = next(check for check in report.checks if check.name.startswith("same seed"))
     assert check.passed and check.figures["equal"] == 2
+
+
+def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
+    """Its policy may rightly draft nothing in five tokens; then nothing would be proved."""
+    llm = LLM(checkpoint, speculative_config={"method": "auto"}, max_num_seqs=32)
+    [active] = llm.engine.drafting._active.values()
+    controller = active.controller
+    report = certify(llm, TEXTS, SMALL)
+    assert report.passed, report.checks
+    sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
+    assert len(sampled) == 4 and all(check.figures["drafted"] > 0 for check in sampled)
+    assert active.controller is controller
 
 
 def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +119,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(TEXTS))
     common = ["certify", str(checkpoint), "--drafter", "ngram", "--prompt-file", str(prompts)]
-    sizes = ["--max-tokens", "24", "--samples", "600", "--temperature", "0", "--temperature", "0.7"]
+    sizes = ["--max-tokens", "24", "--detect", "0.5", "--temperature", "0", "--temperature", "0.7"]
     assert main([*common, *sizes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])

@@ -57,7 +57,12 @@ VARIANTS: dict[str, EagleConfig] = {
     "two_layers": dataclasses.replace(PLAIN, num_hidden_layers=2),
     "scaled_rope": dataclasses.replace(PLAIN, rope_theta=5e5, rope_scaling=LLAMA3, rms_norm_eps=1e-6),
     "extra": dataclasses.replace(PLAIN, extra={"bos_token_id": 1, "transformers_version": "5.0.0"}),
+    "window": dataclasses.replace(PLAIN, sliding_window=6),
+    "window_qwen3": dataclasses.replace(PLAIN, sliding_window=6, qk_norm=True),
+    "window_mixed": dataclasses.replace(PLAIN, sliding_window=3, num_hidden_layers=2, full_layers=(1,)),
+    "one_boundary": dataclasses.replace(PLAIN, boundaries=(5,)),
     "first": FIRST,
+    "first_two_layers": dataclasses.replace(FIRST, num_hidden_layers=2, sliding_window=4),
     "first_bias": dataclasses.replace(FIRST, fc_bias=True, own_embedding=True),
 }
 

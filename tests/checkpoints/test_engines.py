@@ -55,12 +55,32 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
         {"sglang": "degrades", "trtllm": "degrades"},
     ),
     ("D: output head", VARIANTS["shared_lm_head"], {"llama.cpp": "fails"}),
-    ("E: fc.bias", dataclasses.replace(PLAIN, fc_bias=True), {"vllm": "degrades", **BOTH_BY_HALF}),
+    (
+        "E: fc.bias",
+        dataclasses.replace(PLAIN, fc_bias=True),
+        {"vllm": "degrades", "sglang": "degrades", **BOTH_BY_HALF},
+    ),
     ("qk_norm", VARIANTS["qk_norm"], {"sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF}),
     (
         "attention bias",
         dataclasses.replace(PLAIN, attention_bias=True),
-        {"sglang": "degrades", "trtllm": "degrades", **BOTH_BY_HALF},
+        {"sglang": "degrades", **BOTH_BY_HALF},
+    ),
+    ("MLP bias", dataclasses.replace(PLAIN, mlp_bias=True), {"sglang": "degrades", **BOTH_BY_HALF}),
+    (
+        "Qwen3 with biases",
+        dataclasses.replace(PLAIN, qk_norm=True, attention_bias=True),
+        {"vllm": "degrades", "sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF},
+    ),
+    (
+        "one state",
+        dataclasses.replace(PLAIN, boundaries=(5,)),
+        {"sglang": "degrades", "trtllm": "degrades", "llama.cpp": "fails", "lmdeploy": "degrades"},
+    ),
+    (
+        "another activation",
+        dataclasses.replace(PLAIN, hidden_act="gelu"),
+        {"vllm": "fails", "sglang": "fails", "trtllm": "degrades", **BOTH_BY_HALF},
     ),
     ("EAGLE-3.1", VARIANTS["eagle-3.1"], BOTH_BY_HALF),
     (
@@ -258,7 +278,8 @@ def test_trtllm_gets_its_layers_counted_from_0(tmp_path: Path) -> None:
         ("norm_before_residual", "sglang", "norm_before_residual: SGLang ignores the flag"),
         ("norm_before_residual", "trtllm", "norm_before_residual: TensorRT-LLM ignores the flag"),
         ("qk_norm", "sglang", "qk_norm: SGLang"),
-        ("biases", "vllm", r"fc\.bias: vLLM drops the tensor"),
+        ("biases", "vllm", r"fc\.bias: vLLM does not use it"),
+        ("biases", "sglang", r"fc\.bias, layers.*: SGLang does not use it"),
         ("first", "trtllm", "EAGLE-1: TensorRT-LLM"),
     ],
 )
@@ -281,7 +302,7 @@ def test_sglang_gets_a_bias_of_zeros_for_the_first_generation(tmp_path: Path) ->
     assert tensors["fc.bias"].shape == (16,) and not tensors["fc.bias"].any()
     assert "--speculative-algorithm EAGLE " in done.command
     keys = json.loads((done.directory / "config.json").read_text())
-    assert keys["architectures"] == ["LlamaForCausalLMEagle"] and keys["bias"] is True
+    assert keys["architectures"] == ["LlamaForCausalLMEagle"] and "bias" not in keys
 
 
 def test_vllm_gets_its_own_architecture_for_the_first_generation(tmp_path: Path) -> None:

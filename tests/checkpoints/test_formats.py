@@ -190,11 +190,11 @@ def test_the_first_generation_is_flat_and_needs_no_layer_ids() -> None:
 
 def test_foreign_keys_survive_a_change_of_format() -> None:
     keys, tensors = written()
-    keys |= {"bos_token_id": 7, "transformers_version": "5.1.0", "sliding_window": 64}
+    keys |= {"bos_token_id": 7, "transformers_version": "5.1.0"}
     head = read(keys, tensors)
-    assert head.config.extra == {"bos_token_id": 7, "transformers_version": "5.1.0", "sliding_window": 64}
+    assert head.config.extra == {"bos_token_id": 7, "transformers_version": "5.1.0"}
     moved, _ = format_named("speculators").write(head, TARGET)
-    assert moved["transformer_layer_config"]["sliding_window"] == 64 and moved["transformers_version"] == "5.1.0"
+    assert moved["transformer_layer_config"]["bos_token_id"] == 7 and moved["transformers_version"] == "5.1.0"
     assert dict(read(moved, tensors).config.extra) == dict(head.config.extra)
 
 
@@ -300,15 +300,6 @@ def test_absent_norm_before_residual_of_speculators_is_false_and_noted() -> None
     del keys["norm_before_residual"]
     head = read(keys, tensors)
     assert not head.config.norm_before_residual and "vLLM would assume true" in head.notes[0]
-
-
-@pytest.mark.parametrize("name", ["flat", "speculators"])
-def test_a_sliding_window_is_kept_and_noted(name: str) -> None:
-    keys, tensors = written(name=name)
-    layers = keys if name == "flat" else keys["transformer_layer_config"]
-    layers |= {"layer_types": ["sliding_attention"], "sliding_window": 64}
-    head = read(keys, tensors)
-    assert "sliding window of 64 positions" in head.notes[0] and head.config.extra["sliding_window"] == 64
 
 
 # Vocabulary

@@ -93,7 +93,7 @@ def test_generate_reads_a_pipe_and_the_chat_template(
         (["generate", "MODEL", "-p", "x " * 500], "context"),
         (["generate", "/nowhere/at/all", "-p", "x"], "nowhere"),
         (["certify", "MODEL"], "--drafter"),
-        (["certify", "MODEL", "--drafter", "ngram", "--samples", "0"], "--samples"),
+        (["certify", "MODEL", "--drafter", "ngram", "--detect", "0"], "--detect"),
         (["demo", "MODEL", "--prompt-name", "shed.py"], "'sched.py'"),
         (["demo", "MODEL", "--repeats", "0"], "--repeats"),
     ],

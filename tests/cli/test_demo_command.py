@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cli.conftest import Ran
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import demo, race
+from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Source, Verdict
@@ -56,6 +61,52 @@ def test_a_wrong_token_is_seen(
     found = json.loads(ran.out)
     assert ran.code == 1 and found["identical"] is False and found["numeric_tie"] is False
     assert found["first_difference"] >= 0
+
+
+@pytest.fixture(scope="module")
+def head(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random EAGLE-3 head for the tiny target."""
+    facts = TargetFacts.read(checkpoint)
+    torch.manual_seed(3)
+    config = EagleConfig(
+        hidden_size=facts.hidden_size,
+        target_hidden_size=facts.hidden_size,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=facts.vocab_size,
+        boundaries=(0, 1, 2),
+    )
+    return write_head(HeadCheckpoint.of(EagleHead(config)), tmp_path_factory.mktemp("head") / "it", "flat", facts)
+
+
+@pytest.mark.parametrize("place", ["itself", "auto", "first_of", "within"])
+def test_a_head_grows_with_its_target_wherever_it_is_named(
+    forerun: Forerun, checkpoint: Path, head: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    eagle: dict[str, Any] = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    both = {"method": "first_of", "drafters": [{"method": "ngram"}, eagle]}
+    configs: dict[str, dict[str, Any]] = {
+        "itself": eagle,
+        "auto": {"method": "auto", "model": str(head)},
+        "first_of": both,
+        "within": {"method": "merge", "drafters": [{"method": "suffix"}, both]},
+    }
+    asked = ["--scale", 0.001, "-n", 12, "--repeats", 1, "--dtype", "float32", "--json"]
+    ran = forerun("demo", checkpoint, *asked, "--speculative-config", json.dumps(configs[place]))
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["identical"] is True and found["speculative_config"] == configs[place]
+    assert "enlarged" in found["scale_note"]
+
+
+def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, checkpoint: Path) -> None:
+    ran = forerun("demo", checkpoint, "-n", 12, "--repeats", 1, "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["identical"] is True
 
 
 def test_repetition_counts_runs_that_came_before() -> None:

@@ -63,6 +63,32 @@ def test_doctor_fails_for_the_engines_that_were_asked_for(forerun: Forerun, tmp_
     assert ran.code == 0 and "llama.cpp" not in ran.out
 
 
+def test_what_must_be_seen_to_is_said_and_does_not_stop(forerun: Forerun, tmp_path: Path) -> None:
+    """A key of which nothing is known, and a window that SGLang takes from its command line alone."""
+    config = dataclasses.replace(FOR_DEMO, sliding_window=64, extra={"depth_gain": 2})
+    head = write_head(sample(config), tmp_path / "head", "flat", TARGET)
+    found = json.loads(forerun("doctor", head, "--target", "demo", "--json").out)
+    assert found["engines"] == {
+        "vllm": "check",
+        "sglang": "check",
+        **dict.fromkeys(("trtllm", "llama.cpp", "lmdeploy"), "degrades"),
+    }
+    table = forerun("doctor", head, "--target", "demo", "--engine", "vllm")
+    assert table.code == 0 and "check" in table.out and "depth_gain" in table.out
+    ran = forerun("export", head, "--to", "sglang", "--target", "demo", "--output", tmp_path / "out")
+    assert ran.code == 0 and ran.out.endswith("--speculative-draft-window-size 63\n") and "depth_gain" in ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["depth_gain"] == 2
+    ran = forerun("export", head, "--to", "trtllm", "--target", "demo", "--output", tmp_path / "other")
+    assert ran.code == 2 and "a sliding window of 64 positions" in ran.err
+
+
+def test_doctor_refuses_what_changes_the_computation(forerun: Forerun, head: Path) -> None:
+    keys = json.loads((head / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (head / "config.json").write_text(json.dumps(keys))
+    ran = forerun("doctor", head, "--target", "demo")
+    assert ran.code == 2 and "final_logit_softcapping 30.0" in ran.err and ran.out == ""
+
+
 def test_bad_input(forerun: Forerun, head: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (("doctor", head), "--target"),

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
+from forerun.certify import Plan
+from forerun.certify.chi_square import draws_for
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.datastore import write as write_datastore
@@ -36,7 +38,7 @@ from forerun.drafters.heads.eagle import EagleHead
 from forerun.sampling import Sampler
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TokenTree, token_trees
-from forerun.types import LAST_HIDDEN, Budget, Draft, RequestOutput
+from forerun.types import LAST_HIDDEN, Budget, Draft, DraftKind, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named
 
 VOCABULARY = 12
@@ -64,12 +66,12 @@ SAMPLED = SamplingParams(
     allowed_token_ids=[token for token in range(VOCABULARY) if token != NEVER],
     logit_bias={4: 0.5},
     logits_processors=(weary,),
-    max_tokens=4,
+    max_tokens=5,
 )
-"""Everything on, and few enough outcomes to count them all."""
+"""Everything on, and few enough outcomes to count; the four tokens after the first make room for three levels."""
 FAMILY = 1e-6
 """Chance that a right implementation fails anywhere in the suite."""
-TESTS = 1024
+TESTS = 128
 """More than there are statistical tests."""
 _greedy_answers: dict[tuple[tuple[int, ...], str], list[int]] = {}
 LEVEL = FAMILY / TESTS
@@ -368,9 +370,25 @@ def expected() -> dict[tuple[int, ...], float]:
     return exact_outcomes(PROMPT, SAMPLED)
 
 
-def sample(engine: LLM, draws: int) -> Counter[tuple[int, ...]]:
-    """Answers to `PROMPT` under `SAMPLED`, one for each seed."""
-    params = [replace(SAMPLED, seed=seed) for seed in range(draws)]
+MOST_CELLS = 40
+"""More than there are to compare."""
+LEAST = 0.02
+"""Probability of a beginning of answers that is compared by itself."""
+
+
+@functools.cache
+def draws(detect: float = 0.2) -> int:
+    """Answers by which whatever is so far from the target's distribution, in total variation, fails with 99 %.
+
+    The default is coarse: `test_exact_steps` enumerates the same steps without any error, these answers only show that
+    what is enumerated is what runs. The slow tests look closer.
+    """
+    return draws_for(MOST_CELLS, LEVEL, Plan(detect=detect, power=0.99))
+
+
+def sample(engine: LLM, draws: int, *, seeded: bool = False) -> Counter[tuple[int, ...]]:
+    """Answers to `PROMPT` under `SAMPLED`, one for each seed or, as most users ask, without any."""
+    params = [replace(SAMPLED, seed=seed if seeded else None) for seed in range(draws)]
     with remembered_laws():
         outputs = engine.generate(as_prompts([PROMPT] * draws), params)
     return Counter(tuple(tokens) for tokens in tokens_of(outputs))
@@ -393,23 +411,37 @@ def remembered_laws() -> Iterator[None]:
 
 
 def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
-    """Chi-square of counted answers against their law, rare ones pooled; 0 where an impossible answer came out."""
+    """Chi-square of counted answers against their law; 0 where an impossible answer came out."""
     if any(answer not in law for answer in counts):
         return 0.0
-    draws = sum(counts.values())
-    observed, wanted, rare_observed, rare_wanted = list[float](), list[float](), 0.0, 0.0
-    for answer, probability in law.items():
-        if probability * draws >= 5:
-            observed.append(counts.get(answer, 0))
-            wanted.append(probability * draws)
-        else:
-            rare_observed += counts.get(answer, 0)
-            rare_wanted += probability * draws
-    if rare_wanted > 0:
-        observed.append(rare_observed)
-        wanted.append(rare_wanted)
-    statistic = sum((seen - mean) ** 2 / mean for seen, mean in zip(observed, wanted, strict=True))
-    return float(stats.chi2.sf(statistic, len(observed) - 1))
+    cells = _cells(law)
+    observed = Counter[tuple[int, ...]]()
+    for answer, seen in counts.items():
+        observed[_cell(answer, cells)] += seen
+    drawn = sum(counts.values())
+    statistic = sum((observed[cell] - chance * drawn) ** 2 / (chance * drawn) for cell, chance in cells.items())
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+def _cells(law: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+    """Likely beginnings of answers, each without its own likely continuations; what is left over is one cell."""
+    masses = Counter[tuple[int, ...]]()
+    for answer, chance in law.items():
+        for length in range(len(answer) + 1):
+            masses[answer[:length]] += chance  # type: ignore[assignment]
+    likely = {beginning for beginning, mass in masses.items() if mass >= LEAST}
+    cells = Counter[tuple[int, ...]]()
+    for answer, chance in law.items():
+        cells[_cell(answer, likely)] += chance  # type: ignore[assignment]
+    few = [cell for cell, chance in cells.items() if cell and chance < LEAST / 4]
+    for cell in few:
+        cells[()] += cells.pop(cell)
+    return dict(cells)
+
+
+def _cell(answer: tuple[int, ...], cells: Container[tuple[int, ...]]) -> tuple[int, ...]:
+    lengths = range(len(answer), -1, -1)
+    return next((answer[:length] for length in lengths if answer[:length] in cells), ())
 
 
 def trees_of(variant: Variant, params: SamplingParams = SAMPLED) -> list[TokenTree]:
@@ -446,9 +478,14 @@ def installed(name: str, cls: type[Drafter]) -> Iterator[None]:
 
 @functools.cache
 def rules_for(variant: Variant) -> list[str]:
-    """The lossless rules that accept what the variant draws at a temperature above 0, the default one first."""
-    found = trees_of(variant)
+    """The lossless rules for what the variant may draft at a temperature above 0, the default one first."""
+    kind = kind_for(variant)
     lossless = [name for name in RULES if rule_named(name).lossless and name != "argmax_walk"]
-    usable = [name for name in lossless if all(rule_named(name).accepts(tree) for tree in found)]
-    default = default_rule(found[0], greedy=False)
-    return [default, *(name for name in usable if name != default)]
+    default = default_rule(kind, greedy=False)
+    return [default, *(name for name in lossless if rule_named(name).verifies(kind) and name != default)]
+
+
+def kind_for(variant: Variant, params: SamplingParams = SAMPLED) -> DraftKind:
+    """What the variant's drafter says that it may draft."""
+    (active,) = llm(variant).engine.drafting._active.values()
+    return active.drafter.kind(Sampler(params, PROMPT))

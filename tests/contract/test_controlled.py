@@ -17,6 +17,7 @@ from contract.harness import (
     VARIANTS,
     Variant,
     as_prompts,
+    draws,
     eagle_head,
     expected,
     llm,
@@ -107,7 +108,7 @@ VARIED = [
 
 @pytest.mark.parametrize("variant", VARIED, ids=str)
 def test_the_law_is_kept(variant: Variant) -> None:
-    assert p_value(sample(llm(variant, rows=64, check=False), 1000), expected()) > LEVEL
+    assert p_value(sample(llm(variant, rows=64, check=False), draws()), expected()) > LEVEL
 
 
 @pytest.mark.parametrize("params", [NEUTRAL, PENALISED], ids=["neutral", "penalised"])
@@ -167,7 +168,7 @@ def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
 
     monkeypatch.setattr(Drafting, "admit", peeking)
     engine = llm(adaptive("draft_model", "chain"), rows=64, check=False)
-    assert p_value(sample(engine, 1000), expected()) < LEVEL
+    assert p_value(sample(engine, draws()), expected()) < LEVEL
 
 
 def test_the_reproducible_mode_keeps_its_width() -> None:

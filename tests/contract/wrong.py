@@ -9,8 +9,9 @@ import torch
 
 from contract.harness import NEVER, VOCABULARY, model
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Drawn
+from forerun.types import Budget, Draft, DraftKind, Drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,9 @@ class Wrong(Drafter):
 
     def __init__(self, config: NoOptions, setup: DrafterSetup) -> None:
         self.calls = 0
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(sampled=not sampler.greedy, chain=True)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         self.calls += 1
@@ -89,6 +93,23 @@ class Twins(Wrong):
             builder.add(context.coins[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
         return builder
 
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(sampled=not sampler.greedy)
+
+
+class Undeclared(Uniform):
+    """Samples and does not say so."""
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind()
+
+
+class Misdeclared(Twins):
+    """Draws trees and says that they are chains."""
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(sampled=True, chain=True)
+
 
 class Raising(Wrong):
     """Fails in every second proposal."""
@@ -143,6 +164,8 @@ WRONG: dict[str, type[Wrong]] = {
     "given": Given,
     "whimsical": Whimsical,
     "twins": Twins,
+    "undeclared": Undeclared,
+    "misdeclared": Misdeclared,
     "raising": Raising,
     "deaf": Deaf,
     "overlong": Overlong,

@@ -233,7 +233,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, theirs: Any, says: str) -
         ({"num_speculative_tokens": 0}, "at least 1"),
         ({"shape": ()}, "shape"),
         ({"shape": (2, 0)}, "shape"),
-        ({"temperature": 0.0}, "above 0"),
+        ({"temperature": 0.0}, "temperature must be in"),
     ],
 )
 def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,8 @@ from forerun.drafters.base import DraftContext
 from forerun.drafters.drawing import Draws
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
 from forerun.drafters.levels import FixedTree
-from forerun.errors import NumericError
 from forerun.sampling import Coins, Sampler
+from forerun.tree import TreeBuilder
 from forerun.types import Drawn, SamplingParams
 
 CPU = torch.device("cpu")
@@ -158,36 +159,76 @@ def test_no_level_needs_a_value() -> None:
             assert children.tokens.shape == (len(PARAMS) + 1, len(level), width)
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_logits_without_a_law_are_refused(draw: Draw, wrong: float) -> None:
-    """When the tree is read; a row without them has its tree."""
-    tree = FixedTree(shape=SHAPES[1], draw=draw)
-    context = DraftContext(
-        rows=[0, 1],
-        tokens=[[1, 2]] * 2,
-        prompt_lengths=[1, 1],
-        fresh=[0, 0],
-        samplers=[Sampler(NEUTRAL, [1])] * 2,
-        coins=[Coins(1, 2), Coins(2, 2)],
+def grown(
+    draw: Draw, context: DraftContext, logits: Callable[[range], Tensor], *, sorts: bool = True
+) -> list[TreeBuilder]:
+    """The context's trees, at once on the device or (not `sorts`) with one law after the other."""
+    tree, rows = FixedTree(shape=SHAPES[1], draw=draw), list(range(len(context.rows)))
+    draws = tree.draws(context, rows, CPU, recorded=sorts)
+    found = tree.grow(context, rows, 15, logits(range(1)), lambda ids, level: logits(level), draws=draws)
+    return [builder for builder, _ in tree.cut(context, rows, found, [15] * len(rows))]
+
+
+def context_of(samplers: list[Sampler]) -> DraftContext:
+    rows = len(samplers)
+    return DraftContext(
+        rows=[7 + row for row in range(rows)],
+        tokens=[[1, 2]] * rows,
+        prompt_lengths=[1] * rows,
+        fresh=[0] * rows,
+        samplers=samplers,
+        coins=[Coins(row, 2) for row in range(rows)],
         signals={},
     )
 
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"temperature": 0.0}], ids=str)
+def test_a_row_without_a_law_has_no_tree(draw: Draw, wrong: float, changes: dict[str, Any]) -> None:
+    """It is said of that row; those beside it have the trees that they would have had."""
+
     def logits(level: range) -> Tensor:
-        values = random_logits(2, level, VOCABULARY, 1)
+        return random_logits(3, level, VOCABULARY, 1)
+
+    def broken(level: range) -> Tensor:
+        values = logits(level)
         values[1, :, 4] = wrong
         return values
 
-    draws = tree.draws(context, [0, 1], CPU)
-    grown = tree.grow(context, [0, 1], 9, logits(range(1)), lambda ids, level: logits(level), draws=draws)
-    first = replace(
-        grown,
-        **{
-            name: getattr(grown, name)[:1]
-            for name in ("tokens", "drawn", "confidence", "valid", "laws")
-            if getattr(grown, name) is not None
-        },
-    )
-    assert [len(builder) for builder, _ in tree.cut(first, [9])] == [9]
-    with pytest.raises(NumericError, match="drafter"):
-        tree.cut(grown, [9, 9])
+    samplers = [Sampler(replace(NEUTRAL, **changes), [1]) for _ in range(3)]
+    for sorts in (True, False):
+        context, sound = context_of(samplers), context_of(samplers)
+        expected, found = grown(draw, sound, logits, sorts=sorts), grown(draw, context, broken, sorts=sorts)
+        assert [builder.row() for builder in (found[0], found[2])] == [b.row() for b in (expected[0], expected[2])]
+        assert len(expected[1]) > 0 and len(found[1]) == 0 and not sound.failures
+        assert list(context.failures) == [8] and "drafter" in str(context.failures[8])
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_below_a_node_without_a_law_there_is_nothing(draw: Draw) -> None:
+    """What was drawn above it stays: its fate may not depend on what follows from its value."""
+
+    def logits(level: range) -> Tensor:
+        return random_logits(1, level, VOCABULARY, 1)
+
+    def broken(level: range) -> Tensor:
+        return logits(level) if level.start == 0 else logits(level).fill_(torch.nan)
+
+    for changes in ({}, {"presence_penalty": 1.0}):
+        samplers = [Sampler(replace(NEUTRAL, **changes), [1])]
+        [whole], [cut] = grown(draw, context_of(samplers), logits), grown(draw, context := context_of(samplers), broken)
+        assert cut.tokens == whole.tokens[: len(cut)] and set(cut.parents) == {0} and len(cut) == 3
+        assert not context.failures
+
+
+def test_a_processor_that_raises_costs_its_own_row_its_tree() -> None:
+    """Nothing is said of the drafter: the target meets the same error."""
+
+    def panic(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        raise BaseException("no Exception, as the panics of Rust libraries")
+
+    samplers = [Sampler(replace(NEUTRAL, logits_processors=(process,)), [1]) for process in (lambda _, x: x, panic)]
+    context = context_of(samplers)
+    first, second = grown(Draw.IID, context, lambda level: random_logits(2, level, VOCABULARY, 1))
+    assert len(first) == 15 and len(second) == 0 and not context.failures

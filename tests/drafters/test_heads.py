@@ -26,8 +26,8 @@ def engine(made: Any, **options: Any) -> LLM:
 
 def drafter_of(llm: LLM) -> HeadDrafter:
     (active,) = llm.engine.drafting._active.values()
-    assert isinstance(active.drafter, HeadDrafter)
-    return active.drafter
+    assert isinstance(active.drafter.drafter, HeadDrafter)
+    return active.drafter.drafter
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_mask_and_positions_are_the_published_ones(sizes: tuple[int, int, int]) 
     text = [5] * 20
     made = lookahead(text, window=window, level=level, guesses=max(guesses, 1), copy_text=False)
     for guess in range(guesses):
-        made._row(0).pool.add(5, tuple(100 + 10 * guess + place for place in range(level - 1)))
+        made._rows[0].pool.add(5, tuple(100 + 10 * guess + place for place in range(level - 1)))
     draft = made.propose(context(text), ROOMY)
     found = cells(window, level, guesses)
     wanted = torch.tensor([[sees(viewer, seen) for seen in found] for viewer in found])
@@ -115,7 +115,7 @@ def test_mask_and_positions_are_the_published_ones(sizes: tuple[int, int, int]) 
 def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
     made = lookahead([5, 1, 2, 3], window=3, level=3, guesses=3, copy_text=False)
     for rest in ((1, 2), (1, 4), (6, 2)):
-        made._row(0).pool.add(3, rest)
+        made._rows[0].pool.add(3, rest)
     builder = rebuild(made.propose(context([5, 1, 2, 3]), ROOMY), 0)
     tree = builder.tree(3)
     accepted = [
@@ -185,7 +185,7 @@ def test_the_window_moves_as_published(width: int, level: int) -> None:
     rng, text = random.Random(width), [9, 8, 7, 6, 5, 4]
     made = lookahead(text, window=width, level=level, guesses=64, copy_text=False)
     draft = made.propose(context(text), ROOMY)
-    window = made._row(0).window
+    window = made._rows[0].window
     naive, collected = Naive(window.columns, len(text)), set[tuple[int, ...]]()
     for _ in range(12):
         emitted = [rng.randrange(900) for _ in range(rng.choice([1, 1, 2, 3]))]
@@ -195,7 +195,7 @@ def test_the_window_moves_as_published(width: int, level: int) -> None:
         draft = made.propose(context(text), ROOMY)
         assert naive.agrees(window.columns, kept)
         naive.fill(window.columns)
-    pool = made._row(0).pool
+    pool = made._rows[0].pool
     assert {(first, *rest) for first in pool._grams for rest in pool.after(first)} == collected
 
 
@@ -246,8 +246,8 @@ def test_the_pool_of_a_long_text_stays_within_its_bounds() -> None:
     made = lookahead(level=3, guesses=4, pool_keys=20)
     for end in range(50, len(text) + 1, 50):
         made.extend(context(text[:end], 50))
-        assert len(made._row(0).pool) <= 20 * 4
-    assert len(made._row(0).pool._grams) == 20
+        assert len(made._rows[0].pool) <= 20 * 4
+    assert len(made._rows[0].pool._grams) == 20
 
 
 def test_the_texts_own_n_grams_are_guessed_once_each() -> None:
@@ -256,7 +256,7 @@ def test_the_texts_own_n_grams_are_guessed_once_each() -> None:
     made.extend(context(text, 2))
     tree = rebuild(made.propose(context(text), ROOMY), 0).tree(1)
     assert [tree.tokens[node] for node in range(1, tree.size + 1) if node not in tree.scouts] == [2, 3]
-    assert len(made._row(0).pool) == 4
+    assert len(made._rows[0].pool) == 4
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -33,14 +33,14 @@ FILTERED: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_k": 9},
     {"temperature": 1.0, "min_p": 0.05},
 ]
-ASKED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    (CHAIN, [GREEDY, *FILTERED]),
-    (TREE, [GREEDY]),
-    (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY]),
-    (DYNAMIC, [GREEDY]),
-    (DYNAMIC, [SAMPLED]),
+ASKED: list[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = [
+    (CHAIN, [GREEDY, *FILTERED], {}),
+    (TREE, [GREEDY], {}),
+    (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY], {}),
+    (DYNAMIC, [GREEDY], {"sliding_window": 3}),
+    (DYNAMIC, [SAMPLED], {}),
 ]
-"""Trees, and what requests ask for in turn."""
+"""Trees, what requests ask for in turn, and options of the head."""
 
 
 def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
@@ -64,13 +64,13 @@ def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
     return replay
 
 
-def engine(options: dict[str, Any], recordings: Recordings) -> tuple[LLM, list[Any]]:
-    """An engine whose head records so, and all that it will have drafted."""
-    config = {"method": "eagle3", "model": head(), **options}
+def engine(options: dict[str, Any], recordings: Recordings, made: dict[str, Any]) -> tuple[LLM, list[Any]]:
+    """An engine whose head, `made` so, records so, and all that it will have drafted."""
+    config = {"method": "eagle3", "model": head(**made), **options}
     llm = LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=3)
     llm.generate({"prompt_token_ids": tokens(3)}, SamplingParams(temperature=0, max_tokens=1, detokenize=False))
     (active,) = llm.engine.drafting._active.values()
-    drafter = active.drafter
+    drafter = active.drafter.drafter
     assert isinstance(drafter, HeadDrafter)
     drafter.runner.recordings = recordings
     drafts: list[Any] = []
@@ -95,16 +95,16 @@ def answers(llm: LLM, asked: list[tuple[int, int]], settings: list[dict[str, Any
     return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize(("options", "settings"), ASKED, ids=str)
+@pytest.mark.parametrize(("options", "settings", "made"), ASKED, ids=str)
 def test_a_replay_drafts_what_a_run_would(
-    options: dict[str, Any], settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], settings: list[dict[str, Any]], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows come and go, grow past the first width and lie scattered: the same drafts, from few recordings."""
     monkeypatch.setattr("forerun.drafters.heads.runner._LEAST_WIDTH", 32)
     found = []
     recordings = Recordings(traced)
     for how in (Recordings(None), recordings):
-        llm, drafts = engine(options, how)
+        llm, drafts = engine(options, how, made)
         texts = [
             answers(llm, [(4, 100)], settings),
             answers(llm, [(5, 60), (40, 8), (9, 30), (3, 12), (12, 25)], settings),
@@ -117,7 +117,7 @@ def test_a_replay_drafts_what_a_run_would(
 
 def test_what_reads_on_the_host_is_not_recorded() -> None:
     recordings = Recordings(traced)
-    llm, drafts = engine({"num_speculative_tokens": 3, "top_k": 3, "stop_below": 0.2}, recordings)
+    llm, drafts = engine({"num_speculative_tokens": 3, "top_k": 3, "stop_below": 0.2}, recordings, {})
     llm.generate({"prompt_token_ids": tokens(6)}, SamplingParams(temperature=0, max_tokens=12, detokenize=False))
     assert drafts and not len(recordings)
     assert not HeadRunner(
@@ -139,10 +139,14 @@ def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -
     assert recorded == [1, 2, 3, 2]
 
 
-@pytest.mark.parametrize("reduced", [True, False], ids=["draft vocabulary", "whole vocabulary"])
-def test_no_level_needs_a_value(reduced: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft_vocab_size": 40}, {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)}],
+    ids=str,
+)
+def test_no_level_needs_a_value(options: dict[str, Any]) -> None:
     """On the meta device, and with rows that do not follow each other."""
-    made = head(draft_vocab_size=30 if reduced else 40, own_embedding=True).to("meta")
+    made = head(own_embedding=True, **options).to("meta")
     runner = HeadRunner(made, Target(model(), rows=1, slots=8), rows=4, slots=64)
     tree = DynamicTree(depth=4, top_k=3, nodes=9)
     best = runner.unroll([0, 2], tree.run, lambda logits: tree.grow(logits, runner.descend, None, 4))

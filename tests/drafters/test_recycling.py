@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.ranks import RankRates, best_tree
+from forerun.drafters.ranks import RankRates, best_tree, paying
 from forerun.drafters.recycling import RecyclingConfig, RecyclingDrafter, top_ids
 from forerun.drafters.successors import SuccessorMatrix
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
@@ -34,7 +34,8 @@ ROOMY = Budget(nodes=[64], depth=[64])
 
 def drafter(**options: Any) -> RecyclingDrafter:
     tokenizer = options.pop("tokenizer", None)
-    setup = SimpleNamespace(tokenizer=tokenizer, target=SimpleNamespace(vocab_size=options.pop("size", SIZE)))
+    target = SimpleNamespace(vocab_size=options.pop("size", SIZE))
+    setup = SimpleNamespace(tokenizer=tokenizer, target=target, pass_ms=None)
     return RecyclingDrafter(RecyclingConfig(**{"top_k": 3, **options}), setup)  # type: ignore[arg-type]
 
 
@@ -195,10 +196,10 @@ def test_confidence_follows_what_the_text_really_did() -> None:
 def test_an_adaptive_tree_learns_which_rank_is_right() -> None:
     fixed, adaptive = taught(nodes=1), taught(nodes=1, adaptive_tree=True)
     for made in (fixed, adaptive):
-        made._rates.learn(0, np.array([0, 1, 2]), np.array([2]))
         for _ in range(300):
-            made._rates.learn(0, np.array([0, 1, 2]), np.array([2]))
-        made._steps = 64
+            made._shared.rates.learn(0, np.array([0, 1, 2]), np.array([2]))
+        for _ in range(64):
+            shown(made, [[9]], torch.zeros(1, 1, SIZE))
     assert nodes(fixed.propose(context([0, 1]), ROOMY)) == [(2, 0)]
     assert nodes(adaptive.propose(context([0, 1]), ROOMY)) == [(4, 0)]
 
@@ -295,7 +296,31 @@ def test_a_matrix_with_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) 
 def test_an_engine_teaches_it_and_keeps_its_drafts(checkpoint: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     plain = LLM(checkpoint, dtype="float32").generate(["the cat sat"], greedy)[0].outputs[0]
-    taught = LLM(checkpoint, speculative_config={"method": "recycling"}, dtype="float32")
+    taught = LLM(checkpoint, speculative_config={"method": "recycling", "nodes": 80}, dtype="float32")
     answer = taught.generate(["the cat sat"], greedy)[0].outputs[0]
     assert answer.token_ids == plain.token_ids
     assert answer.speculation.num_accepted_draft_tokens > 5
+
+
+def test_the_default_size_follows_the_measured_cost_of_a_pass() -> None:
+    """Where nodes are free there are as many as the paper has; where each costs half a pass there is one."""
+    rates = RankRates(6, 8).prior
+    sizes = [paying(rates, lambda drafted, slope=slope: 10.0 + slope * drafted, 80) for slope in (0.0, 0.3, 1.0, 5.0)]
+    assert sizes[0] == 80 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
+    for slope, size in zip((0.3, 1.0), sizes[1:3], strict=True):
+        speed = [tokens / (10.0 + slope * count) for count, tokens in enumerate(_worths(rates))]
+        assert size == speed.index(max(speed))
+
+
+def _worths(rates: np.ndarray) -> list[float]:
+    """Entry n: expected tokens of a pass with the n likeliest paths, one by one."""
+    paths = {(): 1.0}
+    for _ in range(len(rates)):
+        paths |= {
+            (*path, rank): alive * rates[len(path), rank]
+            for path, alive in list(paths.items())
+            if len(path) < len(rates)
+            for rank in range(rates.shape[1] if len(path) < 2 else 3)
+        }
+    likely = sorted((alive for path, alive in paths.items() if path), reverse=True)
+    return [1.0 + sum(likely[:count]) for count in range(81)]

@@ -241,7 +241,7 @@ def test_whatever_swift_tries_the_text_is_that_of_plain_decoding(temperature: fl
     engine = swift(num_speculative_tokens=3, rule="sample_walk" if temperature else None)
     params = [replace(SAMPLED, temperature=temperature, max_tokens=40, seed=seed) for seed in range(len(PROMPTS))]
     found = engine.generate(as_prompts(PROMPTS), params)
-    search = next(iter(engine.engine.drafting._active.values())).drafter.search
+    search = next(iter(engine.engine.drafting._active.values())).drafter.drafter.search
     assert search.candidates >= 3, "several sets must have drafted"
     assert tokens_of(found) == tokens_of(engine.generate(as_prompts(PROMPTS), params, speculative=False))
 

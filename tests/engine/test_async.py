@@ -74,16 +74,17 @@ async def test_a_cancelled_task_frees_its_row(llm: AsyncLLM) -> None:
     assert not llm.llm.engine.busy
 
 
+@pytest.mark.parametrize("step", ["prepared", "queue"])
 async def test_a_task_cancelled_while_it_submits_leaves_nothing_behind(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    submit = llm.llm.submit
+    whole = getattr(llm.llm, step)
 
-    def slow(*arguments: Any, **keywords: Any) -> str:
+    def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(0.1)
-        return submit(*arguments, **keywords)
+        return whole(*arguments, **keywords)
 
-    monkeypatch.setattr(llm.llm, "submit", slow)
+    monkeypatch.setattr(llm.llm, step, slow)
     task = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
     await asyncio.sleep(0.02)
     task.cancel()

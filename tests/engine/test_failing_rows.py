@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
-from forerun.errors import NoTokenLeftError, NumericError
+from forerun.engine import reading
+from forerun.engine.prompts import PromptReader
+from forerun.errors import ArgumentError, EngineError, NoTokenLeftError, NumericError, RequestError
 from forerun.target import Target
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -62,18 +65,169 @@ async def test_processors_that_leave_nothing(
 async def test_a_model_that_fails_for_one_row(
     checkpoint: Path, speculative: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score = Target.score
+    """With its draft and without."""
+    score, before = Target.score, [0]
 
     def broken(self: Target, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
         scored = score(self, rows, *args, **keywords)
-        if len(rows) == 3:
-            scored.logits[1, 0] = torch.nan
+        before.append(len(rows))
+        if before[-1] == 3 or before[-2:] == [3, 1]:
+            scored.logits[len(rows) // 2, 0] = torch.nan
         return scored
 
     monkeypatch.setattr(Target, "score", broken)
     found = await together(checkpoint, GREEDY, speculative)
     assert isinstance(found[1], NumericError)
     assert [len(found[i][0].outputs[0].token_ids) for i in (0, 2, 3)] == [20, 20, 20]
+
+
+class Panic(BaseException):
+    """As the libraries written in Rust raise: no `Exception`."""
+
+
+def raising(error: BaseException, after: int) -> Any:
+    """A processor that raises on every path that is so long, drafted ones included."""
+
+    def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) >= after:
+            raise error
+        return logits
+
+    return process
+
+
+INNER = {"method": "ngram"}
+SAMPLING: list[dict[str, Any]] = [
+    {"method": "draft_model", "num_speculative_tokens": 4},
+    {"method": "draft_model", "shape": [2, 2], "draw": "greedy_k"},
+    {"method": "cascade", "inner": INNER, "num_speculative_tokens": 5},
+    {"method": "cascade", "inner": INNER, "num_speculative_tokens": 3, "tail": 2},
+]
+
+
+@pytest.mark.parametrize("drafter", SAMPLING, ids=str)
+async def test_a_processor_that_raises_costs_the_others_not_even_a_draft(
+    checkpoint: Path, draft_checkpoint: Path, drafter: dict[str, Any]
+) -> None:
+    """What they are told under a seed depends on what is drafted for them."""
+    speculative = {**drafter, "model": str(draft_checkpoint)}
+    good = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True, seed=5)
+    alone = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
+    expected = [alone.generate(prompt, good, speculative=speculative)[0].outputs[0] for prompt in PROMPTS]
+    for error, after in (
+        (Panic("boom"), 0),
+        (RuntimeError("boom"), 9),
+        (Panic("boom"), 12),
+        (ArgumentError("boom"), 9),
+    ):
+        bad = replace(good, logits_processors=[raising(error, after)])
+        found = await together(checkpoint, bad, speculative, good)
+        told = found[1]
+        assert told is error or (isinstance(told, RequestError) and told.__cause__ is error)
+        whole = [found[i][0].outputs[0] for i in (0, 2, 3)]
+        assert [answer.token_ids for answer in whole] == [expected[i].token_ids for i in (0, 2, 1)]
+        assert [answer.speculation.drafter_errors for answer in whole] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("drafter", SAMPLING, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_draft_model_that_fails_for_one_row(
+    checkpoint: Path,
+    draft_checkpoint: Path,
+    drafter: dict[str, Any],
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That one goes on without a draft, and it is counted; the others keep theirs."""
+    speculative = {**drafter, "model": str(draft_checkpoint)}
+    good = SamplingParams(temperature=temperature, max_tokens=14, ignore_eos=True, seed=5)
+    llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3, speculative_config=speculative)
+    expected = [output.outputs[0] for output in llm.generate(PROMPTS, good)]
+    score, prefill = Target.score, Target.prefill
+
+    def broken(whole: Any) -> Any:
+        def run(self: Target, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
+            scored = whole(self, rows, *args, **keywords)
+            if self is not llm.target and 1 in rows:
+                scored.logits[list(rows).index(1)] = torch.nan
+            return scored
+
+        return run
+
+    llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3, speculative_config=speculative)
+    monkeypatch.setattr(Target, "score", broken(score))
+    monkeypatch.setattr(Target, "prefill", broken(prefill))
+    found = [output.outputs[0] for output in llm.generate(PROMPTS, good)]
+    assert [found[i].token_ids for i in (0, 2)] == [expected[i].token_ids for i in (0, 2)]
+    assert [found[i].speculation.num_accepted_draft_tokens for i in (0, 2)] == [
+        expected[i].speculation.num_accepted_draft_tokens for i in (0, 2)
+    ]
+    assert [answer.speculation.drafter_errors for answer in found] == [0, 1, 0], "it is closed to that row"
+    assert found[1].speculation.num_plain_steps == 13
+    plain = llm.generate(PROMPTS[1], good, speculative=False)[0].outputs[0]
+    assert found[1].token_ids == plain.token_ids
+
+
+async def test_log_probabilities_of_a_prompt_that_fail(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> Any:
+        raise Panic("boom")
+
+    monkeypatch.setattr(reading, "logprobs_of", failing)
+    bad = SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=1)
+    found = await together(checkpoint, bad, None)
+    assert isinstance(found[1], RequestError)
+    alone = [output.outputs[0].token_ids for output in LLM(str(checkpoint), dtype="float32").generate(PROMPTS, GREEDY)]
+    assert [found[i][0].outputs[0].token_ids for i in (0, 2, 3)] == [alone[0], alone[2], alone[1]]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), Panic("boom"), SystemExit(1)], ids=repr)
+async def test_a_step_that_fails_is_told_to_all(
+    checkpoint: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for ever, and the engine answers the next."""
+    score = Target.score
+
+    def failing(self: Target, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
+        if len(rows) < 3:
+            return score(self, rows, *args, **keywords)
+        monkeypatch.undo()
+        raise error
+
+    async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3) as llm:
+        monkeypatch.setattr(Target, "score", failing)
+        found = await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in PROMPTS), return_exceptions=True)
+        assert [type(one) for one in found] == [EngineError] * 3 and found[0].__cause__ is error  # type: ignore[union-attr]
+        assert len((await llm.generate(PROMPTS[0], GREEDY))[0].outputs[0].token_ids) == 20
+
+
+async def test_a_prompt_that_cannot_be_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the error is one that no future carries."""
+    async with AsyncLLM(str(checkpoint), dtype="float32") as llm:
+        whole = PromptReader.tokens
+
+        def failing(self: PromptReader, prompt: Any, *more: Any) -> Any:
+            if prompt == PROMPTS[1]:
+                raise error
+            return whole(self, prompt, *more)
+
+        monkeypatch.setattr(PromptReader, "tokens", failing)
+        for error in (Panic("boom"), StopIteration("boom"), KeyError("boom")):
+            both = [llm.generate(prompt, GREEDY) for prompt in PROMPTS[:2]]
+            fine, told = await asyncio.gather(*both, return_exceptions=True)
+            assert len(fine[0].outputs[0].token_ids) == 20
+            assert told is error or (isinstance(told, RequestError) and told.__cause__ is error)
+
+
+async def test_the_other_prompts_of_a_call_end_with_the_one_that_fails(checkpoint: Path) -> None:
+    async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3, max_model_len=250) as llm:
+        long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+        answers, add = list[Any](), llm.llm.engine.add
+        llm.llm.engine.add = lambda request: (answers.append(request.answers[0]), add(request))[1]  # type: ignore[method-assign]
+        bad = replace(long, logits_processors=[raising(RuntimeError("boom"), 12)])
+        with pytest.raises(RequestError, match="RuntimeError: boom"):
+            await llm.generate(PROMPTS, [long, bad, long])
+        await llm.generate(PROMPTS[0], GREEDY)
+        assert [answer.finish_reason for answer in answers] == ["abort"] * 3 + ["length"]
 
 
 async def test_a_grammar_that_ends_before_it_may(checkpoint: Path) -> None:

@@ -83,3 +83,18 @@ def test_what_a_speculative_loop_does_not_compute_is_refused(model: Any, batch: 
             output_scores=True,
             custom_generate=forerun.hf("ngram"),
         )
+
+
+def test_a_prompt_that_is_more_than_token_ids_is_refused(model: Any, batch: Any) -> None:
+    """Nothing of it would be read: the answer would be to another prompt."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    states, loop = model.get_input_embeddings()(ids), forerun.hf("ngram")
+    for given in ({}, {"input_ids": ids}):
+        with pytest.raises(ArgumentError, match="was given inputs_embeds, too or instead"):
+            model.generate(**given, inputs_embeds=states, max_new_tokens=4, custom_generate=loop)
+    own = mask.cumsum(-1) - 1
+    shifted = torch.where(mask.bool(), own + 5, 0)
+    with pytest.raises(ArgumentError, match="other position_ids"):
+        model.generate(**batch, position_ids=shifted, max_new_tokens=4, custom_generate=loop)
+    same = model.generate(**batch, position_ids=own.clamp(min=0), max_new_tokens=4, custom_generate=loop)
+    assert same.tolist() == model.generate(**batch, max_new_tokens=4, do_sample=False).tolist()

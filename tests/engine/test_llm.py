@@ -304,7 +304,15 @@ def test_out_of_range_sizes_and_sampling(checkpoint: Path) -> None:
     for keywords in ({"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 10_000}):
         with pytest.raises(ArgumentError):
             LLM(str(checkpoint), **keywords)  # type: ignore[arg-type]
-    for wrong in ({"temperature": -1}, {"top_p": 0}, {"n": 0}, {"max_tokens": 0}, {"stop": ""}, {"logprobs": -2}):
+    for wrong in (
+        {"temperature": -1},
+        {"top_p": 0},
+        {"n": 0},
+        {"max_tokens": -1},
+        {"truncate_prompt_tokens": 0},
+        {"stop": ""},
+        {"logprobs": -2},
+    ):
         with pytest.raises(ArgumentError):
             SamplingParams(**wrong)  # type: ignore[arg-type]
 
@@ -347,15 +355,13 @@ def test_the_context_ends_an_answer(plain: LLM) -> None:
     assert answer.finish_reason == "length"
 
 
-def test_a_rule_that_would_not_be_lossless_is_refused_and_one_that_cannot_judge_is_named(
-    ngram: LLM, plain: LLM, draft_checkpoint: Path, caplog: pytest.LogCaptureFixture
+def test_a_rule_that_would_not_be_lossless_or_does_not_fit_the_drafter_is_refused(
+    ngram: LLM, draft_checkpoint: Path
 ) -> None:
     with pytest.raises(ArgumentError, match="temperature 0"):
         ngram.generate(PROMPTS[0], SamplingParams(temperature=0.5), speculative={**NGRAM, "rule": "argmax_walk"})
     with pytest.raises(ArgumentError, match="traversal"):
         ngram.generate(PROMPTS[0], GREEDY, speculative={**NGRAM, "rule": "travesal"})
     tree = {"model": str(draft_checkpoint), "shape": [2, 2], "draw": "iid", "rule": "block"}
-    with caplog.at_level(logging.WARNING):
-        found = ids(ngram, PROMPTS[1], SamplingParams(temperature=0.7, seed=1, ignore_eos=True), speculative=tree)
-    assert len(found[0]) == 16
-    assert "'block' cannot judge" in caplog.text
+    with pytest.raises(ArgumentError, match=r"'block' verifies chains, drafter 'draft_model' as configured"):
+        ngram.generate(PROMPTS[1], SamplingParams(temperature=0.7, seed=1), speculative=tree)

@@ -14,7 +14,7 @@ from engine.test_signals import _Listener
 from forerun import LLM
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
-from forerun.engine.prefixes import MIN_SHARED, Prefixes, Wish
+from forerun.engine.prefixes import BLOCK, Busy, Prefixes, Wish
 from forerun.types import LAST_HIDDEN, RequestOutput, empty_draft
 
 
@@ -46,7 +46,7 @@ def test_the_next_turn_reads_what_is_new(
     counts = read_tokens(llm, monkeypatch)
     [second] = llm.generate(next_turn(first), make())
     held = len(first.prompt_token_ids) + 19
-    assert first.num_cached_tokens == 0 and second.num_cached_tokens == held - 1
+    assert first.num_cached_tokens == 0 and second.num_cached_tokens == (held - 1) // BLOCK * BLOCK
     assert counts == [len(second.prompt_token_ids) - second.num_cached_tokens]
     [expected] = fresh.generate(next_turn(first), make())
     alike(second.outputs[0], expected.outputs[0])
@@ -81,7 +81,7 @@ def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, mon
     with torch.no_grad():
         states = llm.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
     notes = _Listener.heard[tuple(second.prompt_token_ids)]
-    assert second.num_cached_tokens > MIN_SHARED and min(notes) == second.num_cached_tokens
+    assert second.num_cached_tokens >= BLOCK and min(notes) == second.num_cached_tokens
     assert sorted(notes) == list(range(min(notes), min(notes) + len(notes))) and len(notes) > 12
     for place in (place for place in notes if place < len(text) - 1):
         for signal, entry in ((0, 0), (1, 1), (LAST_HIDDEN, -1)):
@@ -97,7 +97,7 @@ def test_a_running_row_lends_its_beginning(checkpoint: Path, monkeypatch: pytest
     request_id = llm.submit(TEXT[:70] + "dog", greedy())
     outputs, _ = run(llm)
     found = outputs[request_id]
-    assert found.num_cached_tokens >= MIN_SHARED
+    assert found.num_cached_tokens >= BLOCK
     assert counts == [len(found.prompt_token_ids) - found.num_cached_tokens]
     alike(found.outputs[0], engine(checkpoint).generate(TEXT[:70] + "dog", greedy())[0].outputs[0])
 
@@ -118,7 +118,7 @@ def test_who_wants_the_whole_prompt_gets_it_read(checkpoint: Path) -> None:
     assert again.num_cached_tokens == 0 and again.prompt_logprobs is not None and first.prompt_logprobs is not None
     assert len(again.prompt_logprobs) == len(again.prompt_token_ids)
     assert llm.generate(TEXT, greedy(4), trace=True)[0].num_cached_tokens == 0
-    assert llm.generate(TEXT, greedy(4))[0].num_cached_tokens == len(first.prompt_token_ids) - 1
+    assert llm.generate(TEXT, greedy(4))[0].num_cached_tokens == (len(first.prompt_token_ids) - 1) // BLOCK * BLOCK
 
 
 def test_a_row_that_was_written_to_serves_nobody(checkpoint: Path) -> None:
@@ -139,7 +139,36 @@ def test_an_aborted_answer_leaves_its_prefix(checkpoint: Path) -> None:
         llm.engine.step()
     llm.abort(request_id)
     assert not llm.engine.busy and llm.target.lengths == [0] * 8
-    assert llm.generate(TEXT, greedy())[0].num_cached_tokens > MIN_SHARED
+    assert llm.generate(TEXT, greedy())[0].num_cached_tokens >= BLOCK
+
+
+def test_a_beginning_serves_its_own_domain_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither from a free row nor from a running one; no salt is a domain, too."""
+    llm = engine(checkpoint, max_num_seqs=3)
+    salts = ["a", "b", None]
+    for salt in salts:
+        assert llm.generate(TEXT, greedy(), cache_salt=salt)[0].num_cached_tokens == 0
+    whole = (len(llm.generate(TEXT, greedy())[0].prompt_token_ids) - 1) // BLOCK * BLOCK
+    assert [llm.generate(TEXT, greedy(), cache_salt=salt)[0].num_cached_tokens for salt in salts] == [whole] * 3
+    llm = engine(checkpoint, max_num_seqs=3)
+    llm.submit(TEXT, greedy(40), cache_salt="a")
+    llm.engine.step()
+    counts = read_tokens(llm, monkeypatch)
+    for salt in ("b", "a"):
+        llm.submit(TEXT, greedy(4), cache_salt=salt)
+    run(llm)
+    prompt = len(llm.tokenizer.encode(TEXT))  # type: ignore[union-attr]
+    assert sum(counts) == 2 * prompt - whole, "one of the two reads it all"
+
+
+def test_beginnings_are_shared_in_whole_blocks(checkpoint: Path) -> None:
+    """A guess that is right for one token more than another is told from it once in a block at most."""
+    llm = engine(checkpoint)
+    text = [7 + place % 30 for place in range(60)]
+    for right in range(1, 60):
+        llm.generate({"prompt_token_ids": [*text, 5, 6]}, greedy(1))
+        [output] = llm.generate({"prompt_token_ids": [*text[:right], *[3] * 8]}, greedy(1))
+        assert output.num_cached_tokens == max(0, right - 1) // BLOCK * BLOCK
 
 
 def test_rows_are_chosen_by_text_then_by_their_neighbours_then_by_age(checkpoint: Path) -> None:
@@ -149,8 +178,9 @@ def test_rows_are_chosen_by_text_then_by_their_neighbours_then_by_age(checkpoint
         prefixes.seat(Wish(tokens=()), {})
     assert len(prefixes) == 0
     for row in (3, 0, 4, 1, 2):
-        prefixes.release(row, texts[row], None)
+        prefixes.release(row, Busy(tokens=texts[row]), None)
     assert prefixes.seat(Wish(tokens=[*texts[4], 99]), {}).row == 4
     assert prefixes.seat(Wish(tokens=[99] * 30), {}).row == 3, "the oldest"
-    assert prefixes.seat(Wish(tokens=[*texts[0][:MIN_SHARED], 99]), {3: [], 4: []}).row == 2, "next to the busy ones"
+    busy = {3: Busy(tokens=[]), 4: Busy(tokens=[])}
+    assert prefixes.seat(Wish(tokens=[*texts[0][:BLOCK], 99]), busy).row == 2, "next to the busy ones"
     assert prefixes.drop(40) == [] and prefixes.held == 30, "the older one goes"

@@ -176,6 +176,22 @@ def test_a_burst_of_one_client_shares_the_rows(checkpoint: Path) -> None:
     assert order[:2] == [burst[0], other] and [one for one in order if one != other] == burst
 
 
+@pytest.mark.parametrize("users", [[None] * 4, ["one"] * 4, ["one", "two", "three", "four"]])
+def test_a_client_gets_as_much_whatever_users_it_names(checkpoint: Path, users: list[str | None]) -> None:
+    llm = engine(checkpoint, max_num_seqs=2)
+    named = [llm.submit("the cat", greedy(6), client="a", user=user) for user in users]
+    plain = [llm.submit("the dog", greedy(6), client="b") for _ in range(4)]
+    order = beginnings(llm)
+    assert order == [request_id for pair in zip(named, plain, strict=True) for request_id in pair]
+
+
+def test_users_of_a_client_share_its_rows(checkpoint: Path) -> None:
+    llm = engine(checkpoint, max_num_seqs=2)
+    eager = [llm.submit("the cat", greedy(6), client="a", user="eager") for _ in range(4)]
+    unnamed = llm.submit("the dog", greedy(6), client="a")
+    assert beginnings(llm) == [eager[0], unnamed, *eager[1:]], "who names no user is one, too"
+
+
 def test_nobody_who_holds_nothing_waits_behind_who_came_later(checkpoint: Path) -> None:
     llm = engine(checkpoint)
     ids = [llm.submit("the cat", greedy(4)) for _ in range(3)]
@@ -225,3 +241,53 @@ def test_nonsense_is_refused(checkpoint: Path, wrong: dict[str, int]) -> None:
         Scheduling(**wrong)
     with pytest.raises(ArgumentError, match="timeout_s"):
         engine(checkpoint).submit("x", greedy(), timeout_s=0.0)
+
+
+def test_a_clients_priorities_order_its_own_requests_alone(checkpoint: Path) -> None:
+    llm = engine(checkpoint, max_num_seqs=2)
+    wishes = [("a", 0), ("a", 2), ("a", -1), ("b", 5), ("b", 1), (None, -9)]
+    ids = [llm.submit("the cat", greedy(4), client=client, priority=priority) for client, priority in wishes]
+    waiting, order = [answer for one in ids for answer in llm.engine._requests[one].answers], []
+    while waiting:
+        waiting.remove(best := next_in_line(waiting, []))
+        order.append(ids.index(best.request.id))
+    assert [place for place in order if wishes[place][0] == "a"] == [2, 0, 1]
+    assert [place for place in order if wishes[place][0] == "b"] == [4, 3]
+    assert order.index(5) == 5, "its priority says nothing of others' requests"
+    run(llm)
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, None])
+def test_an_answer_of_no_tokens_reads_its_prompt(checkpoint: Path, draft_checkpoint: Path, name: str | None) -> None:
+    config = None if name is None else drafter(name, draft_checkpoint)
+    llm = engine(checkpoint, config, max_num_seqs=3, max_num_batched_tokens=8)
+    other, scored = llm.submit("the dog", greedy(12)), llm.submit(TEXT, greedy(0, prompt_logprobs=1, n=2))
+    outputs, _ = run(llm)
+    found = outputs[scored]
+    [whole] = engine(checkpoint).generate(TEXT, greedy(4, prompt_logprobs=1))
+    assert [answer.finish_reason for answer in found.outputs] == ["length"] * 2
+    assert all(answer.token_ids == [] and answer.text == "" for answer in found.outputs)
+    assert found.prompt_logprobs is not None and whole.prompt_logprobs is not None
+    for one, same in zip(found.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+        assert one is not None and same is not None and one.keys() == same.keys()
+        assert all(abs(one[token].logprob - same[token].logprob) < 1e-4 for token in one)
+    [alone] = engine(checkpoint).generate("the dog", greedy(12))
+    assert outputs[other].outputs[0].token_ids == alone.outputs[0].token_ids
+    again = llm.generate(TEXT, greedy(4))[0]
+    assert (again.num_cached_tokens > 0) == (name != "eagle3"), "a head that was shown nothing reads all of it"
+    assert again.outputs[0].token_ids == whole.outputs[0].token_ids
+    longest = [3] * llm.max_model_len
+    assert llm.generate([longest], greedy(0))[0].outputs[0].finish_reason == "length"
+    with pytest.raises(ArgumentError, match="the context holds"):
+        llm.generate([longest], greedy(1))
+
+
+def test_a_prompt_is_cut_to_what_is_wanted_or_fits(checkpoint: Path) -> None:
+    llm = engine(checkpoint)
+    [whole] = llm.generate(TEXT, greedy(4))
+    for most, kept in ((3, 3), (len(whole.prompt_token_ids), None), (10_000, None)):
+        [found] = llm.generate(TEXT, greedy(4, truncate_prompt_tokens=most))
+        assert found.prompt_token_ids == whole.prompt_token_ids[-(kept or 10_000) :]
+        assert found.prompt == (None if kept else TEXT)
+    [fitted] = llm.generate(TEXT * 40, greedy(7, truncate_prompt_tokens=-1))
+    assert len(fitted.prompt_token_ids) == llm.max_model_len - 7 and len(fitted.outputs[0].token_ids) == 7

@@ -27,6 +27,7 @@ def test_it_is_stored_without_outputs(stored: Any) -> None:
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
+@pytest.mark.slow
 # Third parties' warnings, of sockets and paths, are not ours to fix.
 @pytest.mark.filterwarnings("ignore")
 def test_it_trains_a_head_that_changes_no_answer_and_exports_it(

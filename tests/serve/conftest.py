@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,15 +35,17 @@ class Live:
 
     url: str
     session: Session
+    verify: ssl.SSLContext | bool = True
+    """Whom to trust where the server speaks HTTPS."""
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **more)
+        return httpx.post(self.url + path, json=body, timeout=30, verify=self.verify, **more)
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **more)
+        return httpx.get(self.url + path, timeout=30, verify=self.verify, **more)
 
 
 @contextmanager
@@ -51,6 +54,7 @@ def serving(
     *,
     speculative: dict[str, Any] | None = None,
     send_buffer: int | None = None,
+    verify: ssl.SSLContext | bool = True,
     **settings: Any,
 ) -> Iterator[Live]:
     """A server in a thread of its own until the block ends; `send_buffer`: bytes that the kernel keeps of an answer."""
@@ -67,7 +71,8 @@ def serving(
     server = running.server(session, host="127.0.0.1", port=port)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
-    live = Live(f"http://127.0.0.1:{port}", session)
+    scheme = "http" if wanted.ssl_certfile is None else "https"
+    live = Live(f"{scheme}://127.0.0.1:{port}", session, verify)
     _wait_until_ready(live)
     try:
         yield live
@@ -120,7 +125,8 @@ def with_template(checkpoint: Path, folder: Path, template: str) -> Path:
 def live(checkpoint: Path, draft_checkpoint: Path) -> Iterator[Live]:
     """A server with a draft model."""
     drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4}
-    with serving(checkpoint, speculative=drafter, max_queue=32, max_n=3, max_tokens=64, stream_buffer=64) as running:
+    limits = {"max_queue": 32, "max_n": 3, "max_tokens": 64, "stream_buffer": 64}
+    with serving(checkpoint, speculative=drafter, allow_traces=True, **limits) as running:
         yield running
 
 

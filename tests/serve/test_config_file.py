@@ -105,7 +105,8 @@ def test_defaults_are_the_settings_own() -> None:
     assert parsed()["settings"] == ServeSettings() and parsed()["speculation"] == SPECULATION
 
 
-def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # wide enough for every name to stand on one line
     main(["serve", "--help"])
     shown = capsys.readouterr().out
     for name, hint in get_type_hints(ServeSettings, include_extras=True).items():

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from serve.conftest import NAME, Live, counters, serving, wait_for
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the extra dev")
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BOUNDED = settings(
     derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
 )
@@ -63,10 +64,10 @@ def test_the_description_is_honest(live: Live, checkpoint: Path) -> None:
     assert schema["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     for path, methods in schema["paths"].items():
         for operation in methods.values():
-            assert ("security" in operation) == path.startswith(("/v1", "/tokenize", "/detokenize")), path
+            assert ("security" in operation) == path.startswith(("/v1", "/tokenize", "/detokenize", "/load")), path
 
 
-POSTS = (CHAT, TEXT, RESPONSES, "/tokenize", "/detokenize")
+POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=str)
@@ -99,18 +100,25 @@ def test_requests_made_from_the_description(small: Live, described: Any, path: s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES])
 def test_what_is_not_odd_is_answered(small: Live, path: str, stream: bool) -> None:
     """Otherwise the tests below would prove nothing."""
     assert small.post(path, {**PLAIN[path], "stream": stream}).status_code == 200
+
+
+def check_envelope(answer: httpx.Response) -> None:
+    """OpenAI's, or Anthropic's on its paths."""
+    body, anthropic = answer.json(), answer.request.url.path.startswith(MESSAGES)
+    assert set(body) == ({"type", "error"} if anthropic else {"error"}), answer.text
+    assert set(body["error"]) == {"message", "type"} | (set() if anthropic else {"param", "code"}), answer.text
+    assert body["error"]["message"]
 
 
 def check(answer: httpx.Response) -> None:
     """No 500, and errors in their envelope."""
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
-        error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["message"], answer.text
+        check_envelope(answer)
     elif answer.headers["content-type"].startswith("text/event-stream"):
         assert "server_error" not in answer.text, answer.text
 
@@ -153,16 +161,18 @@ PLAIN: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "the cat"}]},
     TEXT: {"prompt": "the cat"},
     RESPONSES: {"input": "the cat"},
+    MESSAGES: {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 3},
 }
 FIELDS = {
     CHAT: sorted(ChatRequest.model_fields),
     TEXT: sorted(CompletionRequest.model_fields),
     RESPONSES: sorted(ResponsesRequest.model_fields),
+    MESSAGES: sorted(MessagesRequest.model_fields),
 }
 
 
 @settings(OFTEN, max_examples=200)
-@given(data=st.data(), path=st.sampled_from((CHAT, TEXT, RESPONSES)), stream=st.booleans())
+@given(data=st.data(), path=st.sampled_from((CHAT, TEXT, RESPONSES, MESSAGES)), stream=st.booleans())
 def test_one_parameter_is_odd(small: Live, data: st.DataObject, path: str, stream: bool) -> None:
     body = {**PLAIN[path], "model": NAME, "stream": stream}
     for name in data.draw(st.lists(st.sampled_from(FIELDS[path]), min_size=1, max_size=2, unique=True)):
@@ -266,4 +276,4 @@ def test_other_methods_paths_and_headers(small: Live, headers: dict[str, str], m
     answer = httpx.request(method, small.url + path, headers=raw, timeout=60)
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400 and method != "HEAD":
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        check_envelope(answer)

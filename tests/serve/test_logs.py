@@ -134,7 +134,7 @@ def break_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"cannot read {SECRET}")
 
-    monkeypatch.setattr(live.session.engine.llm, "submit", fail)
+    monkeypatch.setattr(live.session.engine.llm, "prepared", fail)
     monkeypatch.setattr(live.session.engine.llm, "chat_prompt", fail)
 
 

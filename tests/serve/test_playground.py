@@ -20,7 +20,9 @@ def test_the_page_is_complete_and_self_contained(live: Live) -> None:
 
 def test_what_the_page_reads_is_there(live: Live) -> None:
     card = live.get("/v1/models").json()["data"][0]["speculation"]
-    assert card["drafters"][0] == "draft_model" and card["max_speculative_tokens"] > 0
+    assert card["drafters"] == ["draft_model", "ngram"]
+    assert card["max_speculative_tokens"] == {"draft_model": 4, "ngram": 16}, "the server's own was built for 4"
+    assert card["traces"]
     body = {"prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = live.post("/v1/completions", {**body, "return_speculation_trace": True}).json()
     [trace] = answer["speculation_trace"]

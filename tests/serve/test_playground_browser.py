@@ -30,7 +30,7 @@ def demo() -> Iterator[Live]:
     def load() -> AsyncLLM:
         return AsyncLLM("demo", speculative_config=DRAFTER, dtype="float32", max_num_seqs=2, max_model_len=512)
 
-    with serving(load, client_drafters=("ngram", "suffix")) as running:
+    with serving(load, client_drafters=("ngram", "suffix"), allow_traces=True) as running:
         yield running
 
 
@@ -217,3 +217,14 @@ def test_errors_are_said(opened: Page) -> None:
     opened.page.wait_for_selector("#status.wrong")
     assert "token" in opened.page.inner_text("#status")
     assert len(opened.complaints) == 1 and "400" in opened.complaints.pop(), "the browser's own line"
+
+
+def test_a_server_that_gives_no_traces_is_said_to(browser: Any) -> None:
+    def load() -> AsyncLLM:
+        return AsyncLLM("demo", speculative_config=DRAFTER, dtype="float32", max_num_seqs=1, max_model_len=128)
+
+    with serving(load) as live:
+        page = Page(browser, live.url)
+        page.page.wait_for_selector("#run[disabled]")
+        assert "--allow-traces" in str(page.page.text_content("#status"))
+        page.close()

@@ -42,7 +42,7 @@ def test_the_operator_sets_the_limit(checkpoint: Path) -> None:
 
 
 def test_cached_tokens_are_counted(checkpoint: Path) -> None:
-    with serving(checkpoint) as live:
+    with serving(checkpoint, share_unnamed=True, enable_prompt_tokens_details=True) as live:
         first, again = (live.post("/v1/completions", {**LONG, "max_tokens": 5}).json() for _ in range(2))
         assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving" / "soak.py"
 MINUTES = 0.6
 GROWTH = 0.15
 """Of memory. In so short a run the warm-up is a few seconds, and later allocations of a small process weigh more."""
 
 
+@pytest.mark.slow
 def test_nothing_leaks_sticks_or_is_miscounted(checkpoint: Path, tmp_path: Path) -> None:
     report, log = tmp_path / "report.json", tmp_path / "log.json"
     words = ["--model", checkpoint, "--drafter", "ngram", "--minutes", MINUTES, "--growth", GROWTH]

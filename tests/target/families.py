@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 16}),
     "gemma2": ("Gemma2", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
-    "gemma3": ("Gemma3", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
+    "gemma3": ("Gemma3Text", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
     "phi3": ("Phi3", _GROUPED),
     "phi3_longrope": ("Phi3", {**_GROUPED, "rope_parameters": _LONG, "original_max_position_embeddings": 64}),
     "olmo2": ("Olmo2", _GROUPED),
@@ -70,6 +70,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", {**_COMMON, **_LATENT}),
     "granite": ("Granite", {**_GROUPED, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "llama4": (
+        "Llama4Text",
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "no_rope_layers": [1, 0, 1, 0],
+        },
+    ),
     "cohere": ("Cohere", {**_GROUPED, "logit_scale": 0.5}),
 }
 """Name -> transformers class prefix, configuration."""
@@ -86,7 +98,7 @@ SHARING = {
 def make(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A random model whose logits are of order one, so that an error shows."""
     prefix, options = FAMILIES[name]
-    config_type = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
+    config_type = getattr(transformers, f"{prefix}Config")
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config_type(**{**options, **changes})).eval()
     with torch.no_grad():

@@ -9,9 +9,12 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Plan, Target
 from forerun.target.memory import cache_bytes_per_token
+from forerun.target.parts import base_of, layers_of
+from forerun.target.resuming import prove
 from forerun.types import LAST_HIDDEN
 from target.families import FAMILIES, SHARING, make, random_tokens
 from target.test_families import trees
+from target.tiny import build
 
 ROWS, ROOTS = [0, 1, 2], [4, 5, 6]
 DRAFT = trees(0)
@@ -38,6 +41,19 @@ def test_two_ranges_are_the_whole_bit_for_bit(name: str) -> None:
         assert torch.allclose(target.lm_head(normed), whole.logits, atol=1e-5)
     target.commit(ROWS, [(1, 3), (), (3,)])
     assert target.lengths == [6, 10, 19]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("opt", {}), ("electra", {"is_decoder": True}), ("gemma3", {})])
+def test_layers_further_down_in_the_base_model(kind: str, changes: dict[str, bool]) -> None:
+    target = Target.load(build(kind, **changes), rows=3, slots=64)
+    assert "." in layers_of(base_of(target.model), 4)[0]
+    target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
+    prove(target, 2)
+    whole = target.score(ROWS, ROOTS, DRAFT, signals=frozenset({2, 4, LAST_HIDDEN}))
+    early = target.run(ROWS, ROOTS, DRAFT, Plan(stop=2))
+    assert torch.equal(early, whole.signals[2])
+    assert torch.equal(target.run(ROWS, ROOTS, DRAFT, Plan(start=2, stop=4), states=early), whole.signals[4])
+    assert torch.equal(target.final_norm(whole.signals[4]), whole.signals[LAST_HIDDEN])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

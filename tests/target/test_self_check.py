@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from forerun.errors import UnsupportedModelError
-from forerun.target import Target, fast
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.target import Target, fast, self_check, support
 from forerun.target.cache import SlotCache
 from forerun.target.masks import MaskStyle
 from forerun.target.memory import cache_bytes_per_token
-from target.families import FAMILIES, WINDOW, make
+from forerun.target.support import named_sizes
+from forerun.tree import TreeBuilder, stack
+from target.families import FAMILIES, WINDOW, make, plain, random_tokens
+from target.tiny import build
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -23,6 +27,10 @@ def test_passes(name: str, dtype: torch.dtype) -> None:
     assert target.lengths == [0]
     assert (target.rows, target.slots, target.cache.rows) == (1, 32, 1)
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, dtype.itemsize) * 33, "reserved at load"
+
+
+def _draft() -> Any:
+    return stack([TreeBuilder()])
 
 
 def refused(model: Any, match: str, **options: Any) -> None:
@@ -87,9 +95,105 @@ def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     refused(make("llama"), "failed the self-check", repack=True)
 
 
-def test_a_model_that_takes_no_tree() -> None:
-    config = transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=4, n_head=4)
-    refused(transformers.BloomForCausalLM(config), "BloomForCausalLM cannot score a token tree")
+def _wrong_chunk(types: tuple[str, ...], config: Any) -> MaskStyle:
+    return MaskStyle(types=types, window=None, chunk=config.attention_chunk_size + 1)
+
+
+def test_a_chunk_that_is_one_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chunk in (WINDOW, 300):
+        model = make("llama4", attention_chunk_size=chunk)
+        Target.load(model, slots=32)
+        assert model.config.attention_chunk_size == chunk
+        types = MaskStyle.of(model.config).types
+        with monkeypatch.context() as patched:
+            patched.setattr(MaskStyle, "of", partial(_wrong_chunk, types))
+            refused(model, "failed the self-check")
+
+
+def test_attention_that_changes_behind_the_check_ends_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    """Doge's layers choose `keep_window_size` tokens by themselves, later ones included; below it they take all."""
+    model = build("doge", keep_window_size=100)
+    target = Target.load(model, slots=200)
+    assert target.max_length == 100
+    assert "limited to 100 of 512 tokens" in caplog.text and "past keep_window_size = 100" in caplog.text
+    tokens = random_tokens(100, 0)
+    target.prefill([0], [tokens[:-1]])
+    assert (target.score([0], tokens[-1:], _draft()).logits[0, 0] - plain(model, tokens)[-1]).abs().max() <= 2e-5
+    with pytest.raises(ArgumentError, match="exceed the context of 100"):
+        target.prefill([0], [tokens[:2]])
+    refused(build("doge", keep_window_size=16), "self-check past keep_window_size = 16")
+    assert Target.load(build("doge", keep_window_size=508), slots=32).max_length == 508, "the check has no room behind"
+    caplog.clear()
+    assert Target.load(build("doge", keep_window_size=512), slots=32).max_length == 512, "it is never reached"
+    assert not caplog.text
+
+
+def test_sizes_that_change_nothing_limit_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make("llama")
+    model.config.sparse = {"block_size": 50, "windows": [70, 100]}
+    assert Target.load(model, slots=32).max_length == 512
+    assert not caplog.text
+    monkeypatch.setattr(self_check, "_CPU_WORK", 80 * model.num_parameters())
+    assert Target.load(model, slots=32).max_length == 100, "past 70, which is cheap, it was found right"
+    assert "was not checked past sparse.windows = 100" in caplog.text
+
+
+def test_every_size_that_a_configuration_names() -> None:
+    config = transformers.LlamaConfig(
+        index_topk=8,
+        compress_rates={"csa": 4, "hca": 128},
+        sliding_windows=[0, 7, 9],
+        layers=[{"chunk_length": 33}],
+        use_local=True,
+        num_local_experts=64,
+        moe_topk=3,
+        topk_group=2,
+        conv_chunksize=44,
+        attn_config={"num_windows": 55},
+        vision_config={"window_size": 77},
+    )
+    assert named_sizes(config) == {
+        "index_topk": 8,
+        "compress_rates.csa": 4,
+        "compress_rates.hca": 128,
+        "sliding_windows": 9,
+        "layers.chunk_length": 33,
+        "index_topk x compress_rates.csa": 32,
+        "index_topk x compress_rates.hca": 1024,
+        "index_topk x layers.chunk_length": 264,
+    }
+
+
+def test_positions_that_are_counted_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Llama 4 scales queries by ``get_seq_length``, in steps of `floor_scale`; below the first all is well."""
+    model = make("llama4", floor_scale=90)
+    assert Target.load(model, slots=32).max_length == 89
+    assert "limited to 89 of 512" in caplog.text
+    assert Target.load(make("llama4", floor_scale=90, attn_temperature_tuning=False), slots=32).max_length == 512
+    monkeypatch.setattr(support, "_switch_points", lambda *_: [])
+    refused(model, "a step after a gathered path")
+
+
+def test_reasons_in_words() -> None:
+    refused(build("bert"), "is not causal.*is_decoder")
+    refused(build("bloom"), "does not take a 4D attention mask.*transformers' own generate")
+    refused(build("mpt"), "ignores the positions")
+    refused(build("falcon", alibi=True), "4D attention mask")
+    refused(build("bart"), "ignores the positions")
+    refused(build("deepseek_v32"), "indexed_attention.*transformers' own generate")
+
+
+def test_windows_that_differ_from_layer_to_layer() -> None:
+    refused(build("mistral", per_layer_config={1: {"sliding_window": 30}}), "windows of different sizes")
+
+
+@pytest.mark.parametrize("kind", ["bert", "bert-generation", "electra", "megatron-bert"])
+def test_encoders_that_were_made_decoders(kind: str) -> None:
+    Target.load(build(kind, is_decoder=True), slots=32)
 
 
 def test_windows_that_the_attention_applies_by_itself() -> None:

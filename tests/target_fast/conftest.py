@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from emulation import kernels_in_c, packed_linears
 from forerun.target.fast import native
 
 COMMON = {
@@ -21,6 +23,20 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(scope="module")
+def in_c() -> Iterator[None]:
+    """The kernels in C, emulated where the processor lacks the instructions."""
+    with kernels_in_c():
+        yield
+
+
+@pytest.fixture(scope="module")
+def packed() -> Iterator[None]:
+    """Linear layers can be packed, with torch's own products where the processor has no others."""
+    with packed_linears():
+        yield
 
 
 @pytest.fixture(params=["native", "torch"])

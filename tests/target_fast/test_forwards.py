@@ -11,12 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.target import Target
-from forerun.target.fast import accelerate, forwards, glue, packing
+from forerun.target.fast import accelerate, forwards, packing
 from forerun.target.fast.forwards import AttentionForward, GatedForward, NormForward
 from forerun.types import empty_draft
 from target_fast.conftest import COMMON
 
-pytestmark = pytest.mark.skipif(glue.kernels() is None, reason="no AVX-512 BF16 or no compiler")
+pytestmark = pytest.mark.usefixtures("in_c", "packed")
 
 
 def small(family: str, **options: Any) -> Any:

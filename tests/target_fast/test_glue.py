@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from forerun.errors import ArgumentError
 from forerun.target.fast import glue
 from forerun.target.fast.glue import HeadNorm, Heads
 
-pytestmark = pytest.mark.skipif(glue.kernels() is None, reason="no AVX-512 BF16 or no compiler")
+pytestmark = pytest.mark.usefixtures("in_c")
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +96,53 @@ def test_what_it_does_not_take() -> None:
     assert not glue.takes(states[:, :16])
     with torch.inference_mode(False), torch.enable_grad():
         assert not glue.takes(states)
+
+
+@pytest.mark.parametrize("wrong", [-1, 22, 2**40, -(2**62)])
+@pytest.mark.parametrize("which", [0, 6])
+def test_slots_that_are_not_there_are_refused_and_nothing_is_written(wrong: int, which: int) -> None:
+    """Two rows of eleven slots, with memory of others on both sides."""
+    heads, states = Heads(queries=2, keys=1, depth=32), torch.randn(7, 4 * 32).bfloat16()
+    angles = torch.ones(7, 32).bfloat16(), torch.zeros(7, 32).bfloat16()
+    around = torch.full((2, 66, 32), 7.0).bfloat16()
+    stores = around[0, 22:44].view(2, 11, 1, 32), around[1, 22:44].view(2, 11, 1, 32)
+    places = torch.arange(7)
+    glue.place(states, angles, heads, stores, places)
+    assert not (around[:, 22:29] == 7).any(-1).all()
+    around.fill_(7)
+    places[which] = wrong
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        glue.place(states, angles, heads, stores, places)
+    assert bool((around == 7).all())
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    heads, states = Heads(queries=2, keys=1, depth=32), torch.randn(7, 4 * 32).bfloat16()
+    angles, stores = torch.ones(2, 7, 32).bfloat16(), torch.zeros(2, 2, 11, 1, 32).bfloat16()
+    fitting = {
+        "states": states,
+        "angles": tuple(angles),
+        "heads": heads,
+        "stores": tuple(stores),
+        "places": torch.arange(7),
+    }
+    glue.place(**fitting)
+    norm = HeadNorm(torch.ones(16).bfloat16(), 1e-5)
+    wrong = [
+        {"places": torch.arange(6)},
+        {"places": torch.arange(7, dtype=torch.int32)},
+        {"places": torch.arange(14)[::2]},
+        {"states": states[:, :96].contiguous()},
+        {"angles": (angles[0], angles[1, :, :16])},
+        {"stores": (stores[0], stores[1, :1])},
+        {"stores": tuple(stores.float())},
+        {"heads": Heads(queries=2, keys=1, depth=32, key_norm=norm)},
+        {"heads": Heads(queries=4, keys=2, depth=16), "angles": tuple(angles[..., :16].contiguous())},
+    ]
+    for changed in wrong:
+        with pytest.raises(ArgumentError, match="cannot be written"):
+            glue.place(**(fitting | changed))
+    with pytest.raises(ArgumentError, match="weights"):
+        glue.rms_norm(states, torch.ones(64).bfloat16(), 1e-5)
+    with pytest.raises(ArgumentError, match="16s"):
+        glue.gated(torch.zeros(3, 40).bfloat16())

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forerun.target.fast import building, glue, native
+from emulation import forget_kernels
+from forerun.errors import ArgumentError
+from forerun.target.fast import building, native
 from forerun.target.fast.attention import fold_attention
 from target_fast.conftest import by_definition
 
 LOWEST = torch.finfo(torch.bfloat16).min
-needs_kernel = pytest.mark.skipif(native.kernel() is None, reason="no AVX-512 BF16 or no compiler")
+pytestmark = pytest.mark.usefixtures("in_c")
 
 
 def problem(
@@ -29,7 +31,6 @@ def problem(
     return [query, key, value, torch.where(unseen, LOWEST, 0.0).bfloat16()]
 
 
-@needs_kernel
 @pytest.mark.parametrize("depths", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize(
     ("batch", "heads", "key_heads", "count", "width"),
@@ -44,7 +45,6 @@ def test_equals_attention_by_definition(
     torch.testing.assert_close(found.double(), by_definition(*tensors, 0.125), rtol=1e-2, atol=1e-2)
 
 
-@needs_kernel
 def test_a_rows_bits_depend_on_what_it_sees_alone() -> None:
     """Not on the rows beside it, nor on the other sequences, the width, the threads, or what stands in unseen slots."""
     query, key, value, mask = problem(3, 6, 2, 21, 700)
@@ -68,7 +68,6 @@ def test_a_rows_bits_depend_on_what_it_sees_alone() -> None:
     torch.set_num_threads(before)
 
 
-@needs_kernel
 def test_one_mask_for_all_sequences() -> None:
     query, key, value, mask = problem(3, 4, 2, 5, 70)
     shared = native.attend(query, key, value, mask[:1], 0.125)
@@ -77,7 +76,6 @@ def test_one_mask_for_all_sequences() -> None:
         native.attend(query, key, value, mask[:, :, :4], 0.125)
 
 
-@needs_kernel
 def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
     query, key, value, mask = problem(5, 4, 2, 3, 70)
     rows = torch.tensor([4, 0, 3])
@@ -85,7 +83,6 @@ def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
     assert torch.equal(native.attend(query[:3], key, value, mask[:3], 0.125, rows), native.attend(*chosen, 0.125))
 
 
-@needs_kernel
 def test_large_scores_do_not_overflow() -> None:
     query, key, value, mask = problem(1, 2, 1, 5, 200)
     tensors = [100 * query, 10 * key, value, mask]
@@ -93,7 +90,25 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(found.double(), by_definition(*tensors, 1.0), rtol=1e-2, atol=1e-2)
 
 
-@needs_kernel
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("width", [40, 300])
+def test_numbers_that_fail_are_not_hidden(which: str, value: float, width: int) -> None:
+    """One entry of a token that some see: whoever gets NaN by definition, and nobody else who does not see it."""
+    tensors = problem(1, 4, 2, 6, width)
+    slot = width - 7
+    tensors[3][..., slot] = torch.tensor([0.0, LOWEST, 0.0, LOWEST, 0.0, LOWEST]).bfloat16()
+    {"query": tensors[0][0, 1], "key": tensors[1][0, 1], "value": tensors[2][0, 1]}[which][
+        2 if which == "query" else slot, 5
+    ] = value
+    expected, found = by_definition(*tensors, 0.125), native.attend(*tensors, 0.125)
+    seeing = ~expected[:, ::2].isfinite()
+    assert seeing.any() or value == -torch.inf
+    assert not found[:, ::2][seeing].isfinite().any()
+    healthy = expected.isfinite()
+    torch.testing.assert_close(found.double()[healthy], expected[healthy], rtol=1e-2, atol=1e-2)
+
+
 def test_what_it_does_not_take() -> None:
     query, key, value, mask = problem(1, 4, 2, 3, 40)
     assert native.takes(query, key, value, mask)
@@ -110,27 +125,20 @@ def test_what_it_does_not_take() -> None:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and a kernel that has not been asked for yet."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    forget()
+    forget_kernels()
     yield tmp_path
-    forget()
+    forget_kernels()
 
 
-def forget() -> None:
-    for known in (native.kernel, glue.kernels, building.library):
-        known.cache_clear()
-
-
-@needs_kernel
 def test_it_is_compiled_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.kernel() is not None
     (library,) = (elsewhere / "kernels").iterdir()
-    forget()
+    forget_kernels()
     monkeypatch.setattr(building, "written", lambda *_: pytest.fail("compiled again"))
     assert native.kernel() is not None
     assert library.suffix == ".so"
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="no AVX-512 BF16")
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
 def test_without_a_compiler_torch_attends(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
@@ -143,3 +151,30 @@ def test_without_a_compiler_torch_attends(
     assert sum("could not be compiled" in record.message for record in caplog.records) == 1
     assert not list(elsewhere.rglob("*.so"))
     torch.testing.assert_close(found.double(), by_definition(query, key, value, mask, 0.125), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 5], [0, -1, 2], [2**62, 0, 1], [0, 1], [0, 1, 2, 3]])
+def test_rows_that_are_not_there_are_refused(rows: list[int]) -> None:
+    query, key, value, mask = problem(5, 4, 2, 3, 70)
+    with pytest.raises(ArgumentError, match="below R"):
+        native.attend(query[:3], key, value, mask[:3], 0.125, torch.tensor(rows))
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    query, key, value, mask = problem(3, 4, 2, 5, 70)
+    wide, long = torch.zeros(2, 3, 2, 70, 96).bfloat16(), torch.zeros(3, 2, 71, 64).bfloat16()
+    wrong = [
+        (query, key[:2], value[:2], mask),  # three sequences, two rows
+        (query, key[:, :1], value, mask),
+        (query, key, value[:2], mask),
+        (query, wide[0], value, mask),
+        (query, key, long, mask),
+        (query[:, :3], key, value, mask),  # heads that are no groups
+        (query[..., :48], key[..., :48], value, mask),
+        (torch.zeros(3, 4, 5, 288).bfloat16(), torch.zeros(3, 2, 70, 288).bfloat16(), value, mask),
+    ]
+    for tensors in wrong:
+        with pytest.raises(ArgumentError, match="cannot be computed"):
+            native.attend(*tensors, 0.125)
+    with pytest.raises(ArgumentError, match="int32"):
+        native.attend(query, key, value, mask, 0.125, torch.tensor([0, 1, 2], dtype=torch.int32))

@@ -10,13 +10,13 @@ from forerun.target import Target
 from forerun.target.buckets import Buckets
 from forerun.target.fast import accelerate
 from forerun.target.fast import native as native_kernel
-from forerun.target.fast.packing import PackedWeight, cpu_packs
+from forerun.target.fast.packing import PackedWeight
 from forerun.target.fast.padding import WORTH, Flat
 from forerun.tree import TreeBuilder
 from forerun.types import Draft
 from target_fast.conftest import build
 
-pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 kernels on this processor")
+pytestmark = pytest.mark.usefixtures("in_c", "packed")
 
 
 def chains(counts: dict[int, int]) -> Draft:

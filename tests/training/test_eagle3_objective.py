@@ -6,21 +6,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.training import unrolled
+from forerun.training.batch import FeatureBatch
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
 from forerun.training.unrolled import blocks_of, unrolled_attention
+from forerun.training.vocabulary import Divergence
 from forerun.types import LAST_HIDDEN
-from training.ttt import batch_of, head, model, tokens
+from training.ttt import VOCABULARY, batch_of, head, model, tokens
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]], documents: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: list[tuple[Tensor, Tensor]],
+    documents: Tensor,
+    reach: int | None = None,
 ) -> Tensor:
     """All scores at once."""
     times, length = query.shape[1] // key.shape[1], query.shape[2]
     scores = query @ key.repeat_interleave(times, 1).transpose(-1, -2) * query.shape[-1] ** -0.5
     index = torch.arange(length)
     hidden = (index > index[:, None]) | (documents[:, None, :] != documents[:, :, None])
+    if reach is not None:
+        hidden = hidden | (index[:, None] - index >= reach)
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     lines = [(query * k.repeat_interleave(times, 1)).sum(-1, keepdim=True) * query.shape[-1] ** -0.5 for k, _ in own]
     law = torch.cat([scores, *lines], -1).softmax(-1)
@@ -30,16 +40,21 @@ def plain_attention(
     return mixed.transpose(1, 2)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_attention_and_its_gradients_equal_the_plain_ones(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(unrolled.QUERY_BLOCK, "cpu", 5)
+@pytest.mark.parametrize(
+    ("steps", "reach", "block"),
+    [(0, None, 5), (1, None, 5), (3, None, 5), (0, 1, 5), (1, 4, 5), (3, 20, 5), (2, 0, 5), (3, -1, 1)],
+)
+def test_attention_and_its_gradients_equal_the_plain_ones(
+    steps: int, reach: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(unrolled.QUERY_BLOCK, "cpu", block)
     generator = torch.Generator().manual_seed(0)
     documents = torch.tensor([[0] * 7 + [1] * 6, [0] * 3 + [1] * 8 + [-1] * 2])
     shapes = [(2, 4, 13, 8)] + [(2, 2, 13, 8)] * (2 + 2 * steps)
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     own = list(zip(given[3::2], given[4::2], strict=True))
-    ours = unrolled_attention(given[0], given[1], given[2], own, blocks_of(documents))
-    theirs = plain_attention(given[0], given[1], given[2], own, documents)
+    ours = unrolled_attention(given[0], given[1], given[2], own, blocks_of(documents, reach))
+    theirs = plain_attention(given[0], given[1], given[2], own, documents, reach)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     flow = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
     for found, expected in zip(
@@ -48,30 +63,72 @@ def test_attention_and_its_gradients_equal_the_plain_ones(steps: int, monkeypatc
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_the_loss_equals_a_written_out_reference() -> None:
-    made, text, steps = head(), tokens(12), 3
+def divergence_of(law: Tensor, draft: Tensor, ids: list[int], divergence: Divergence) -> Tensor:
+    """Of two laws over all tokens, the second 0 outside `ids`, where KL and cross-entropy do not look."""
+    named = law[ids] / law[ids].sum()
+    overlap = torch.minimum(law, draft).sum()
+    if divergence is Divergence.LK_LOG:
+        return -overlap.log()
+    cross = -(named * draft[ids].log()).sum()
+    if divergence is Divergence.CROSS_ENTROPY:
+        return cross
+    share = torch.exp(-3.0 * overlap)
+    return share * (cross + (named * named.log()).sum()) + (1 - share) * (1 - overlap)
+
+
+@torch.no_grad()
+def agree(made: EagleHead, batch: FeatureBatch) -> None:
+    """Let the target find likely what the head does, at two of three places; no boundary of the head is changed."""
+    weight = model().get_output_embeddings().weight
+    for step in Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=2)).unroll(batch):
+        best = made.token_ids[made.lm_head(step.output[0]).argmax(-1)]
+        for index in range(0, len(best) - 1 - step.step, 3):
+            batch.features[LAST_HIDDEN][0, index + 1 + step.step] = 2 * weight[best[index]]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("divergence", list(Divergence), ids=str)
+@pytest.mark.parametrize("size", [30, 8, VOCABULARY])
+def test_loss_and_metrics_equal_a_written_out_reference(size: int, divergence: Divergence, skip: bool) -> None:
+    """Laws over all of the target's tokens, prediction by prediction, chain by chain."""
+    made, text, steps = head(draft_vocab_size=size), tokens(24), 3
     batch = batch_of([text], made.config.boundaries)
     batch.batch.loss_mask[0, :5] = False  # the user's part
-    objective = Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=steps, decay=0.8))
+    agree(made, batch)
+    settings = Eagle3Settings(steps=steps, decay=0.8, divergence=divergence, skip_unreachable=skip)
+    objective = Eagle3Objective(made, FrozenTarget.of(model()), settings)
     report = objective(batch)
 
-    weight = model().get_output_embeddings().weight
-    ids = made.token_ids
-    logits = batch.features[LAST_HIDDEN][0] @ weight.T
+    ids = made.token_ids.tolist()
+    laws = (batch.features[LAST_HIDDEN][0] @ model().get_output_embeddings().weight.T).softmax(-1).detach()
     shares = [0.8**step / sum(0.8**s for s in range(steps)) for step in range(steps)]
-    total, count = torch.zeros(()), 0.0
-    outputs = [unrolled.output[0] for unrolled in objective.unroll(batch)]
-    for step, (output, share) in enumerate(zip(outputs, shares, strict=True)):
-        for index in range(len(text)):
+    outputs = [unrolled.output[0].detach() for unrolled in objective.unroll(batch)]
+    total, weight = torch.zeros(()), 0.0
+    overlaps: list[list[float]] = [[] for _ in range(steps)]
+    chains: list[list[bool]] = [[] for _ in range(steps)]
+    for index in range(len(text)):
+        agreed: list[bool] = []
+        for step, (output, share) in enumerate(zip(outputs, shares, strict=True)):
             judged, predicted = index + 1 + step, index + 2 + step
-            if predicted >= len(text) or predicted < 5 or int(logits[judged].argmax()) not in ids.tolist():
+            if not 5 <= predicted < len(text):
                 continue
-            law = logits[judged][ids].softmax(-1)
-            total = total - share * (law * made.lm_head(output[index]).log_softmax(-1)).sum()
-            count += share
+            law, draft = laws[judged], torch.zeros(VOCABULARY)
+            draft[ids] = made.lm_head(output[index]).softmax(-1).detach()
+            overlaps[step].append(float(torch.minimum(law, draft).sum()))
+            agreed.append(int(law.argmax()) == int(draft.argmax()))
+            if len(agreed) == step + 1:
+                chains[step].append(all(agreed))
+            if not skip or int(law.argmax()) in ids:
+                total, weight = total + share * divergence_of(law, draft, ids, divergence), weight + share
     torch.testing.assert_close(report.loss, total, atol=1e-5, rtol=1e-5)
-    assert float(report.weight) == pytest.approx(count)
-    assert 0 < count < sum(share * (len(text) - 2 - step) for step, share in enumerate(shares))
+    assert float(report.weight) == pytest.approx(weight)
+    for name, values in (("overlap", overlaps), ("acceptance", chains)):
+        for step, expected in enumerate(values):
+            found, count = (float(part) for part in report.metrics[f"{name}_{step}"])
+            assert count == len(expected) and found == pytest.approx(sum(expected), abs=1e-5), (name, step)
+    assert all(0 < sum(values) < len(values) for values in chains[:2])
+    everything = sum(share * len(values) for share, values in zip(shares, overlaps, strict=True))
+    assert (weight < everything - 0.1) == (skip and size < VOCABULARY)
 
 
 def test_acceptance_is_a_joint_prefix() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,57 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.store import PreparedWriter
 from forerun.training.loop import Parallel
 from forerun.training.recipe import read_recipe
 from forerun.training.target import load_target
 from ports import free_ports
-from training.ttt import VOCABULARY, model
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a checkpoint, with a tokenizer of one word per token."""
-    folder = tmp_path_factory.mktemp("target")
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    model().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prepared(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the target writes by itself, so that a head can learn it."""
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    llm = LLM(model(), tokenizer=False)
-    prompts = [{"prompt_token_ids": [first]} for first in range(VOCABULARY)]
-    params = SamplingParams(temperature=0, max_tokens=40, detokenize=False)
-    with PreparedWriter(folder) as writer:
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            tokens = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
-            writer.add(tokens, [False] + [True] * (len(tokens) - 1))
-        writer.finish(TokenizerIdentity.of(tokenizer), {})
-    return folder
-
-
-def words(target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
-    return [
-        *("train", "eagle3", "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
-        *(f"training.steps={steps}", "training.learning_rate=1e-2", "training.dtype=float32"),
-        *("target_dtype=float32", "windows.length=64", "windows.rows=4", "objective.steps=3", "draft.vocab_size=32"),
-        *("draft.options={fc_norm: true, norm_output: true, boundaries: [1, 2, 3]}",),
-        *(f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"),
-        *("evaluation.settings={max_tokens: 16, top_k: 2, nodes: 6}",),
-    ]
+from training.conftest import words
 
 
 def test_training_makes_a_head_that_drafts_and_resumes(
@@ -70,7 +30,7 @@ def test_training_makes_a_head_that_drafts_and_resumes(
     output = tmp_path / "run"
     assert main(words(target, prepared, output, 2)) == 0
     early = json.loads(capsys.readouterr().out)
-    assert main(words(target, prepared, output, 40)) == 0
+    assert main([*words(target, prepared, output, 40), "--allow-changes"]) == 0
     late = json.loads(capsys.readouterr().out)
     assert late["steps"] == 40
     assert late["loss"] < early["loss"] - 0.2
@@ -97,6 +57,52 @@ def test_a_dry_run_trains_nothing(
     assert plan["tokens_per_step"] == 256
     assert plan["recipe"]["draft"]["vocab_size"] == 32
     assert not output.exists()
+
+
+VARIANTS = {
+    "3.1": "{fc_norm: true, norm_output: true}",
+    "speculators": "{norm_before_fc: true, norm_before_residual: true, qk_norm: true}",
+    "own-embedding": "{own_embedding: true, num_hidden_layers: 2}",
+    "no-lm-head": "{own_lm_head: false}",
+}
+
+
+DTYPES = [(given, training) for given in ("bfloat16", "float16", "float32") for training in ("bfloat16", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("given", "training", "variant"),
+    [(*pair, "3.1") for pair in DTYPES] + [(*pair, name) for pair in DTYPES[:2] for name in list(VARIANTS)[1:]],
+)
+def test_every_dtype_of_target_and_training_is_planned_and_trained(
+    given: str, training: str, variant: str, target: Path, prepared: Path, tmp_path: Path
+) -> None:
+    """Online, where the features have the target's dtype."""
+    made = words(target, prepared, tmp_path / "run", 2)
+    made += [f"target_dtype={given}", f"training.dtype={training}", "objective.steps=2", "evaluation.prompts=null"]
+    made += ["draft.vocab_size=null", f"draft.options={VARIANTS[variant]}"]
+    assert main([*made, "--dry-run"]) == 0
+    assert not (tmp_path / "run").exists()
+    assert main(made) == 0
+    losses = logged(tmp_path / "run", "loss")
+    assert losses and all(0 < loss < 10 for loss in losses)
+
+
+@pytest.mark.parametrize("training", ["bfloat16", "float32"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float8", "float16", "float32"])
+def test_every_stored_dtype_is_planned_and_trained(
+    stored: str, training: str, target: Path, prepared: Path, tmp_path: Path
+) -> None:
+    """Offline, where the features have the store's dtype."""
+    store = tmp_path / "features"
+    where = ("--target", str(target), "--data", str(prepared), "--output", str(store))
+    assert main(["features", *where, "--boundaries", "1,2,3", "--dtype", stored, "--no-probe", "--yes"]) == 0
+    made = [*words(target, prepared, tmp_path / "run", 2), f"training.dtype={training}", "evaluation.prompts=null"]
+    made += ["mode=offline", f"features={store}"]
+    assert main([*made, "--dry-run"]) == 0
+    assert main(made) == 0
+    losses = logged(tmp_path / "run", "loss")
+    assert losses and all(0 < loss < 10 for loss in losses)
 
 
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
@@ -141,13 +147,17 @@ def lines_of(target: Path, prepared: Path, output: Path, rows: int, *more: str) 
 
 @pytest.fixture(scope="module")
 def trained(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process trains, in ``one``, and what two do, in a directory for each of `SPREADS`."""
+    """What one process trains, in ``one``, and what two do, in a directory for each of `SPREADS`; two plans."""
     folder = tmp_path_factory.mktemp("spread")
     assert main(lines_of(target, prepared, folder / "one", 4)) == 0
     runs = [lines_of(target, prepared, folder / name, 2, *more) for name, more in SPREADS.items()]
+    shutil.copytree(folder / "one", folder / "resumed")
+    runs += [lines_of(target, prepared, folder / "resumed", 2, "--parallel", "fsdp")]
+    runs += [lines_of(target, prepared, folder / "none", 2, *SPREADS[name], "--dry-run") for name in ("ddp", "tp-fsdp")]
     ports = free_ports(len(runs))
     worker = Path(__file__).with_name("two_processes.py")
-    shared = {"PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(worker.parents[1]), *sys.path])
+    shared = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     processes = [
         subprocess.Popen(
@@ -160,9 +170,10 @@ def trained(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFacto
         for rank in range(2)
     ]
     try:
-        for process in processes:
-            errors = process.communicate(timeout=400)[1]
+        said = [process.communicate(timeout=400) for process in processes]
+        for process, (_, errors) in zip(processes, said, strict=True):
             assert process.returncode == 0, errors[-3000:]
+        (folder / "said").write_text(said[0][0])
     finally:
         for process in processes:
             process.kill()
@@ -186,6 +197,16 @@ def test_two_processes_train_the_head_that_one_trains(trained: Path, spread: str
         assert len(found) == 5
         assert found == pytest.approx(logged(trained / "one", value), rel=1e-5)
     assert logged(trained / spread, "eval/chain_t0") == logged(trained / "one", "eval/chain_t0")
+
+
+def test_a_plan_counts_what_all_processes_take(trained: Path) -> None:
+    planned = re.findall(r'"steps": (\d+),\s*"tokens_per_step": (\d+)', (trained / "said").read_text())
+    assert planned == [("5", "256")] * 2
+    assert not (trained / "none").exists()
+
+
+def test_two_processes_go_on_with_half_the_rows_of_one(trained: Path) -> None:
+    assert re.findall(r'"reason": "(\w+)"', (trained / "said").read_text()) == ["finished"] * 4 + ["already_finished"]
 
 
 def test_a_target_whose_heads_cannot_be_split_is_refused(target: Path) -> None:

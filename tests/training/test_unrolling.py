@@ -24,6 +24,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaled-rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "own-embedding": {"own_embedding": True},
     "shared-lm-head": {"own_lm_head": False, "draft_vocab_size": 40},
+    "window": {"sliding_window": 6},
+    "window-shorter-than-the-chain": {"sliding_window": 2},
+    "window-of-one": {"sliding_window": 1},
+    "mixed-layers": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)},
 }
 STEPS = 4
 
@@ -58,8 +62,9 @@ def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: b
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_packed_document_is_unrolled_as_if_it_were_alone() -> None:
-    made = head()
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_packed_document_is_unrolled_as_if_it_were_alone(window: int | None) -> None:
+    made = head(sliding_window=window)
     objective = Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=3))
     first, second = tokens(9, seed=4), tokens(11, seed=5)
     together = list(objective.unroll(batch_of([first, second], made.config.boundaries, padding=4)))

@@ -8,33 +8,46 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.training import vocabulary
-from forerun.training.vocabulary import Divergence, Teacher, hard_loss, soft_loss
+from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, hard_loss, soft_loss
 
 ROWS, HIDDEN, SIZE = 23, 8, 17
+KNOWN = torch.tensor([14, 2, 9, 3, 11, 0, 7])
+"""The student's tokens where it knows fewer than the teacher, in no order."""
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plain(hidden: Tensor, weight: Tensor, weights: Tensor, teacher: Teacher, divergence: Divergence) -> Tensor:
-    """The definitions, written out."""
-    logs = (hidden @ weight.T).log_softmax(-1)
+def plain(
+    hidden: Tensor, weight: Tensor, weights: Tensor, teacher: Teacher, divergence: Divergence, skip: bool = False
+) -> VocabularyLoss:
+    """The definitions, written out over the teacher's whole vocabulary."""
+    tokens = torch.arange(len(teacher.weight)) if teacher.tokens is None else teacher.tokens
     logits = teacher.hidden @ teacher.weight.T * teacher.scale
     if teacher.bias is not None:
         logits = logits + teacher.bias * teacher.scale
     if teacher.softcap is not None:
         logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
-    law = logits.softmax(-1)
-    overlap = torch.minimum(logs.exp(), law).sum(-1)
+    target = logits.softmax(-1)
+    logs = torch.full_like(target, -torch.inf).index_copy(1, tokens, (hidden @ weight.T).log_softmax(-1))
+    overlap = torch.minimum(logs.exp(), target).sum(-1)
+    # Forward KL is infinite beyond the student's tokens: among them, then.
+    law, known = target[:, tokens] / target[:, tokens].sum(-1, keepdim=True), logs[:, tokens]
     if divergence is Divergence.CROSS_ENTROPY:
-        losses = -(law * logs).sum(-1)
+        losses = -(law * known).sum(-1)
     elif divergence is Divergence.LK_LOG:
         losses = -overlap.log()
     else:
         share = torch.exp(-3.0 * overlap).detach()
-        losses = share * (law * (law.log() - logs)).sum(-1) + (1 - share) * (1 - overlap)
-    return (losses * weights).sum()
+        losses = share * (law * (law.log() - known)).sum(-1) + (1 - share) * (1 - overlap)
+    known_best = torch.tensor([int(best) in tokens.tolist() for best in target.argmax(-1)])
+    entered = weights * known_best if skip else weights
+    counted = (weights != 0).float()
+    agrees = logs.argmax(-1).eq(target.argmax(-1)).float()
+    return VocabularyLoss(
+        loss=(losses * entered).sum(), weights=entered, agrees=agrees * counted, overlap=overlap.detach() * counted
+    )
 
 
 @pytest.fixture(params=[1, 5, 1000], ids="chunk-of-{}".format)
@@ -45,42 +58,69 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("tokens", "skip"), [(None, True), (KNOWN, False), (KNOWN, True)], ids=["all", "few", "skip"])
 @pytest.mark.parametrize("divergence", list(Divergence), ids=str)
-def test_soft_loss_and_gradients_equal_the_plain_ones(divergence: Divergence, softcap: float | None) -> None:
-    hidden, weight = drawn(ROWS, HIDDEN, seed=0), drawn(SIZE, HIDDEN, seed=1)
+def test_loss_figures_and_gradients_equal_the_plain_ones(
+    divergence: Divergence, tokens: Tensor | None, skip: bool, softcap: float | None
+) -> None:
+    hidden, weight = drawn(ROWS, HIDDEN, seed=0), drawn(SIZE if tokens is None else len(tokens), HIDDEN, seed=1)
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) * (torch.arange(ROWS) % 4 > 0)
     bias = None if softcap is None else drawn(SIZE, seed=5)
     teacher = Teacher(
-        hidden=drawn(ROWS, 6, seed=2), weight=drawn(SIZE, 6, seed=3), bias=bias, scale=0.5, softcap=softcap
+        hidden=drawn(ROWS, 6, seed=2),
+        weight=drawn(SIZE, 6, seed=3),
+        tokens=tokens,
+        bias=bias,
+        scale=0.5,
+        softcap=softcap,
     )
     both = []
     for loss_of in (
-        lambda h, w: soft_loss(h, w, weights, teacher, divergence).loss,
-        lambda h, w: plain(h, w, weights, teacher, divergence),
+        lambda h, w: soft_loss(h, w, weights, teacher, divergence, skip_unknown=skip),
+        lambda h, w: plain(h, w, weights, teacher, divergence, skip),
     ):
         states, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = loss_of(states, head)
-        (2.5 * loss).backward()
-        both.append((loss.detach(), states.grad, head.grad))
+        found = loss_of(states, head)
+        (2.5 * found.loss).backward()
+        both.append((found.loss.detach(), found.weights, found.agrees, found.overlap, states.grad, head.grad))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    left_out = int(((weights != 0) & (both[0][1] == 0)).sum())
+    assert (left_out > 0) == (skip and tokens is not None)
 
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("divergence", list(Divergence), ids=str)
-def test_rows_that_follow_the_same_state_share_its_law(divergence: Divergence) -> None:
-    group, weight = 3, drawn(SIZE, HIDDEN, seed=1)
+def test_a_perfect_student_of_few_tokens_keeps_what_the_teacher_gives_to_them(divergence: Divergence) -> None:
+    states, head = drawn(ROWS, HIDDEN, seed=0), drawn(SIZE, HIDDEN, seed=1)
+    teacher = Teacher(hidden=states, weight=head, tokens=KNOWN)
+    law = (states @ head.T).softmax(-1)
+    student = states.clone().requires_grad_()
+    found = soft_loss(student, head[KNOWN], torch.ones(ROWS), teacher, divergence)
+    torch.testing.assert_close(found.overlap, law[:, KNOWN].sum(-1))
+    assert 0.2 < found.overlap.mean() < 0.8
+    assert torch.equal(found.agrees, torch.isin(law.argmax(-1), KNOWN).float())
+    torch.testing.assert_close(*torch.autograd.grad(found.loss, student), torch.zeros_like(states), atol=1e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("divergence", list(Divergence), ids=str)
+@pytest.mark.parametrize("tokens", [None, KNOWN], ids=["all", "few"])
+def test_rows_that_follow_the_same_state_share_its_law(divergence: Divergence, tokens: Tensor | None) -> None:
+    group, weight = 3, drawn(SIZE if tokens is None else len(tokens), HIDDEN, seed=1)
     weights = torch.rand(group * ROWS, generator=torch.Generator().manual_seed(4))
     weights = weights * (torch.arange(group * ROWS) % 4 > 0) * (torch.arange(group * ROWS) >= 2 * group)
     short, head = drawn(ROWS, 6, seed=2), drawn(SIZE, 6, seed=3)
     both = []
     for states in (short, short.repeat_interleave(group, 0)):
         hidden = drawn(group * ROWS, HIDDEN, seed=0).requires_grad_()
-        found = soft_loss(hidden, weight, weights, Teacher(hidden=states, weight=head), divergence)
-        both.append((found.loss.detach(), found.agrees, found.overlap, *torch.autograd.grad(found.loss, hidden)))
+        teacher = Teacher(hidden=states, weight=head, tokens=tokens)
+        found = soft_loss(hidden, weight, weights, teacher, divergence, skip_unknown=True)
+        figures = (found.loss.detach(), found.weights, found.agrees, found.overlap)
+        both.append((*figures, *torch.autograd.grad(found.loss, hidden)))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-    assert not both[0][1][weights == 0].any()
+    assert not both[0][2][weights == 0].any() and both[0][2].any()
 
 
 @pytest.mark.usefixtures("chunk")

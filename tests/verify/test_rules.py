@@ -9,8 +9,9 @@ from torch import Tensor
 from forerun.errors import ArgumentError
 from forerun.sampling import Coins
 from forerun.tree import TokenTree, TreeBuilder
-from forerun.types import Drawn, Source
-from forerun.verify import RULES, default_rule, rule_named
+from forerun.types import DraftKind, Drawn, Source
+from forerun.verify import RULES, check_fits, default_rule, rule_named
+from forerun.verify.base import kind_of
 from forerun.verify.enumeration import SHAPES, Drawing, PrefixLaws, World, outcomes, toy_drafter, toy_laws
 
 VOCABULARY = 150_000
@@ -66,7 +67,7 @@ def test_kind_of_the_next_token(name: str) -> None:
         for shape in (SHAPES["chain of 3"], SHAPES["deep left, leaf right"]):
             for tree, _ in outcomes(toy_drafter(draft, shape, Drawing.IID)):
                 rule, laws = rule_named(name), PrefixLaws(target, tree)
-                if not rule.accepts(tree):
+                if not rule.verifies(kind_of(tree)):
                     continue
                 for verdict, _ in outcomes(
                     lambda coins, rule=rule, tree=tree, laws=laws: rule.verify(tree, laws, coins)
@@ -82,7 +83,7 @@ def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Dra
     target, draft = toy_laws(World.GREEDY_TARGET, vocabulary=3, depth=3, seed=4)
     rule = rule_named(name)
     for tree, _ in outcomes(toy_drafter(draft, SHAPES["deep left, leaf right"], drawing)):
-        if not rule.accepts(tree):
+        if not rule.verifies(kind_of(tree)):
             continue
         laws = PrefixLaws(target, tree)
         greedy = rule_named("argmax_walk").verify(tree, laws, Coins(0, 0))
@@ -226,17 +227,6 @@ def test_scouts_are_never_accepted() -> None:
         assert (verdict.path, verdict.kind) == ((), Source.TARGET), "nothing was drafted"
 
 
-def test_a_sampled_scout_is_only_walked() -> None:
-    builder = TreeBuilder()
-    builder.set_law(0, torch.tensor([0.5, 0.5]))
-    builder.add(1, 0, drawn=Drawn.IID)
-    builder.add(1, 0, drawn=Drawn.IID, scout=True)
-    tree = builder.tree(0)
-    refusing = {name for name in RULES if not rule_named(name).accepts(tree)}
-    assert refusing == {"token_rejection", "block", "recursive_rejection", "traversal", "greedy_k"}
-    assert default_rule(tree, greedy=False) == "sample_walk"
-
-
 def tree_with(*siblings: Drawn, below: Drawn | None = None, recorded: bool = True) -> TokenTree:
     builder = TreeBuilder()
     for token, kind in enumerate(siblings):
@@ -253,33 +243,44 @@ GIVEN, IID, WITHOUT = Drawn.GIVEN, Drawn.IID, Drawn.WITHOUT_REPLACEMENT
 
 
 @pytest.mark.parametrize(
-    ("tree", "rule"),
+    ("kind", "rule"),
     [
-        (tree_with(), "sample_walk"),
-        (tree_with(GIVEN), "sample_walk"),
-        (tree_with(GIVEN, GIVEN), "sample_walk"),
-        (tree_with(IID), "block"),
-        (tree_with(IID, below=IID), "block"),
-        (tree_with(GIVEN, below=IID), "block"),
-        (tree_with(IID, IID), "traversal"),
-        (tree_with(WITHOUT, WITHOUT, below=IID), "traversal"),
-        (tree_with(GIVEN, GIVEN, IID), "greedy_k"),
-        (tree_with(GIVEN, GIVEN, WITHOUT, below=WITHOUT), "greedy_k"),
-        (tree_with(GIVEN, WITHOUT, WITHOUT), "traversal"),
-        (tree_with(IID, IID, recorded=False), "sample_walk"),
+        (DraftKind(), "sample_walk"),
+        (DraftKind(chain=True), "sample_walk"),
+        (DraftKind(sampled=True, chain=True), "block"),
+        (DraftKind(sampled=True, chain=True, multipath=True), "block"),
+        (DraftKind(sampled=True), "traversal"),
+        (DraftKind(sampled=True, multipath=True), "greedy_k"),
     ],
 )
-def test_default_rule(tree: TokenTree, rule: str) -> None:
-    assert default_rule(tree, greedy=False) == rule
-    assert rule_named(rule).accepts(tree)
+def test_default_rule(kind: DraftKind, rule: str) -> None:
+    assert default_rule(kind, greedy=False) == rule
+    assert rule_named(rule).verifies(kind)
     assert rule_named(rule).lossless
-    assert default_rule(tree, greedy=True) == "argmax_walk"
+    assert default_rule(kind, greedy=True) == "argmax_walk"
 
 
-def test_chain_rules_refuse_trees_and_greedy_k_two_sampled_siblings() -> None:
-    assert not rule_named("block").accepts(tree_with(GIVEN, GIVEN))
-    assert not rule_named("token_rejection").accepts(tree_with(IID, IID))
-    assert not rule_named("greedy_k").accepts(tree_with(GIVEN, IID, IID))
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        (tree_with(), DraftKind(chain=True, multipath=True)),
+        (tree_with(GIVEN, GIVEN), DraftKind(multipath=True)),
+        (tree_with(IID, below=IID), DraftKind(sampled=True, chain=True, multipath=True)),
+        (tree_with(GIVEN, GIVEN, WITHOUT, below=WITHOUT), DraftKind(sampled=True, multipath=True)),
+        (tree_with(GIVEN, WITHOUT, WITHOUT), DraftKind(sampled=True)),
+    ],
+)
+def test_kind_of(tree: TokenTree, kind: DraftKind) -> None:
+    assert kind_of(tree) == kind
+
+
+def test_a_rule_that_does_not_fit_is_refused_by_name() -> None:
+    check_fits("block", DraftKind(sampled=True, chain=True), "draft_model")
+    check_fits("greedy_k", DraftKind(sampled=True, multipath=True), "draft_model")
+    with pytest.raises(ArgumentError, match=r"'block' verifies chains, drafter 'merge' .* takes 'traversal'"):
+        check_fits("block", DraftKind(sampled=True), "merge")
+    with pytest.raises(ArgumentError, match="at most one sampled child a node"):
+        check_fits("greedy_k", DraftKind(sampled=True), "merge")
 
 
 def test_every_rule_says_what_it_is() -> None:

@@ -20,7 +20,7 @@ from forerun.drafters.growth import Draw
 from forerun.sampling import Sampler
 from forerun.step import Group, Row, Scores, context_for, first_tokens, step
 from forerun.target import Target
-from forerun.types import Budget, Draft, SamplingParams, Signal, Verdict
+from forerun.types import Budget, Draft, DraftKind, SamplingParams, Signal, Verdict
 
 _NODES = 128
 """More than any tree here has."""
@@ -114,6 +114,9 @@ class _Watch(Drafter):
         self.inner = inner
         self.laws: list[tuple[Tensor, Tensor]] = []
         """(V,) of the target and (V,) of the drafter, root by root."""
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.inner.kind(sampler)
 
     @property
     def requires(self) -> frozenset[Signal]:

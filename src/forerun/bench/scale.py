@@ -103,7 +103,7 @@ def scale_model(
     folder = Path(source)
     config = _read_config(folder)
     plan = plan_scale(config, billions=billions, layers=layers)
-    fingerprint = _fingerprint(folder, plan, dtype)
+    fingerprint = content_hash(folder, asdict(plan), dtype)
     if destination is None:
         destination = cache_folder() / f"{folder.name}-{billions:g}B-{fingerprint[:12]}"
     scaled = ScaledModel(
@@ -216,8 +216,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _fingerprint(folder: Path, plan: ScalePlan, dtype: str) -> str:
-    digest = hashlib.sha256(json.dumps([FORMAT, asdict(plan), dtype], sort_keys=True).encode())
+def content_hash(folder: Path, *made: Any) -> str:
+    """Hash of a checkpoint's configuration and weights, and of what (as JSON) is made from them."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *made], sort_keys=True).encode())
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -19,13 +19,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forerun.bench.scale import ScaledModel, remap_boundary
-from forerun.checkpoints import HeadCheckpoint
+from forerun.bench.scale import ScaledModel, cache_folder, content_hash, remap_boundary
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_of, write_head
+from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.tensors import expected_shapes
+from forerun.demo import resolve
 from forerun.drafters.heads.config import EagleConfig
 from forerun.errors import ArgumentError
 
@@ -50,6 +53,26 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
     shapes = expected_shapes(wide)
     tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
     return HeadCheckpoint(config=wide, tensors=tensors, notes=head.notes)
+
+
+def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
+    """The head `source` enlarged as a checkpoint of the same format; reuses what it wrote before.
+
+    Args:
+        source: directory, hub id or shipped name of an EAGLE-3 head that was trained for the source of `scaled`.
+        scaled: the enlarged target.
+
+    Raises:
+        CheckpointError: `source` is missing, or no head.
+        ArgumentError: a head that is not enlarged, see `scale_head`.
+    """
+    stored = read_files(resolve(source))
+    made = content_hash(stored.directory, dataclasses.asdict(scaled.plan), scaled.source_layers)
+    folder = cache_folder() / f"{scaled.path.name}-head-{made[:12]}"
+    if not folder.is_dir():
+        head = scale_head(parse(stored, num_layers=scaled.source_layers), scaled)
+        write_head(head, folder, format_of(stored.config).name, TargetFacts.read(scaled.path))
+    return folder
 
 
 def scale_config(config: EagleConfig, scaled: ScaledModel) -> EagleConfig:

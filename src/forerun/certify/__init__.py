@@ -6,7 +6,8 @@ the target's exact law, and log-probabilities. Uses the public API of the engine
 
 from __future__ import annotations
 
+from forerun.certify.reference import Reference
 from forerun.certify.report import Check, Plan, Report
 from forerun.certify.run import certify
 
-__all__ = ["Check", "Plan", "Report", "certify"]
+__all__ = ["Check", "Plan", "Reference", "Report", "certify"]

@@ -17,17 +17,22 @@ class Plan:
     """Tokens of each, cut from the end."""
     max_tokens: int = 96
     """Tokens of each greedy answer."""
-    samples: int = 1500
-    """Answers drawn for each chi-square test."""
-    sample_tokens: int = 4
-    """Tokens of each sampled answer: the first comes without a draft, the next from the first steps."""
-    sample_prompt_tokens: int = 48
+    detect: float = 0.1
+    """Total variation from the target's distribution that each chi-square test is to detect; the number of answers
+    drawn follows from it."""
+    power: float = 0.99
+    """Probability with which it does."""
+    sample_tokens: int = 5
+    """Tokens of each sampled answer: the first comes without a draft, the next from drafts up to three levels deep."""
+    sample_prompt_tokens: int = 24
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 asks for the greedy checks, any other for a chi-square test at that temperature."""
     family_error: float = 1e-6
     """Probability that any chi-square test of this run fails although all is well."""
-    least_expected: float = 10.0
-    """Answers expected in every cell of a chi-square test."""
+    cells: int = 24
+    """Most cells of a chi-square test: more see finer, and need more answers."""
+    least: float = 0.01
+    """Least probability of a cell."""
     seed: int = 20_260_101
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forerun.certify import chi_square, greedy
+from forerun.certify.reference import Reference
 from forerun.certify.report import Check, Plan, Report
 from forerun.certify.ties import TIE_EPSILON, dtype_name
 from forerun.errors import ArgumentError
@@ -25,13 +26,21 @@ NUCLEUS = 0.9
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Subject:
     llm: LLM
+    reference: Reference
     prompts: list[list[int]]
     """Token ids, as long as the plan wants them."""
     plan: Plan
     progress: Progress
 
 
-def certify(llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress = lambda _: None) -> Report:
+def certify(
+    llm: LLM,
+    prompts: Sequence[str],
+    plan: Plan | None = None,
+    progress: Progress = lambda _: None,
+    *,
+    reference: Reference | None = None,
+) -> Report:
     """Prove, as far as a run can, that `llm`'s speculation changes nothing.
 
     Args:
@@ -39,6 +48,7 @@ def certify(llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress
         prompts: texts; the ends of the first few are used.
         plan: how much to check.
         progress: is told what is being done.
+        reference: the target as transformers runs it; None loads its checkpoint a second time.
 
     Raises:
         ArgumentError: the model has no drafter or no tokenizer, or there are no prompts.
@@ -48,9 +58,14 @@ def certify(llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress
         raise ArgumentError(
             "there is nothing to certify without a drafter; name one with --drafter (see: forerun drafters)"
         )
-    subject = _Subject(llm=llm, prompts=_token_prompts(llm, prompts, plan), plan=plan, progress=progress)
+    texts = _token_prompts(llm, prompts, plan)
+    if reference is None:
+        progress("loading the target as transformers runs it")
+        reference = Reference.of(llm)
+    subject = _Subject(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
     checks, rules = _text_checks(subject)
-    checks += _law_checks(subject)
+    sampled, more = _distribution_checks(subject)
+    checks, rules = checks + sampled, rules | more
     return Report(
         model=llm.target.name_or_path,
         drafter=llm.speculative.method,
@@ -79,32 +94,41 @@ def _text_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
     for temperature in subject.plan.temperatures:
         if temperature == 0:
             subject.progress("greedy text against plain decoding")
-            found, rules = greedy.greedy_checks(subject.llm, subject.prompts, subject.plan)
+            found, judges = greedy.greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
+            rules |= judges
             checks += found
         else:
             subject.progress(f"sampled text for a seed, T = {temperature:g}")
             check, judges = greedy.seed_check(subject.llm, subject.prompts, subject.plan, temperature)
             checks += [check] if check is not None else []
-            rules = rules | judges
+            rules |= judges
     return checks, rules
 
 
-def _law_checks(subject: _Subject) -> list[Check]:
-    plan = subject.plan
+def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
+    plan, rules = subject.plan, set[str]()
     # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
     cuts = (1.0, NUCLEUS) if TIE_EPSILON.get(dtype_name(subject.llm), 0.0) == 0 else (1.0,)
     settings = [
-        SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0)
+        chi_square.Setting(
+            params=SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0),
+            seeded=seeded,
+        )
         for temperature in plan.temperatures
         if temperature > 0
         for top_p in cuts
+        for seeded in (False, True)
     ]
     checks = []
-    for index, params in enumerate(settings):
+    for index, setting in enumerate(settings):
         prompt = subject.prompts[index % len(subject.prompts)][: plan.sample_prompt_tokens]
-        subject.progress(f"{plan.samples} sampled answers against the exact law, T = {params.temperature:g}")
-        checks.append(chi_square.chi_square_check(subject.llm, prompt, params, plan, tests=len(settings)))
-    return checks
+        subject.progress(f"sampled answers against the exact distribution, {setting.name}")
+        check, judges = chi_square.chi_square_check(
+            subject.llm, subject.reference, prompt, setting, plan, tests=len(settings)
+        )
+        checks.append(check)
+        rules |= judges
+    return checks, rules
 
 
 def _rule_checks(subject: _Subject, rules: set[str]) -> list[Check]:

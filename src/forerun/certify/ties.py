@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +48,28 @@ def dtype_name(llm: LLM) -> str:
     return str(llm.target.dtype).removeprefix("torch.")
 
 
+def epsilon_of(llm: LLM) -> float:
+    """Largest gap that counts as a tie in the target's number format, nats."""
+    return TIE_EPSILON.get(dtype_name(llm), 0.0)
+
+
+def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: float) -> Difference | None:
+    """The first token of a greedy answer that is not the largest of `logits` (T, V), those before it given."""
+    best = logits.argmax(-1).tolist()
+    position = first_difference(best, answer)
+    if position is None:
+        return None
+    logprobs = logits[position].log_softmax(-1)
+    return Difference(
+        prompt=index,
+        position=position,
+        plain=best[position],
+        speculative=answer[position],
+        gap=float(logprobs[best[position]] - logprobs[answer[position]]),
+        epsilon=epsilon,
+    )
+
+
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
     """Index of the first token that differs, a missing one included; None for equal answers."""
     for position, (one, other) in enumerate(zip(plain, speculative, strict=False)):
@@ -70,7 +94,7 @@ def difference(
         plain=one,
         speculative=other,
         gap=_gap(llm, [*prompt, *plain[:position]], {one, other}),
-        epsilon=TIE_EPSILON.get(dtype_name(llm), 0.0),
+        epsilon=epsilon_of(llm),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from forerun.checkpoints.keys import unknown_keys
 from forerun.checkpoints.tensors import check_tensors
 from forerun.drafters.heads.config import EagleConfig
 
@@ -42,6 +43,11 @@ class HeadCheckpoint:
         """A copy of a head's weights as they are now."""
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()}
         return cls(config=head.config, tensors=tensors)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Keys of the file it came from of which nothing is known: they may change what engines compute."""
+        return unknown_keys({**self.config.extra, "rope_scaling": self.config.rope_scaling or {}})
 
     def build(self, dtype: torch.dtype | None = None) -> EagleHead:
         """A module with copies of these weights, in `dtype` or each as it was stored."""

@@ -6,38 +6,27 @@ is run. Judges the head itself, assuming that it is written in the engine's form
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.engines import LOADERS, RETRAIN, adapted, mismatches, sglang_window
 from forerun.checkpoints.findings import ENGINES, Finding, Severity
+from forerun.checkpoints.flat import write_flat
 from forerun.checkpoints.layer_ids import is_default
+from forerun.checkpoints.names import respelled, to_file
 from forerun.types import LAST_HIDDEN
 
-RETRAIN = "train the head without it"
-DROPPED = "does not read it: the weights or the flag are dropped without a message"
 UNKNOWN = "is not known to read it"
-VARIANTS: dict[str, dict[str, str]] = {
-    "norm_before_residual": {
-        "sglang": "ignores the flag and adds the un-normed feature",
-        "trtllm": "ignores the flag and adds the un-normed feature",
-        "lmdeploy": "ignores the flag and adds the un-normed feature",
-    },
-    "qk_norm": {"sglang": DROPPED, "trtllm": DROPPED, "llama.cpp": UNKNOWN, "lmdeploy": UNKNOWN},
-    "attention_bias": {"sglang": DROPPED, "trtllm": DROPPED, "llama.cpp": UNKNOWN, "lmdeploy": UNKNOWN},
-    "mlp_bias": {"sglang": DROPPED, "trtllm": DROPPED, "llama.cpp": UNKNOWN, "lmdeploy": UNKNOWN},
-    "norm_before_fc": {"llama.cpp": UNKNOWN, "lmdeploy": UNKNOWN},
-    "fc_norm": {"llama.cpp": UNKNOWN, "lmdeploy": UNKNOWN},
-    "norm_output": {"llama.cpp": UNKNOWN, "lmdeploy": UNKNOWN},
-}
-"""Flag of `EagleConfig` -> engine -> what it does instead; engines that are not named read it."""
+UNKNOWN_VARIANTS = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_fc", "fc_norm", "norm_output")
+"""Flags of `EagleConfig` of which it is not known whether llama.cpp and LMDeploy read them."""
 
 
 def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
     """Everything that is known about these engines and this head; at least one finding for each engine."""
-    checks = (_fits, _boundaries, _variants, _biases, _both_norms, _sharing, _depth, _vocabulary, _generation, _context)
-    found = [finding for check in checks for finding in check(head, target)]
+    found = [finding for check in CHECKS for finding in check(head, target)]
     silent = [engine for engine in ENGINES if all(finding.engine != engine for finding in found)]
     return found + [_ok(engine, "everything in this head", "read as it was trained") for engine in silent]
 
@@ -82,24 +71,65 @@ def _boundaries(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield _fails("trtllm", what, "counts layers from 0, and takes -1 for the last layer", remedy)
 
 
+def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """What engines do with each tensor of the head, written in the flat format as each wants it."""
+    config = head.config
+    if config.generation == 3 and LAST_HIDDEN in config.boundaries:
+        return  # nothing can be written
+    for engine in LOADERS if config.generation == 3 else ("vllm", "sglang"):
+        wanted, overrides = adapted(head, engine)
+        keys = {**write_flat(wanted), **overrides}
+        yield from mismatches(engine, wanted.config, keys, respelled(to_file(wanted)))
+
+
 def _variants(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    for flag, engines in VARIANTS.items():
-        if getattr(head.config, flag):
-            for engine, why in engines.items():
-                yield _degrades(engine, flag, why, RETRAIN)
-    if head.config.qk_norm:
+    config = head.config
+    unread = [flag for flag in UNKNOWN_VARIANTS if getattr(config, flag)]
+    bias = head.tensors.get("fc.bias")
+    unread += ["fc.bias"] if bias is not None and bool(bias.any()) else []
+    for engine, what in itertools.product(("llama.cpp", "lmdeploy"), unread):
+        yield _degrades(engine, what, UNKNOWN, RETRAIN)
+    if config.norm_before_residual:
+        for engine in ("sglang", "trtllm", "lmdeploy"):
+            why = "ignores the flag and adds the un-normed feature"
+            yield _degrades(engine, "norm_before_residual", why, RETRAIN)
+    if config.qk_norm:
         why = "has no EAGLE-3 architecture with norms of queries and keys"
         yield _fails("sglang", "qk_norm", why, RETRAIN)
+    if config.hidden_act != "silu":
+        what, remedy = f"the activation {config.hidden_act}", "train the head with silu"
+        for engine in ("vllm", "sglang"):
+            yield _fails(engine, what, "has heads with silu only", remedy)
+        yield _degrades("trtllm", what, "computes silu in its place", remedy)
+        for engine in ("llama.cpp", "lmdeploy"):
+            yield _degrades(engine, what, UNKNOWN, remedy)
 
 
-def _biases(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """``fc.bias``: a bias of zeros serves every engine."""
-    bias = head.tensors.get("fc.bias")
-    if bias is None or not bool(bias.any()):
+def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """A sliding window that a sequence of the target can outgrow."""
+    config = head.config
+    window = config.sliding_window
+    if window is None or window >= target.max_position_embeddings:
         return
-    yield _degrades("vllm", "fc.bias", "drops the tensor without a message", RETRAIN)
-    for engine in ("llama.cpp", "lmdeploy"):
-        yield _degrades(engine, "fc.bias", UNKNOWN, RETRAIN)
+    what, remedy = f"a sliding window of {window} positions", "train the head without a window"
+    everything = "has no window for draft heads: each layer looks back to the beginning"
+    for engine in ("trtllm", "llama.cpp"):
+        yield _degrades(engine, what, everything, remedy)
+    yield _degrades("lmdeploy", what, UNKNOWN, remedy)
+    if config.generation == 1:
+        yield _fails("vllm", what, "looks for layer_types behind those of the target, and stops", remedy)
+    option = sglang_window(config)
+    if option:
+        why = f"reads no window from the file: its command line must have {option}"
+        yield Finding(engine="sglang", severity="check", what=what, why=why, remedy="forerun export --to sglang")
+    else:
+        yield _degrades("sglang", what, "has one window, of at least 2, for all layers, of EAGLE-3 heads only", remedy)
+
+
+def _unknown_keys(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    for key in head.unknown:
+        why = "nothing is known of it: the engine may compute something else by it"
+        yield from _all("check", f"the key {key}", why, "find out what it means; remove it if it means nothing")
 
 
 def _both_norms(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -182,3 +212,19 @@ def _fails(engine: str, what: str, why: str, remedy: str) -> Finding:
 def _all(severity: Severity, what: str, why: str, remedy: str) -> Iterator[Finding]:
     for engine in ENGINES:
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
+
+
+CHECKS: tuple[Callable[[HeadCheckpoint, TargetFacts], Iterator[Finding]], ...] = (
+    _fits,
+    _boundaries,
+    loading,
+    _variants,
+    _window,
+    _both_norms,
+    _sharing,
+    _depth,
+    _vocabulary,
+    _generation,
+    _context,
+    _unknown_keys,
+)

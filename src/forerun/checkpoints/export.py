@@ -5,18 +5,16 @@ What the engine would silently degrade is refused. Knows each engine's launch li
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts, differences
 from forerun.checkpoints.diagnose import diagnose
-from forerun.checkpoints.files import README, TRTLLM, parse, read_files, read_head, write_head
+from forerun.checkpoints.engines import adapted, sglang_window
+from forerun.checkpoints.files import README, TRTLLM, parse, read_files, write_head
 from forerun.checkpoints.findings import Finding
 from forerun.checkpoints.layer_ids import to_outputs
 from forerun.errors import ArgumentError, CheckpointError, nearest
@@ -87,13 +85,11 @@ def export_head(
     findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]
     if not force:
         _refuse(findings, destination)
-    head = _adapted(head, to)
+    head, overrides = adapted(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
     texts = {README: _readme(launch, destination)}
     if to == "trtllm":
         texts[TRTLLM] = _yaml(launch)
-    first_for_vllm = head.config.generation == 1 and to == "vllm"
-    overrides = {"architectures": ["EagleLlamaForCausalLM"]} if first_for_vllm else {}
     write_head(head, directory, destination.format_name, target, overrides=overrides, texts=texts)
     _verify(head, directory)
     return Exported(
@@ -112,7 +108,7 @@ def _destination(to: str) -> Destination:
 
 
 def _refuse(findings: list[Finding], destination: Destination) -> None:
-    wrong = [finding for finding in findings if finding.severity != "ok"]
+    wrong = [finding for finding in findings if finding.severity not in ("ok", "check")]
     if wrong:
         listed = "; ".join(f"{finding.what}: {destination.title} {finding.why} ({finding.remedy})" for finding in wrong)
         raise CheckpointError(
@@ -121,19 +117,9 @@ def _refuse(findings: list[Finding], destination: Destination) -> None:
         )
 
 
-def _adapted(head: HeadCheckpoint, to: str) -> HeadCheckpoint:
-    """With a bias of zeros, which SGLang's EAGLE-1 would otherwise invent."""
-    if to != "sglang" or head.config.generation != 1 or head.config.fc_bias:
-        return head
-    weight = head.tensors["fc.weight"]
-    tensors = {**head.tensors, "fc.bias": torch.zeros(len(weight), dtype=weight.dtype)}
-    config = dataclasses.replace(head.config, fc_bias=True)
-    return HeadCheckpoint(config=config, tensors=tensors, notes=head.notes)
-
-
 def _verify(head: HeadCheckpoint, directory: Path) -> None:
     """No layer count is given: the files must say themselves what the head reads."""
-    wrong = differences(head, read_head(directory))
+    wrong = differences(head, parse(read_files(directory)))
     if wrong:
         raise CheckpointError(
             f"{directory} does not hold what was to be written: {', '.join(wrong[:6])}; is the disk full or broken?"
@@ -156,8 +142,9 @@ def _sglang(launch: Launch) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(launch.target.name_or_path)} "
         f"--speculative-algorithm {algorithm} --speculative-draft-model-path {shlex.quote(str(launch.directory))} "
-        f"--speculative-num-steps {DRAFTED} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1}"
-    )
+        f"--speculative-num-steps {DRAFTED} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1} "
+        f"{sglang_window(launch.head.config)}"
+    ).strip()
 
 
 def _trtllm(launch: Launch) -> str:

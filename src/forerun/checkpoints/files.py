@@ -5,7 +5,9 @@ Knows no keys: what a configuration means is the formats' business. No pickle is
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +22,14 @@ from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
+log = logging.getLogger(__name__)
 CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
 OURS = {CONFIG, SINGLE, INDEX, README, TRTLLM, ".gitattributes"}
 """What a directory may hold to be replaced by a new export: nothing that is not a head's."""
+UNKNOWN_NOTE = (
+    "Nothing is known of these keys of config.json, so the head is drafted with as if they were not there: {}. They "
+    "are written back; if they change what the head computes, its drafts are worse than they could be."
+)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -47,15 +54,20 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
     Raises:
         CheckpointError: missing, truncated, pickled, incomplete, contradictory, or no EAGLE head.
     """
-    return parse(read_files(path), num_layers=num_layers)
+    found = parse(read_files(path), num_layers=num_layers)
+    if found.unknown:
+        log.warning("%s: %s", path, UNKNOWN_NOTE.format(", ".join(found.unknown)))
+    return found
 
 
 def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoint:
-    """What the files say; errors as `read_head`, naming the directory."""
+    """What the files say; errors as `read_head`, naming the directory. Doubts are in its notes."""
     try:
-        return format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
+        found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
     except CheckpointError as error:
         raise CheckpointError(f"{stored.directory}: {error}") from error
+    told = (UNKNOWN_NOTE.format(", ".join(found.unknown)),) if found.unknown else ()
+    return dataclasses.replace(found, notes=(*found.notes, *told))
 
 
 def read_files(path: str | Path) -> StoredFiles:

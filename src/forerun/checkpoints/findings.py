@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["ok", "degrades", "fails"]
-"""``degrades``: it loads and drafts worse, mostly without a message. ``fails``: it does not load or run."""
-SEVERITIES: tuple[Severity, ...] = ("ok", "degrades", "fails")
+Severity = Literal["ok", "check", "degrades", "fails"]
+"""``check``: right only if what the finding says is seen to. ``degrades``: it loads and drafts worse, mostly without a
+message. ``fails``: it does not load or run."""
+SEVERITIES: tuple[Severity, ...] = ("ok", "check", "degrades", "fails")
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy")
 
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.checkpoints.keys import Keys
-from forerun.checkpoints.layer_ids import IDS, NESTED, agreed, to_outputs
+from forerun.checkpoints.keys import NESTED, Keys
+from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
 from forerun.checkpoints.names import FIRST, MIDLAYER, to_canonical, to_file
 from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import make_config, read_layers, window_notes, write_layers
+from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
 from forerun.drafters.heads.config import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
@@ -25,6 +25,8 @@ from forerun.types import LAST_HIDDEN
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
 OTHER_KINDS = re.compile(r"PEagle|DeepseekV[23]|DFlash|DSpark|Medusa", re.IGNORECASE)
 """Heads that are no EAGLE head as we know it, by their architecture."""
+POST_NORM = "return_hidden_post_norm"
+"""TensorRT-LLM's name of ``norm_output``, inside ``eagle_config``."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FEEDBACK_NOTE = (
     "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
@@ -45,7 +47,7 @@ class FlatFormat:
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Any transformers-like configuration that is not marked as another format's."""
-        return "hidden_size" in config and not any("dflash" in key or "speculators" in key for key in config)
+        return "hidden_size" in config and not any("dflash" in key for key in config)
 
     def read(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
@@ -84,9 +86,9 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
         extra=keys.rest() | ({NESTED: unread} if unread else {}),
     )
     counted = generation == 3 and keys.integers(IDS) is None and nested.integers(IDS) is not None
-    notes = ((FEEDBACK_NOTE, head.norm_output), (TIED_NOTE, tied), (COUNTED_NOTE, counted))
-    told = tuple(note for note, applies in notes if applies) + window_notes(head.extra)
-    return HeadCheckpoint(config=head, tensors=found, notes=told)
+    unlisted = head.sliding_window is not None and keys.get("layer_types") is None
+    notes = {FEEDBACK_NOTE: head.norm_output, TIED_NOTE: tied, COUNTED_NOTE: counted, WINDOW_NOTE: unlisted}
+    return HeadCheckpoint(config=head, tensors=found, notes=tuple(note for note, applies in notes.items() if applies))
 
 
 def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
@@ -101,17 +103,25 @@ def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
-    """How features are fused and fed back. Aliases: SGLang's ``use_aux_norm``, TensorRT-LLM's ``return_hidden...``."""
+    """How features are fused and fed back. Aliases: SGLang's ``use_aux_norm``, TensorRT-LLM's `POST_NORM`."""
     if not nested.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             f"{NESTED}.use_aux_hidden_state is false: an EAGLE-3 layer over one hidden state is not supported"
+        )
+    feedback = [keys.flag(name) for name in ("norm_output", POST_NORM) if keys.get(name) is not None]
+    feedback += [nested.flag(POST_NORM)] if nested.get(POST_NORM) is not None else []
+    if len(set(feedback)) > 1:
+        raise CheckpointError(
+            f"config.json contradicts itself about what the next step reads: norm_output is {keys.get('norm_output')}, "
+            f"{POST_NORM} {keys.get(POST_NORM)} and in {NESTED} {nested.get(POST_NORM)}; find out which one the head "
+            "was trained with and remove the others"
         )
     return {
         "target_hidden_size": keys.integer("target_hidden_size", size),
         "norm_before_residual": keys.flag("norm_before_residual"),
         "norm_before_fc": nested.flag("norm_before_fc", keys.flag("norm_before_fc")),
         "fc_norm": keys.flag("fc_norm", keys.flag("use_aux_norm")),
-        "norm_output": keys.flag("norm_output", keys.flag("return_hidden_post_norm")),
+        "norm_output": any(feedback),
     }
 
 
@@ -134,12 +144,15 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size if config.own_lm_head else None,
         **{flag: getattr(config, flag) for flag in FLAGS if config.generation == 3 or getattr(config, flag)},
     }
-    if config.fc_bias or config.generation == 1:
-        keys["bias"] = config.fc_bias
+    if config.generation == 1 and not config.fc_bias:
+        # EAGLE's own code takes its absence for true. True would be for fc, but engines give the attention biases then.
+        keys["bias"] = False
     if config.generation == 3:
         nested = {"use_aux_hidden_state": True, IDS: to_outputs(config.boundaries)}
         if config.norm_before_fc:
             nested["norm_before_fc"] = True  # where TensorRT-LLM looks for it
+        if config.norm_output:
+            nested[POST_NORM] = True  # likewise
         keys |= {
             "num_aux_hidden_states": len(config.boundaries),
             IDS: list(config.boundaries),

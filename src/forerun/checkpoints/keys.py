@@ -1,11 +1,85 @@
-"""Reads a configuration key by key, with types, and keeps account of what nobody read. Knows no format."""
+"""Reads a configuration key by key, with types, and keeps account of what nobody read. Knows no format.
+
+A key that nobody read is one of three: known to mean nothing to a head's computation (`MEANINGLESS`), known to change
+it (`NEUTRAL`: refused), or unknown: kept, written back, and reported by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from forerun.errors import CheckpointError
+
+NESTED, SPECULATORS = "eagle_config", "speculators"
+"""Objects in a configuration, and among the keys that a head keeps of its file."""
+MEANINGLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention attention_dropout
+    attention_probs_dropout_prob attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    early_stopping embd_pdrop embed_requires_grad encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    hidden_dropout hidden_dropout_prob id2label is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
+    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type producer
+    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+    speculators_version suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache
+    """.split()  # noqa: SIM905 - as a literal it would have a line for each
+)
+"""Names, versions, special tokens, sampling defaults and dropout: no engine computes a draft with them."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Factors, caps and other forms of the layers.
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+    "scale_emb": (1.0,),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "partial_rotary_factor": (1.0,),
+    "rotary_pct": (1.0,),
+    "rope_is_neox_style": (True,),
+    "no_rope_layers": (),
+    "no_rope_layer_interval": (),
+    "attention_chunk_size": (),
+    "sliding_window_non_causal": (False,),
+    "is_causal": (True,),
+    "qkv_bias": (False,),
+    # Heads of other kinds that have the same tensors, or more: FR-Spec's vocabularies, HASS, TensorRT-LLM's variants.
+    "add_para_norm": (False,),
+    "truncated_vocab_size": (),
+    "hot_vocab_size": (),
+    "eh_proj_before_attn": (False,),
+    "eh_proj_bias": (False,),
+    "parallel_draft_heads_num_layers": (0,),
+    # Drafting several tokens in one pass with a token that stands for what is not known yet.
+    "ptd_token_id": (),
+    "pard_token": (),
+    "mask_token_id": (),
+    "dspark_noise_token_id": (),
+    "parallel_drafting": (False,),
+}
+"""Keys that change what a head computes, in ways that forerun does not know -> values, besides null, that do not."""
+ROPE = frozenset(
+    """
+    rope_type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
+    truncate low_freq_factor high_freq_factor short_factor long_factor
+    """.split()  # noqa: SIM905 - as a literal it would have a line for each
+)
+"""What a ``rope_scaling`` can say; transformers computes with it."""
+OBJECTS: dict[str, Container[str]] = {
+    "rope_scaling": ROPE,
+    NESTED: MEANINGLESS,
+    SPECULATORS: ("proposal_methods",),
+}
+"""Objects whose keys are known one by one, and which."""
 
 
 class Keys:
@@ -79,8 +153,32 @@ class Keys:
         return Keys(value or {}, f"{name} in {self._where}")
 
     def rest(self) -> dict[str, Any]:
-        """What has not been read so far."""
-        return {name: value for name, value in self._values.items() if name not in self._read}
+        """What has not been read so far and is not null.
+
+        Raises:
+            CheckpointError: it is known to change what a head computes.
+        """
+        values = self._values.items()
+        rest = {name: value for name, value in values if name not in self._read and value is not None}
+        for name, value in rest.items():
+            if name in NEUTRAL and value not in NEUTRAL[name]:
+                same = " or ".join(map(repr, (None, *NEUTRAL[name])))
+                raise CheckpointError(
+                    f"{self._where} has {name} {value!r}, which changes what a head computes and is not supported; "
+                    f"expected {same} or no such key. Draft with the engine that the head was made for"
+                )
+        return rest
 
     def _wrong(self, name: str, value: Any, wanted: str) -> CheckpointError:
         return CheckpointError(f"{name} of {self._where} must be {wanted}, got {value!r}")
+
+
+def unknown_keys(extra: Mapping[str, Any], known: Container[str] = MEANINGLESS) -> list[str]:
+    """Names of the keys in `extra` of which nothing is known, those in the objects of `OBJECTS` with a dot."""
+    found = list[str]()
+    for name, value in extra.items():
+        if name in OBJECTS and isinstance(value, Mapping):
+            found += [f"{name}.{inner}" for inner in unknown_keys(value, OBJECTS[name])]
+        elif value is not None and name not in known and value not in NEUTRAL.get(name, ()):
+            found.append(name)
+    return found

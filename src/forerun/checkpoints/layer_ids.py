@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.checkpoints.keys import NESTED
 from forerun.drafters.heads.config import default_boundaries
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-"""The key's name, in both places."""
-NESTED = "eagle_config"
+"""The key's name, at the top and in `NESTED`."""
 
 
 def to_outputs(boundaries: Sequence[int]) -> list[int]:

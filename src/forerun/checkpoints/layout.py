@@ -1,4 +1,4 @@
-"""What engines make of a head's files as they lie: keys that they look for elsewhere, or do not find. Reads no tensor.
+"""What engines make of a head's files as they lie: keys and tensors that they look for elsewhere, or do not find.
 
 The remedy is always the same, to write the files again with ``forerun export``. Sources as in `diagnose`.
 """
@@ -9,12 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.diagnose import loading
+from forerun.checkpoints.engines import LOADERS, mismatches
 from forerun.checkpoints.files import TRTLLM, StoredFiles
 from forerun.checkpoints.findings import Finding, Severity
-from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA
-from forerun.checkpoints.layer_ids import IDS, NESTED, is_default, to_outputs
+from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM
+from forerun.checkpoints.keys import NESTED
+from forerun.checkpoints.layer_ids import IDS, is_default, to_outputs
+from forerun.checkpoints.names import respelled
 from forerun.checkpoints.registry import format_of
-from forerun.checkpoints.speculators import LAYERS
+from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.types import LAST_HIDDEN
 
 TARGETS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "hf", "lmdeploy": "hf"}
@@ -24,19 +28,30 @@ TARGETS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
     """What would go wrong if an engine were given these files; `head` is what they mean."""
     if format_of(stored.config).name == "speculators":
-        return list(_speculators(stored.config, head))
-    found = [*_keys(stored, head)]
+        return [*_speculators(stored.config, head), *_tensors(stored, head, target)]
+    found = [*_keys(stored, head), *_tensors(stored, head, target)]
     if head.config.generation == 3:
-        found += [*_layer_ids(stored, head, target), *_upper_norms(stored, head)]
+        found += _layer_ids(stored, head, target)
     return found
+
+
+def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """What would be other if the head were written anew."""
+    known = {(finding.engine, finding.what) for finding in loading(head, target)}
+    engines = [name for name in LOADERS if head.config.generation == 3 or name != "trtllm"]
+    keys = stored.config
+    if KIND in keys:
+        engines, keys = ["vllm"], {**keys[LAYERS], **keys}
+    for engine in engines:
+        for found in mismatches(engine, head.config, keys, respelled(stored.tensors)):
+            if (engine, found.what) not in known:
+                yield _finding(engine, found.severity, found.what, found.why)
 
 
 def _speculators(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Finding]:
     for engine in ("sglang", "trtllm", "lmdeploy"):
         yield _finding(engine, "fails", "speculators format", "reads the flat format only")
-    if len(head.config.boundaries) != 3 and "num_aux_hidden_states" not in config[LAYERS]:
-        why = f"sizes fc for three hidden states, it has {len(head.config.boundaries)}"
-        yield _finding("vllm", "fails", f"no num_aux_hidden_states in {LAYERS}", why)
+    yield from _windows(config[LAYERS], head)
     if config.get("norm_before_residual") is None:
         yield _finding("vllm", "degrades", "no norm_before_residual", "takes it for true, speculators means false")
 
@@ -55,17 +70,29 @@ def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
             yield _finding(
                 engine, "degrades", "tie_word_embeddings", "puts the embedding in place of the head's lm_head"
             )
-    if head.config.generation == 1 and "fc.bias" not in stored.tensors:
-        yield _finding("sglang", "degrades", "no fc.bias", "keeps a random one")
+    yield from _windows(config, head)
+    if head.config.norm_output:
+        if not config.get("norm_output"):
+            for engine in ("vllm", "sglang"):
+                yield _finding(engine, "degrades", f"only {POST_NORM}", "looks for norm_output at the top")
+        if not (config.get(NESTED) or {}).get(POST_NORM):
+            yield _finding("trtllm", "degrades", "only norm_output", f"looks for {POST_NORM} in {NESTED}")
+
+
+def _windows(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Finding]:
+    if head.config.sliding_window is None or head.config.generation == 1:
+        return
+    if not config.get("layer_types"):
+        why = "applies a window only where layer_types names it"
+        yield _finding("vllm", "degrades", "sliding_window without layer_types", why)
+    if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
+        why = "loses the window: Qwen3's configuration forgets it"
+        yield _finding("vllm", "degrades", "no use_sliding_window", why)
 
 
 def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     config, boundaries = stored.config, head.config.boundaries
     nested = config.get(NESTED) or {}
-    if len(boundaries) != 3 and not config.get("num_aux_hidden_states") and not nested.get(IDS):
-        for engine in ("vllm", "sglang"):
-            why = f"sizes fc for three hidden states, it has {len(boundaries)}"
-            yield _finding(engine, "fails", "no num_aux_hidden_states", why)
     if is_default(boundaries, target.num_layers) or LAST_HIDDEN in boundaries:
         return
     if not config.get(IDS):
@@ -76,15 +103,6 @@ def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -
     if not (stored.directory / TRTLLM).is_file():
         why = f"needs eagle3_layers_to_capture: {to_outputs(boundaries)} in its YAML, or takes its default layers"
         yield _finding("trtllm", "degrades", "layer ids in config.json", why)
-
-
-def _upper_norms(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
-    for layer in range(1, head.config.num_hidden_layers):
-        for name, engines in (("input_layernorm", ("vllm",)), ("hidden_norm", ("sglang", "trtllm"))):
-            tensor = f"layers.{layer}.{name}.weight"
-            if tensor not in stored.tensors:
-                for engine in engines:
-                    yield _finding(engine, "degrades", f"no {tensor}", "keeps a fresh norm there without a message")
 
 
 def _finding(engine: str, severity: Severity, what: str, why: str) -> Finding:

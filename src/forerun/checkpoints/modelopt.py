@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.checkpoints.flat import read_flat, write_flat
-from forerun.checkpoints.layer_ids import NESTED
+from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.names import to_file
 from forerun.errors import CheckpointError
 
@@ -43,8 +43,8 @@ class ModelOptFormat:
         """See `Format.read`; ``d2t`` may be in any order."""
         nested = dict(config[NESTED])
         for key, needed in LAYER_NORMS.items():
-            found = nested.pop(key, needed)
-            if found != needed:
+            found = nested.pop(key, None)
+            if found not in (None, needed):  # those that it no longer uses are null
                 raise CheckpointError(
                     f"{NESTED}.{key} is {found!r}, an EAGLE-3 head has {needed!r}; ModelOpt's other kinds of heads are "
                     "not supported"

@@ -27,6 +27,14 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is there under two names.
     """
+    found = respelled(tensors)
+    for name in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
+        _merge_upper_norm(found, name)
+    return found
+
+
+def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `to_canonical`, but both names of a norm above the first layer stay."""
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         if stored.endswith("rotary_emb.inv_freq"):
@@ -35,8 +43,6 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name in found:
             raise CheckpointError(f"the tensor {name} is stored twice, once as {stored}; remove one of them")
         found[name] = tensor
-    for name in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
-        _merge_upper_norm(found, name)
     return found
 
 
@@ -52,14 +58,14 @@ def _merge_upper_norm(tensors: dict[str, Tensor], hidden_norm: str) -> None:
 
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
-    """Under the names of a file whose first layer is called `first`; norms above it under both names.
+    """Under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
 
     ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids.
     """
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
-    for layer in range(1, config.num_hidden_layers):
+    for layer in range(1, config.num_hidden_layers) if config.generation == 3 else ():
         norm = tensors[f"layers.{layer}.input_layernorm.weight"]
         tensors[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
     tensors = {_renamed(name, first): tensor for name, tensor in tensors.items()}

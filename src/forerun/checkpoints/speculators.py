@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.checkpoints.keys import Keys
-from forerun.checkpoints.layer_ids import IDS, NESTED, agreed, to_outputs
+from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
+from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
 from forerun.checkpoints.names import to_canonical, to_file
 from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import make_config, read_layers, window_notes, write_layers
+from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
@@ -71,10 +71,12 @@ class SpeculatorsFormat:
             norm_output=keys.flag("norm_output"),
             own_embedding="embed_tokens.weight" in found,
             own_lm_head="lm_head.weight" in found,
-            extra={**layers.rest(), **keys.rest(), **_proposals(whole)},
+            extra=_extra(layers, keys, whole),
         )
-        notes = [RESIDUAL_NOTE] * (config.get("norm_before_residual") is None)
-        return HeadCheckpoint(config=head, tensors=found, notes=(*notes, *window_notes(head.extra)))
+        unlisted = head.sliding_window is not None and layers.get("layer_types") is None
+        notes = {RESIDUAL_NOTE: config.get("norm_before_residual") is None, WINDOW_NOTE: unlisted}
+        told = tuple(note for note, applies in notes.items() if applies)
+        return HeadCheckpoint(config=head, tensors=found, notes=told)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
@@ -84,7 +86,7 @@ class SpeculatorsFormat:
         if config.norm_before_fc and config.fc_norm:
             raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
         to_outputs(config.boundaries)  # refuses what has no id
-        extra = {name: value for name, value in config.extra.items() if name not in (NESTED, PROPOSALS)}
+        extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
         layers = {**extra, **write_layers(config)}
         if len(config.boundaries) != 3:
@@ -103,13 +105,14 @@ class SpeculatorsFormat:
             IDS: list(config.boundaries),
             "tie_word_embeddings": False,
             LAYERS: layers,
-            WHOLE: _whole(config.extra.get(PROPOSALS), target),
+            WHOLE: _whole(config.extra.get(SPECULATORS, {}), target),
         }, to_file(checkpoint)
 
 
-def _whole(proposals: Any, target: TargetFacts) -> dict[str, Any]:
-    proposals = proposals or [_greedy(DEFAULT_TOKENS)]
+def _whole(stated: Mapping[str, Any], target: TargetFacts) -> dict[str, Any]:
+    proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
     return {
+        **stated,
         "algorithm": "eagle3",
         PROPOSALS: proposals,
         "default_proposal_method": proposals[0]["proposal_type"],
@@ -121,7 +124,21 @@ def _greedy(tokens: int) -> dict[str, Any]:
     return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
 
 
-def _proposals(whole: Keys) -> dict[str, Any]:
-    """How many tokens the file wants drafted, where it is not what we would write."""
-    found = whole.get(PROPOSALS)
-    return {} if not found or found == [_greedy(DEFAULT_TOKENS)] else {PROPOSALS: found}
+def _extra(layers: Keys, top: Keys, whole: Keys) -> dict[str, Any]:
+    """What nobody read; `WHOLE`, by which vLLM knows this format, under another name, and only if it says more than we.
+
+    Raises:
+        CheckpointError: an unknown key is there twice, with two values, or how to draft is said in no way we know.
+    """
+    for said_again in ("algorithm", "default_proposal_method", "verifier"):
+        whole.get(said_again)
+    stated, inner, outer = whole.rest(), layers.rest(), top.rest()
+    proposals = stated.get(PROPOSALS, [])
+    if not isinstance(proposals, list) or any("proposal_type" not in proposal for proposal in proposals):
+        raise CheckpointError(f"{PROPOSALS} of {WHOLE} must be objects with a proposal_type, got {proposals!r}")
+    if proposals in ([], [_greedy(DEFAULT_TOKENS)]):
+        stated.pop(PROPOSALS, None)
+    for name in inner.keys() & outer.keys():
+        if inner[name] != outer[name] and unknown_keys({name: inner[name]}):
+            raise CheckpointError(f"{name} is {outer[name]!r} at the top and {inner[name]!r} in {LAYERS}; remove one")
+    return {**inner, **outer} | ({SPECULATORS: stated} if stated else {})

@@ -81,7 +81,7 @@ def check_tensors(config: EagleConfig, tensors: Mapping[str, Tensor]) -> None:
             if tensors[name].dtype not in ((torch.int64,) if name == "d2t" else FLOATS)
         ],
     }
-    found = [f"{what}: {_some(names)}" for what, names in complaints.items() if names]
+    found = [f"{what}: {some(names)}" for what, names in complaints.items() if names]
     if found:
         raise CheckpointError(
             f"the head's tensors are not those that its config.json announces. {'. '.join(found)}. "
@@ -147,6 +147,7 @@ def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_
     return found
 
 
-def _some(names: list[str], most: int = 6) -> str:
+def some(names: list[str], most: int = 6) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich import box
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
     from forerun.certify import Report
 
 
+_ROWS = 32
+"""Answers at once: the thousands of short ones are then drawn in a minute or two."""
+
+
 def certify(
     model: str,
     /,
@@ -26,7 +29,7 @@ def certify(
     temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (0.0, 1.0),
     prompts: int = 6,
     max_tokens: int = 96,
-    samples: int = 1500,
+    detect: float = 0.1,
     json: Annotated[bool, Parameter(negative="")] = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
@@ -45,23 +48,26 @@ def certify(
         Prompts of the greedy checks.
     max_tokens
         Tokens of each greedy answer.
-    samples
-        Answers drawn for each chi-square test.
+    detect
+        Total variation from the target's distribution that each chi-square test detects with a probability of 99 %. The
+        number of answers follows from it: half of it takes four times as many.
     json
         One JSON object on stdout instead of the table.
     """
     config = speculation.config()
     if config is None:
         raise ArgumentError("certify needs a drafter to examine; add --drafter NAME (see: forerun drafters)")
-    if prompts < 1 or max_tokens < 1 or samples < 1:
-        raise ArgumentError("--prompts, --max-tokens and --samples must be at least 1")
+    if prompts < 1 or max_tokens < 1:
+        raise ArgumentError("--prompts and --max-tokens must be at least 1")
+    if not 0 < detect < 1:
+        raise ArgumentError(f"--detect is a total variation between 0 and 1, got {detect:g}")
     texts = _texts(prompt_file)
     from forerun.certify import Plan
     from forerun.certify import certify as examine
     from forerun.cli import session
 
-    llm = session.load(model, loading, config)
-    plan = Plan(prompts=prompts, max_tokens=max_tokens, samples=samples, temperatures=tuple(temperature))
+    llm = session.load(model, loading, config, max_num_seqs=_ROWS)
+    plan = Plan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
     with console.telling("certifying") as tell:
         report = examine(llm, texts, plan, tell)
     if json:
@@ -87,16 +93,12 @@ def _texts(prompt_file: Path | None) -> list[str]:
 
 
 def show_report(report: Report) -> None:
-    """The report as a table and a verdict on stdout."""
+    """Each check with its evidence, and a verdict, on stdout."""
     out = console.out()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table.add_column("")
-    table.add_column("check", no_wrap=True)
-    table.add_column("evidence")
     for check in report.checks:
-        mark = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
-        table.add_row(mark, check.name, check.summary)
-    out.print(table)
+        mark = Text("pass  ", "green") if check.passed else Text("FAIL  ", "bold red")
+        out.print(mark.append(check.name, "bold"))
+        out.print(Padding(Text(check.summary), (0, 0, 0, 6)))
     failed = sum(not check.passed for check in report.checks)
     what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
     if report.passed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
+    from forerun.bench.scale import ScaledModel
     from forerun.cli.race import Race
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -63,7 +64,8 @@ def demo(
     model
         Directory or hub id of a Hugging Face causal LM.
     scale
-        Enlarge the model to about this many billion parameters first. Its answers stay the same, its cost becomes real.
+        Enlarge the model to about this many billion parameters first, and EAGLE-3 heads with it. Its answers stay the
+        same, its cost becomes real.
     prompt_name
         Which shipped held-out file to continue.
     temperature
@@ -80,16 +82,16 @@ def demo(
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
     prompt = question(prompt_name)
-    config = speculation.config() or DEFAULT_DRAFTER
+    config = speculation.config() or (DEFAULT_DRAFTER if model == "demo" else {"method": "auto"})
     from forerun.cli import race, session, show
     from forerun.types import SamplingParams
 
     params = SamplingParams(
         temperature=temperature, top_p=top_p, max_tokens=max_tokens or (64 if scale else 192), ignore_eos=True
     )
-    path, note = enlarged(model, scale) if scale is not None else (model, None)
+    path, drafting, note = enlarged(model, config, scale) if scale is not None else (model, config, None)
     setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=race.with_seed(params, SEED))
-    llm = session.load(path, _loading(loading, scale), config, max_num_seqs=1)
+    llm = session.load(path, _loading(loading, scale), drafting, max_num_seqs=1)
     arms = _Quiet() if json else _Shown(llm, setting, prompt)
     result = race.run(llm, prompt, setting.params, repeats=repeats, show=arms)
     if json:
@@ -114,13 +116,30 @@ def question(name: str) -> str:
     return texts[name][:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n"
 
 
-def enlarged(model: str, billions: float) -> tuple[str, str]:
-    """The path of the enlarged model, made or found in the cache, and the line that says what it is."""
+def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
+    """The enlarged model's path, `config` with heads that fit it, and the line that says what it is.
+
+    Both come from the cache, or are made there.
+    """
     from forerun.bench.scale import scale_model
 
     with console.working(f"enlarging {model} to {billions:g} B parameters"):
         scaled = scale_model(shipped.resolve(model), billions=billions)
-    return str(scaled.path), scaled.note
+        return str(scaled.path), _with_heads_for(scaled, config), scaled.note
+
+
+def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
+    """A drafter's configuration in which every head, those of drafters within it too, is enlarged as the target was."""
+    from forerun.bench.scale_head import scaled_head_folder
+    from forerun.engine.controller.auto import method_of
+
+    if isinstance(config, Mapping):
+        grown = {key: _with_heads_for(scaled, value) for key, value in config.items()}
+        model = config.get("model")
+        if isinstance(model, str) and method_of(model) != "draft_model":
+            grown["model"] = str(scaled_head_folder(model, scaled))
+        return grown
+    return [_with_heads_for(scaled, item) for item in config] if isinstance(config, list) else config
 
 
 def _loading(loading: LoadOptions, scale: float | None) -> LoadOptions:

@@ -34,7 +34,7 @@ PACKAGES = (
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 GIB = 2**30
-COLOURS = {"ok": "green", "degrades": "yellow", "fails": "bold red"}
+COLOURS = {"ok": "green", "check": "cyan", "degrades": "yellow", "fails": "bold red"}
 
 
 def doctor(

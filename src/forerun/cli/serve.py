@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from forerun.serve.settings import ServeSettings
 if TYPE_CHECKING:
     from forerun import AsyncLLM
 
+log = logging.getLogger(__name__)
 SETTINGS = ServeSettings()
 
 
@@ -54,13 +57,13 @@ def serve(
     kv_cache_tokens
         Most tokens that all rows together hold; answers that do not fit give way and go on later.
     seed
-        For requests that bring none.
+        Requests that bring none get one each, derived from this and from how many came before.
     """
     wish = speculation.config()
     try:
         from forerun.serve.logs import configure_logging
         from forerun.serve.running import run
-        from forerun.serve.session import Session, State
+        from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
     settings = replace(settings, model_name=settings.model_name or Path(model).name or model)
@@ -72,9 +75,27 @@ def serve(
         "kv_cache_tokens": kv_cache_tokens,
         "adapt": adapting.wish(wish),
     }
+    _check_sharing(settings, adapts=adapting.adapt)
     session = Session(settings, lambda: _load(model, wish, loading, seed, limits))
-    run(session, host=host, port=port)
-    return 1 if session.state is State.FAILED else 0
+    return run(session, host=host, port=port)
+
+
+def _check_sharing(settings: ServeSettings, *, adapts: bool) -> None:
+    """Say what requests share where that is not as most expect, and refuse to learn from nobody.
+
+    Raises:
+        ArgumentError: ``--adapt`` where nobody may be learned from.
+    """
+    if adapts and not settings.may_learn:
+        raise ArgumentError(
+            "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
+            "--share-unnamed; what is learned may hold their text"
+        )
+    if not settings.api_keys and not settings.share_unnamed:
+        log.info(
+            "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
+            "all requests are yours, or --api-key"
+        )
 
 
 def _load(
@@ -84,4 +105,9 @@ def _load(
     from forerun.cli.session import loading_arguments, quiet_libraries
 
     quiet_libraries()
-    return AsyncLLM(model, speculative_config=wish, seed=seed, **limits, **loading_arguments(loading))
+    engine = AsyncLLM(model, speculative_config=wish, seed=seed, **limits, **loading_arguments(loading))
+    # What is loaded stays. Python looks for circles of garbage once a quarter of all objects is new: of those that
+    # requests made, no longer of the half a million that torch and transformers hold.
+    gc.collect()
+    gc.freeze()
+    return engine

@@ -14,6 +14,17 @@ from forerun.cli import console
 from forerun.errors import ArgumentError
 
 train = App(name="train", help="Train a draft head for your own model.")
+_TITLES = {
+    "finished": "trained",
+    "already_finished": "nothing was trained",
+    "interrupted": "interrupted",
+    "time": "stopped by training.max_seconds",
+}
+_SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head")
+_FINISHED = (
+    "{} holds a finished run: an earlier one did all {:,} steps. To train on, give more training.steps and "
+    "--allow-changes; to begin anew, another output."
+)
 
 
 @train.command
@@ -26,6 +37,7 @@ def eagle3(
     features: str | None = None,
     parallel: str = "ddp",
     dry_run: Annotated[bool, Parameter(negative="")] = False,
+    allow_changes: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train an EAGLE-3 head; goes on where an earlier run into the same output was stopped.
@@ -50,6 +62,8 @@ def eagle3(
         With several processes: ddp, or fsdp for heads that do not fit one device.
     dry_run
         Print parameters, memory, steps and the effective recipe; train nothing.
+    allow_changes
+        Go on from a checkpoint although the recipe has changed since.
     json
         One JSON object on stdout.
     """
@@ -63,8 +77,10 @@ def eagle3(
     place = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
         run = assemble(recipe, place)
-        outcome = run.plan() if dry_run else train_head(run, place)
+        outcome = run.plan(place) if dry_run else train_head(run, place, allow_changes=allow_changes)
         if place.first:
+            if outcome.get("reason") == "already_finished":
+                console.warn(_FINISHED.format(recipe.output, outcome["steps"]))
             (_show_plan if dry_run else _show_outcome)(outcome, json)
         place.wait()  # who leaves while another still talks to him takes the other down (gloo aborts)
         return 130 if outcome.get("interrupted") else 0
@@ -95,7 +111,8 @@ def _show_outcome(outcome: dict[str, Any], json: bool) -> None:
     if json:
         console.write_json(outcome)
     else:
-        console.out().print(_table("interrupted" if outcome["interrupted"] else "trained", outcome))
+        shown = {name: value for name, value in outcome.items() if name in _SHOWN and value is not None}
+        console.out().print(_table(_TITLES[outcome["reason"]], shown))
 
 
 def _table(title: str, values: dict[str, Any]) -> Table:

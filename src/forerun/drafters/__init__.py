@@ -151,6 +151,15 @@ def drafter_class(name: str) -> type[Drafter]:
     return found
 
 
+def default_length(name: str) -> int | None:
+    """Tokens that a method drafts on one path by default; None where the method has no such number."""
+    if name in CHOOSERS:
+        return None
+    found = {field.name: field.default for field in dataclasses.fields(drafter_class(name).Config)}
+    length = found.get("num_speculative_tokens")
+    return length if isinstance(length, int) else None
+
+
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
     """A drafter of that name with these options.
 

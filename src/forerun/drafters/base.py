@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from forerun.sampling import Coins, Sampler
-from forerun.types import Budget, Draft, Signal, Verdict
+from forerun.types import Budget, Draft, DraftKind, Signal, Verdict
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +30,7 @@ class DraftContext:
     rows: Sequence[int]
     """(B,) cache row of each sequence; stays the same while a sequence lives."""
     tokens: Sequence[Sequence[int]]
-    """(B,) all committed tokens of each row, prompt included; the last one is the root. Live lists: never write."""
+    """(B,) all committed tokens of each row, prompt included; the last one is the root. They grow with the text."""
     prompt_lengths: Sequence[int]
     """(B,) how many of the tokens are the prompt's."""
     fresh: Sequence[int]
@@ -40,6 +45,67 @@ class DraftContext:
     ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
     predictions: Sequence[Sequence[int]] = ()
     """(B,) the answer that each row's client predicted, token ids; empty where there is none, or for all rows."""
+    cache_salts: Sequence[str | None] = ()
+    """(B,) the isolation domain of each row; None, or empty for all rows: the one that requests without a salt share.
+    What is learned from a row may change drafts for rows of its own domain and of no other, see `PerDomain`."""
+    adapt: Sequence[bool] = ()
+    """(B,) whether online adaptation may learn from each row; empty: from all."""
+    failures: dict[int, Exception] = field(default_factory=dict)
+    """Cache row -> why it was failed; see `fail`."""
+
+    def salt(self, index: int) -> str | None:
+        """The isolation domain of one of the B rows."""
+        return self.cache_salts[index] if self.cache_salts else None
+
+    def fail(self, index: int, error: Exception) -> None:
+        """In `propose`: nothing can be drafted for one of the B rows. The others keep their drafts, it is counted."""
+        self.failures.setdefault(self.rows[index], error)
+
+    def of(self, places: Sequence[int]) -> DraftContext:
+        """The context of some of its rows, in that order."""
+        index = list(places)
+        if index == list(range(len(self.rows))):
+            return self
+
+        def pick(values: Sequence[Any]) -> Sequence[Any]:
+            return [values[place] for place in index] if values else values
+
+        return replace(
+            self,
+            rows=pick(self.rows),
+            tokens=pick(self.tokens),
+            prompt_lengths=pick(self.prompt_lengths),
+            fresh=pick(self.fresh),
+            samplers=pick(self.samplers),
+            coins=pick(self.coins),
+            signals={signal: states[index] for signal, states in self.signals.items()},
+            predictions=pick(self.predictions),
+            cache_salts=pick(self.cache_salts),
+            adapt=pick(self.adapt),
+        )
+
+
+@lru_cache(maxsize=256)
+def warn_drafter(method: str, task: str, error: str) -> None:
+    """Say, once per kind of failure, that a drafter failed: it loses its drafts, no request its answer."""
+    log.warning("drafter %r failed %s: %s", method, task, error)
+    log.debug("drafter %r", method, exc_info=True)
+
+
+class Failures:
+    """Times that drafters failed, by cache row, until somebody asks. The drafters of an engine share one, those that
+    are members of others too."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[int]()
+
+    def add(self, rows: Sequence[int]) -> None:
+        """A drafter failed each of these rows."""
+        self._counts.update(rows)
+
+    def take(self, row: int) -> int:
+        """How often a row was failed since this was last asked."""
+        return self._counts.pop(row, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +118,11 @@ class DrafterSetup:
     """Cache rows of the engine."""
     slots: int
     """Most tokens of one sequence, drafted ones included."""
+    pass_ms: Callable[[int], float] | None = None
+    """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the first call; None: not
+    known, and no reason to draft less."""
+    failures: Failures = field(default_factory=Failures)
+    """Where failures of the drafter, and of drafters in it, are counted."""
 
 
 class Drafter:
@@ -63,6 +134,18 @@ class Drafter:
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
     """Frozen dataclass of the method's options; each field documented with its unit."""
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        """What `propose` may return for a request with these sampling parameters; decides the verification rule.
+
+        The default, deterministic trees, is lossless for every drafter; one that samples accepts more if it says so.
+        """
+        return DraftKind()
+
+    @property
+    def depth(self) -> int | None:
+        """Most tokens on one path, where that is not the option `num_speculative_tokens`."""
+        return None
 
     @property
     def requires(self) -> frozenset[Signal]:

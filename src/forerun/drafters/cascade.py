@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,15 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.calibration import Calibration, Signs
 from forerun.drafters.composing.inner import DraftTarget, InnerRow, inner_sampler
 from forerun.drafters.composing.joining import graft
-from forerun.drafters.composing.members import Member, Spec, check_spec
+from forerun.drafters.composing.members import Spec, check_spec, member_of
+from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, NumericError
 from forerun.sampling import Sampler
 from forerun.step import Group, context_for, step
 from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft, Drawn, Signal, empty_draft
+from forerun.types import Budget, Draft, DraftKind, Drawn, Signal, empty_draft
 
 _CHUNK = 16
 """Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
@@ -84,15 +85,19 @@ class CascadeDrafter(Drafter):
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
         self.config = config
         self.model = _load(config, setup)
-        inner = DrafterSetup(
-            target=self.model, tokenizer=setup.tokenizer, rows=setup.rows, slots=setup.slots + _extra(config)
-        )
-        self._inner = Member.of(config.inner, inner)
-        self._calibration = Calibration()
+        self._inner = member_of(config.inner, replace(setup, target=self.model, slots=setup.slots + _extra(config)))
+        self._calibrations = PerDomain(Calibration)
         self._rows: dict[int, _Row] = {}
 
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(sampled=not sampler.greedy, chain=self.config.tail == 0)
+
+    @property
+    def depth(self) -> int:
+        return self.config.num_speculative_tokens + self.config.tail
+
     def memory_bytes(self) -> int:
-        return self.model.memory_bytes() + self._inner.drafter.memory_bytes()
+        return self.model.memory_bytes() + self._inner.memory_bytes()
 
     def extend(self, context: DraftContext) -> None:
         """Keep of the last chain what the text went on with. New tokens are run when a draft is wanted, not before."""
@@ -101,13 +106,14 @@ class CascadeDrafter(Drafter):
             known = len(tokens) - fresh
             submitted, state.submitted = state.submitted, None
             if submitted is not None and state.text == known:
-                submitted.learn(self._calibration, tokens[known:])
+                submitted.learn(tokens[known:])
             self._agree(row_id, state, min(state.text, known), tokens)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
             state = self._rows.setdefault(row_id, _Row())
             self._shrink(row_id, state, min(state.text, length), length)
+            self.model.clear(row_id)
             if length == 0:
                 del self._rows[row_id]
 
@@ -124,8 +130,12 @@ class CascadeDrafter(Drafter):
         builders = [TreeBuilder() for _ in within]
         for index, row in zip(active, rows, strict=True):
             builders[index] = self._submit(row)
-        if self.config.tail:
-            self._append(rows, [(builders[index], budget.nodes[index], budget.depth[index]) for index in active])
+            if row.error is not None:
+                self._give_up(context, index, row)
+        going = [(index, row) for index, row in zip(active, rows, strict=True) if row.error is None]
+        if self.config.tail and going:
+            chains = [(builders[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
+            self._append([row for _, row in going], chains)
         return stack(builders, device=self.model.device)
 
     # --- what is known ----------------------------------------------------------------------------------------------
@@ -144,11 +154,11 @@ class CascadeDrafter(Drafter):
 
         An inner drafter that reads hidden states wants that of the token before the first new one, so this runs again.
         """
-        kept = agreed - 1 if self._inner.drafter.requires else agreed
+        kept = agreed - 1 if self._inner.requires else agreed
         kept = max(0, min(self.model.lengths[row_id], kept, length - 1))
         self.model.truncate([row_id], [kept])
         if agreed < state.text + len(state.chain) or length == 0:
-            self._inner.drafter.truncate([row_id], [agreed])
+            self._inner.truncate([row_id], [agreed])
         state.text, state.chain = agreed, []
 
     def _enter(self, context: DraftContext, index: int, room: int) -> InnerRow:
@@ -167,6 +177,7 @@ class CascadeDrafter(Drafter):
             rule=None if sampler.greedy else "sample_walk",
             outer=context.coins[index],
             begun=len(tokens),
+            cache_salt=context.salt(index),
         )
 
     def _catch_up(self, rows: Sequence[InnerRow]) -> None:
@@ -174,7 +185,7 @@ class CascadeDrafter(Drafter):
         lacking = [row for row in rows if self.model.lengths[row.row] < len(row.tokens) - 1]
         for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.row] for row in lacking]):
             pieces = [row.tokens[self.model.lengths[row.row] : -1] for row in together]
-            requires = self._inner.drafter.requires
+            requires = self._inner.requires
             scored = self.model.prefill([row.row for row in together], pieces, signals=requires)
             self._show(together, scored.signals)
         self._show([row for row in rows if self._rows[row.row].text < len(row.tokens)], {})
@@ -193,22 +204,31 @@ class CascadeDrafter(Drafter):
         running = list(rows)
         while running:
             group = Group(
-                name=self._inner.name,
-                drafter=self._inner.drafter,
+                name=self._inner.method,
+                drafter=self._inner,
                 members=range(len(running)),
                 depths=[row.room for row in running],
                 nodes=self.config.inner_nodes,
             )
-            for row, emitted in zip(running, step(self.model, running, [group]), strict=True):
+            for row, emitted in zip(running, step(self.model, running, [group], isolate=True), strict=True):
                 row.room -= len(emitted.tokens)
-                if row.sampler.greedy:
+                if row.error is not None:
+                    row.end()
+                elif row.sampler.greedy:
                     row.certainty += [math.exp(chosen.logprob) for chosen, _ in emitted.logprobs or ()]
-            running = [row for row in running if row.room > 0]
+            running = [row for row in running if row.room > 0 and row.error is None]
+
+    def _give_up(self, context: DraftContext, index: int, row: InnerRow) -> None:
+        """The draft model's numbers failed, or the row's own processors, which the target meets, too: begin anew."""
+        if isinstance(row.error, NumericError) and not row.chain:
+            context.fail(index, row.error)
+        self._shrink(row.row, self._rows[row.row], row.begun, row.begun)
 
     def _submit(self, row: InnerRow) -> TreeBuilder:
         """The chain as a tree, each sampled token with the law that it was drawn from."""
         state, builder = self._rows[row.row], TreeBuilder()
-        submitted = Submitted(tokens=builder.tokens, parents=builder.parents)
+        calibration = self._calibrations.of(row.cache_salt)
+        submitted = Submitted(tokens=builder.tokens, parents=builder.parents, calibration=calibration)
         for place, token in enumerate(row.chain):
             law = row.laws.get(place)
             if law is None:
@@ -217,7 +237,7 @@ class CascadeDrafter(Drafter):
                 signs = Signs(Drawn.IID, 0, float(law.max()))
                 builder.set_law(place, law)
             submitted.signs[place + 1] = signs
-            builder.add(token, place, drawn=signs.drawn, confidence=self._calibration.estimate(signs))
+            builder.add(token, place, drawn=signs.drawn, confidence=calibration.estimate(signs))
         state.chain, state.submitted = row.chain, submitted
         return builder
 
@@ -233,12 +253,12 @@ class CascadeDrafter(Drafter):
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
         draft = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
         for index, (row, (builder, _, _)) in enumerate(zip(rows, grown, strict=True)):
-            end, signs = len(builder), dict[int, Signs]()
+            end, signs, calibration = len(builder), dict[int, Signs](), self._calibrations.of(row.cache_salt)
             graft(builder, rebuild(draft, index), end, since=end)
             for node in range(end + 1, len(builder) + 1):
                 # Kept apart from the chain's own signs, all of rank 0: this is the inner drafter's word alone.
                 signs[node] = Signs(Drawn.GIVEN, 1, builder.confidence[node - 1])
-                builder.confidence[node - 1] = self._calibration.estimate(signs[node])
+                builder.confidence[node - 1] = calibration.estimate(signs[node])
             submitted = self._rows[row.row].submitted
             if submitted is not None:
                 submitted.signs.update(signs)

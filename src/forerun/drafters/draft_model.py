@@ -22,8 +22,9 @@ from forerun.drafters.levels import Grown, Submitted
 from forerun.drafters.stopping import Ending, Stopping, stopping_named
 from forerun.drafters.tree_options import TreeOptions
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
+from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, empty_draft
+from forerun.types import Budget, Draft, DraftKind, empty_draft
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -80,6 +81,9 @@ class DraftModelDrafter(Drafter):
         self._check_vocabulary(setup)
         self._rows: dict[int, _Row] = {}
 
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self._tree.kind(sampler)
+
     @property
     def remembers(self) -> bool:
         return True
@@ -100,7 +104,7 @@ class DraftModelDrafter(Drafter):
             known = len(tokens) - fresh
             drafted, row.drafted = row.drafted, None
             if drafted is not None:
-                drafted.learn(self._tree.calibration, tokens[known:])
+                drafted.learn(tokens[known:])
             if drafted is not None and drafted.run and row.cached == self._span(row_id, known) - 1:
                 path = drafted.kept(tokens[known:-1])
                 rows.append(row_id)
@@ -115,6 +119,7 @@ class DraftModelDrafter(Drafter):
             row = self._rows.setdefault(row_id, _Row())
             row.cached, row.drafted = min(row.cached, self._span(row_id, length)), None
             self.model.truncate([row_id], [row.cached])
+            self.model.clear(row_id)
             if length == 0:
                 del self._rows[row_id]
 
@@ -127,8 +132,8 @@ class DraftModelDrafter(Drafter):
             return empty_draft(len(within))
         ending = Ending(self._stopping, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
-        builders = [TreeBuilder() for _ in within]
-        for index, (builder, drafted) in zip(active, self._tree.cut(grown, ending.nodes), strict=True):
+        builders, cuts = [TreeBuilder() for _ in within], self._tree.cut(context, active, grown, ending.nodes)
+        for index, (builder, drafted) in zip(active, cuts, strict=True):
             builders[index], self._rows[context.rows[index]].drafted = builder, drafted
         return stack(builders, device=grown.tokens.device)
 

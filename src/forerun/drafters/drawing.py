@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, likeliest
+from forerun.errors import NoTokenLeftError, NumericError
 from forerun.sampling import law_of, quantiles
 from forerun.types import Drawn, SamplingParams
 
@@ -123,7 +124,7 @@ class Draws:
         if not self.one_by_one:
             return laws_of(logits, self.numbers[1], filters=self.filters)
         rows = zip(logits.float(), self.one_by_one, strict=True)
-        return torch.stack([torch.stack([law_of(node, params) for node in row]) for row, params in rows])
+        return torch.stack([torch.stack([_law_of(node, params) for node in row]) for row, params in rows])
 
 
 _Drawn = tuple[Tensor, Tensor, Tensor, Drawn]
@@ -174,6 +175,14 @@ def _top(laws: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _renormalised(rest: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+
+
+def _law_of(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`sampling.law_of`; NaN where that refuses the logits (V,)."""
+    try:
+        return law_of(logits, params)
+    except (NumericError, NoTokenLeftError):
+        return torch.full_like(logits, torch.nan)
 
 
 def laws_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:

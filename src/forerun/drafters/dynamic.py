@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import DraftVocabulary
 from forerun.drafters.levels import Submitted
 from forerun.tree import TreeBuilder
@@ -52,7 +53,7 @@ class DynamicTree:
     """Nodes kept, root not counted."""
     stop_below: float = 0.0
     """Grow no deeper once every open path is less likely than this; 0 never asks (asking waits for the device)."""
-    calibration: Calibration = field(default_factory=Calibration)
+    calibrations: PerDomain[Calibration] = field(default_factory=lambda: PerDomain(Calibration))
 
     @property
     def run(self) -> int:
@@ -75,9 +76,16 @@ class DynamicTree:
             ids = first + best
         return pool.best(self.nodes, vocabulary)
 
-    def cut(self, grown: Sequence[list[float]], nodes: int, depth: int) -> tuple[TreeBuilder, Submitted]:
-        """One row's tree from its columns (see `columns`): the likeliest nodes that its budget allows."""
-        builder, submitted, ids = TreeBuilder(), Submitted(tokens=[], parents=[]), {0: 0}
+    def cut(
+        self, grown: Sequence[list[float]], nodes: int, depth: int, salt: str | None = None
+    ) -> tuple[TreeBuilder, Submitted]:
+        """One row's tree from its columns (see `columns`): the likeliest nodes that its budget allows.
+
+        Args:
+            salt: the row's isolation domain.
+        """
+        calibration = self.calibrations.of(salt)
+        builder, submitted, ids = TreeBuilder(), Submitted(tokens=[], parents=[], calibration=calibration), {0: 0}
         chosen = [column for column in grown if column[4] <= depth][:nodes]
         parents: list[int] = []
         for place, token, parent, probability, _, rank in sorted(chosen):
@@ -85,9 +93,7 @@ class DynamicTree:
                 continue
             signs = Signs(Drawn.GIVEN, int(rank), probability)
             parents.append(ids[int(parent)])
-            node = builder.add(
-                int(token), ids[int(parent)], drawn=Drawn.GIVEN, confidence=self.calibration.estimate(signs)
-            )
+            node = builder.add(int(token), ids[int(parent)], drawn=Drawn.GIVEN, confidence=calibration.estimate(signs))
             ids[int(place) + 1] = node
             submitted.tokens.append(int(token))
             submitted.signs[node] = signs
@@ -112,7 +118,7 @@ class _Pool:
         self._parents: list[Tensor] = []
         self._logs: list[Tensor] = []
         self._depths: list[int] = []
-        none = torch.zeros(len(logits), 1, device=logits.device)
+        none = torch.zeros(len(logits), 1, dtype=torch.float32, device=logits.device)
         self.add(logits, none, none.long(), 1)
 
     @property

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.composing.joining import expected_tokens
-from forerun.drafters.composing.members import Composed, Spec, check_specs, some_drafts, some_rows
+from forerun.drafters.composing.members import Composed, Spec, check_specs
 from forerun.errors import ArgumentError
-from forerun.tree import gather, rebuild
+from forerun.tree import gather, rebuild, select
 from forerun.types import Budget, Draft, empty_draft
 
 
@@ -70,10 +70,10 @@ class FirstOfDrafter(Composed):
             if not left:
                 break
             share = Budget(nodes=[budget.nodes[row] for row in left], depth=[budget.depth[row] for row in left])
-            draft = member.propose(some_rows(context, left), share)
+            draft = member.propose(context.of(left), share)
             good = [place for place in range(len(left)) if _promises(draft, place, threshold)]
             if good:
-                taken.append(([left[place] for place in good], some_drafts(draft, good)))
+                taken.append(([left[place] for place in good], select(draft, good)))
                 left = [row for place, row in enumerate(left) if place not in good]
         return gather(taken, len(context.rows)) if taken else empty_draft(len(context.rows))
 

@@ -6,17 +6,22 @@ from. Knows no model and no rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache, partial
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from forerun.errors import ArgumentError, NoTokenLeftError
+from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.sampling import Coins, Sampler
-from forerun.types import Drawn
+from forerun.types import DraftKind, Drawn
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Draw(StrEnum):
@@ -39,6 +44,11 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
     if draw is not Draw.AUTO:
         return draw
     return Draw.IID if chain else Draw.WITHOUT_REPLACEMENT
+
+
+def kind_of(draw: Draw, *, chain: bool) -> DraftKind:
+    """What trees hold whose nodes are drawn so; `draw` is never AUTO."""
+    return DraftKind(sampled=draw is not Draw.GIVEN, chain=chain, multipath=draw is Draw.GREEDY_K)
 
 
 @dataclass(frozen=True)
@@ -213,16 +223,14 @@ def grow(
     batch, width = logits.shape[:2]
     found = [
         [
-            (_children if vocabulary is None else _children_if_any)(
-                logits[row, place], count, growers[row], node, partial(paths, row, node)
-            )
+            attempt(_NONE, _children, logits[row, place], count, growers[row], node, partial(paths, row, node))
             for place, node in enumerate(level)
         ]
         for row in range(batch)
     ]
     laws = None
     if any(grower.draw is not Draw.GIVEN for grower in growers):
-        blank = logits.new_zeros(logits.shape[-1], dtype=torch.float32)
+        blank = logits.new_zeros(logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
         rows = [torch.stack([blank if node.law is None else node.law for node in nodes]) for nodes in found]
         laws = torch.stack(rows)
 
@@ -253,19 +261,32 @@ class Siblings:
     """(V,) what the sampled ones were drawn from; None where all are given."""
 
 
+_NONE = Siblings([], [], [], None)
+
+
 def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Siblings:
+    """Where numbers are not finite there is one child, whose confidence says so."""
     sampler = grower.sampler
     output = [] if sampler.neutral else [*grower.output, *path()]
-    law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
+    try:
+        law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
+    except NumericError:
+        return Siblings([0], [Drawn.GIVEN], [math.nan], None)
     return siblings(law, count, grower.draw, lambda law, index: grower.coins.drafted(law, node, index))
 
 
-def _children_if_any(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Siblings:
-    """None where a request bans every token that a smaller vocabulary has: the target may still have others."""
+def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """What `work` gives, which applies one row's own processors, or `instead` where it raises.
+
+    The target meets the same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has
+    none. The other rows have no part in it.
+    """
     try:
-        return _children(logits, count, grower, node, path)
-    except NoTokenLeftError:
-        return Siblings([], [], [], None)
+        return work(*arguments, **keywords)
+    except BaseException as error:
+        if of_the_process(error):
+            raise
+        return instead
 
 
 def siblings(law: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], int]) -> Siblings:

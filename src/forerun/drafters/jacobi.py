@@ -13,11 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.domains import PerDomain
 from forerun.drafters.looking_ahead.paths import Paths
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Verdict
+from forerun.types import Budget, Draft, DraftKind, Verdict
 
 if TYPE_CHECKING:
     from forerun.step import Scores
@@ -40,8 +42,27 @@ class JacobiConfig:
             raise ArgumentError(f"jacobi: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}")
 
 
+class _Rates:
+    """How often a token was right if those before it were, by its place."""
+
+    def __init__(self, places: int) -> None:
+        self._tried = [_PRIOR_WEIGHT] * places
+        self._right = [_PRIOR_WEIGHT * _PRIOR] * places
+
+    def estimate(self, place: int) -> float:
+        return self._right[place] / self._tried[place]
+
+    def learn(self, guessed: Sequence[int], committed: Sequence[int]) -> None:
+        for place, (guess, token) in enumerate(zip(guessed, committed, strict=False)):
+            self._tried[place] += 1.0
+            if guess != token:
+                return
+            self._right[place] += 1.0
+
+
 @dataclass(kw_only=True, slots=True)
 class _Row:
+    rates: _Rates
     window: Window = field(default_factory=lambda: Window(level=2))
     guessed: list[int] | None = None
     """The last chain, until the target has spoken."""
@@ -56,27 +77,29 @@ class JacobiDrafter(Drafter):
     def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        self._tried = [_PRIOR_WEIGHT] * config.num_speculative_tokens
-        self._right = [_PRIOR_WEIGHT * _PRIOR] * config.num_speculative_tokens
+        self._rates = PerDomain(lambda: _Rates(config.num_speculative_tokens))
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         builders = []
-        for row_id, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
-            row, builder, parent = self._rows.setdefault(row_id, _Row()), TreeBuilder(), 0
+        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
+            row, builder, parent = self._row(context, index), TreeBuilder(), 0
             length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
             row.window.fit(tokens, length + 1)
             row.guessed = [column[0] for column in row.window.columns[1:]]
             for place, token in enumerate(row.guessed):
-                parent = builder.add(token, parent, confidence=self._right[place] / self._tried[place])
+                parent = builder.add(token, parent, confidence=row.rates.estimate(place))
             builders.append(builder)
         return stack(builders)
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        for index, (row_id, tokens, verdict) in enumerate(zip(context.rows, context.tokens, verdicts, strict=True)):
-            row, emitted = self._rows.setdefault(row_id, _Row()), len(verdict.path) + 1
+        for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
+            row, emitted = self._row(context, index), len(verdict.path) + 1
             if row.guessed is None:
                 continue
-            self._learn(row.guessed, tokens[-emitted:])
+            row.rates.learn(row.guessed, tokens[-emitted:])
             row.guessed = None
             new = row.window.read(Paths(scores.trees[index]), partial(scores.raw_argmax, index))
             row.window.roll(new, emitted)
@@ -88,9 +111,8 @@ class JacobiDrafter(Drafter):
             elif row_id in self._rows:
                 self._rows[row_id].guessed = None
 
-    def _learn(self, guessed: Sequence[int], committed: Sequence[int]) -> None:
-        for place, (guess, token) in enumerate(zip(guessed, committed, strict=False)):
-            self._tried[place] += 1.0
-            if guess != token:
-                return
-            self._right[place] += 1.0
+    def _row(self, context: DraftContext, index: int) -> _Row:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            self._rows[row_id] = _Row(rates=self._rates.of(context.salt(index)))
+        return self._rows[row_id]

@@ -6,6 +6,7 @@ Shared by every drafter that runs a model once per level. Knows no model: logits
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext
 from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.domains import PerDomain
 from forerun.drafters.drawing import Draws
-from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, resolve
+from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, kind_of, resolve
 from forerun.errors import NumericError
 from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder
-from forerun.types import Budget, Drawn
+from forerun.types import Budget, DraftKind, Drawn
 
 Descend = Callable[[Tensor, range], Tensor]
 """(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
@@ -50,8 +52,6 @@ class Grown:
     """(B, parents, V) by node id from the root on; None where all are given."""
     run: int
     """Nodes that the model has run, from the first."""
-    free: bool
-    """No processor takes tokens away: the root lacks a child only where numbers failed."""
 
     def fetch(self) -> list[_Row]:
         """(B,) all but the laws, in four transfers. Not kept: a recording gives the same object with other numbers."""
@@ -70,10 +70,12 @@ class Submitted:
     """Of nodes 1, 2, ...; 0 is the root."""
     run: int = 0
     """Nodes whose keys stand behind the root's; 0: the root is still committed."""
+    calibration: Calibration
+    """Of the row's domain: said what the nodes are worth, and is told what became of them."""
     signs: dict[int, Signs] = field(default_factory=dict)
     """Of every node that was submitted."""
 
-    def learn(self, calibration: Calibration, committed: Sequence[int]) -> None:
+    def learn(self, committed: Sequence[int]) -> None:
         """Compare what was submitted with what the text went on with."""
         depth_of = {0: 0}
         for node, signs in self.signs.items():
@@ -81,7 +83,7 @@ class Submitted:
             if depth is None or depth >= len(committed):
                 continue
             right = committed[depth] == self.tokens[node - 1]
-            calibration.learn(signs, right)
+            self.calibration.learn(signs, right)
             if right:
                 depth_of[node] = depth + 1
 
@@ -111,7 +113,11 @@ class FixedTree:
     draw: Draw
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
-    calibration: Calibration = field(default_factory=Calibration)
+    calibrations: PerDomain[Calibration] = field(default_factory=lambda: PerDomain(Calibration))
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        """What the trees of a request hold."""
+        return kind_of(self._draw(sampler), chain=self.shape.chain)
 
     def within(self, context: DraftContext, budget: Budget, max_length: int) -> list[int]:
         """How many nodes each row may submit; no path leaves the drafter's own context of `max_length`."""
@@ -162,7 +168,7 @@ class FixedTree:
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
                 break
             logits, run = descend(ids, self.shape.levels[depth + 1]), ids.shape[1]
-        return _joined(grown, ids, run, free=draws is not None)
+        return _joined(grown, ids, run)
 
     def draws(
         self, context: DraftContext, active: Sequence[int], device: torch.device, *, recorded: bool = False
@@ -171,25 +177,34 @@ class FixedTree:
         sorts = recorded or device.type != "cpu"
         return Draws.of(self._growers(context, active), self.shape, device, sorts=sorts)
 
-    def cut(self, grown: Grown, nodes: Sequence[int]) -> list[tuple[TreeBuilder, Submitted]]:
-        """Each row's share of the tree: the first `nodes` (B,) that its budget allows, whatever they hold.
+    def cut(
+        self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
+    ) -> list[tuple[TreeBuilder, Submitted]]:
+        """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold.
 
-        Raises:
-            NumericError: the model's logits are not finite.
+        A row for which the model's logits are not finite has none: the drafter failed it. Below a node where they are
+        not there is nothing, since what was drawn above is submitted whatever follows from it.
         """
-        return [self._cut(grown, place, row, nodes[place]) for place, row in enumerate(grown.fetch())]
+        cuts = []
+        for place, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
+            failed = math.isnan(row.confidence[0])
+            if failed:
+                context.fail(index, not_finite())
+            calibration = self.calibrations.of(context.salt(index))
+            cuts.append(self._cut(grown, place, row, 0 if failed else nodes[place], calibration))
+        return cuts
 
-    def _cut(self, grown: Grown, place: int, row: _Row, nodes: int) -> tuple[TreeBuilder, Submitted]:
-        if grown.free and not row.valid[0]:
-            raise NumericError("the drafter produced NaN logits; check its checkpoint, or load it with dtype float32")
-        submitted = Submitted(tokens=row.tokens, parents=self.shape.parents, run=grown.run)
+    def _cut(
+        self, grown: Grown, place: int, row: _Row, nodes: int, calibration: Calibration
+    ) -> tuple[TreeBuilder, Submitted]:
+        submitted = Submitted(tokens=row.tokens, parents=self.shape.parents, run=grown.run, calibration=calibration)
         builder, ids = TreeBuilder(), {0: 0}
         for node, parent in enumerate(self.shape.parents[:nodes], start=1):
-            if parent not in ids or not row.valid[node - 1]:
+            if parent not in ids or not row.valid[node - 1] or math.isnan(row.confidence[node - 1]):
                 continue
             kind = Drawn(row.drawn[node - 1])
             signs = submitted.signs[node] = Signs(kind, self.shape.ranks[node - 1], row.confidence[node - 1])
-            confidence = self.calibration.estimate(signs)
+            confidence = calibration.estimate(signs)
             ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
             if kind is not Drawn.GIVEN:
                 assert grown.laws is not None
@@ -205,14 +220,22 @@ class FixedTree:
         if self.temperature is not None and not sampler.greedy:
             sampler = _at_temperature(sampler, self.temperature)
         return Grower(
-            draw=resolve(self.draw, greedy=sampler.greedy, chain=self.shape.chain),
+            draw=self._draw(sampler),
             sampler=sampler,
             coins=context.coins[index],
             output=() if sampler.neutral else tokens[prompt:],
         )
 
+    def _draw(self, sampler: Sampler) -> Draw:
+        return resolve(self.draw, greedy=sampler.greedy, chain=self.shape.chain)
 
-def _joined(grown: Sequence[Children], ids: Tensor, run: int, *, free: bool) -> Grown:
+
+def not_finite() -> NumericError:
+    """What a drafter says of a row for which its model gives no numbers."""
+    return NumericError("the drafter produced NaN or infinite logits; check its checkpoint, or load it as float32")
+
+
+def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
     """The levels behind each other."""
     valid = laws = None
     if any(children.valid is not None for children in grown):
@@ -227,7 +250,6 @@ def _joined(grown: Sequence[Children], ids: Tensor, run: int, *, free: bool) -> 
         valid=valid,
         laws=laws,
         run=run,
-        free=free,
     )
 
 

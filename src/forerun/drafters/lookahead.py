@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
 from forerun.drafters.looking_ahead.paths import Paths
 from forerun.drafters.looking_ahead.pool import Pool
@@ -35,6 +36,8 @@ _PRIOR = (0.25, 0.45, 0.6, 0.7)
 """First guess that a guess's token 1, 2, ... is right if those before it were."""
 _PRIOR_DECAY = 0.6
 """By how much that falls from one sibling to the next older one."""
+_POOLS = 16
+"""Isolation domains whose shared pools are kept: a full one takes some 6 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,16 +50,22 @@ class LookaheadConfig:
     """W: trajectories, and n-grams collected in one step."""
     level: int = 5
     """N: tokens of an n-gram; a guess has one less."""
+    num_speculative_tokens: int | None = None
+    """Most tokens of a guess that are drafted; all of them, N - 1, if not given."""
     guesses: int = 7
     """G: most guesses in one step, and most n-grams that are kept of those that begin with one token."""
     copy_text: bool = True
     """Whether the n-grams of prompt and output go to the pool too."""
     shared_pool: bool = False
-    """One pool for all requests, kept between them; else each request has its own, as published."""
+    """One pool for all requests of an isolation domain, kept between them; else each has its own, as published."""
     pool_keys: int = 8192
     """Most first tokens that a pool knows; the least recently seen are forgotten."""
 
     def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
+            raise ArgumentError(
+                f"lookahead: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
+            )
         for name, least in (("window", 1), ("level", 2), ("guesses", 1), ("pool_keys", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(f"lookahead: {name} must be at least {least}, got {getattr(self, name)}")
@@ -66,6 +75,7 @@ class LookaheadConfig:
 class _Row:
     window: Window
     pool: Pool
+    calibration: Calibration
     copied: int = 0
     """Tokens of the text whose n-grams are in the pool."""
     guessed: Submitted | None = None
@@ -80,26 +90,31 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, config: LookaheadConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._calibration = Calibration()
-        self._shared = self._new_pool()
+        self._calibrations = PerDomain(Calibration)
+        self._shared = PerDomain(self._new_pool, most=_POOLS)
         self._rows: dict[int, _Row] = {}
 
+    @property
+    def depth(self) -> int:
+        """How far the window reaches, or the guesses."""
+        return max(self.config.level - 1, self.config.window + self.config.level - 3)
+
     def extend(self, context: DraftContext) -> None:
-        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            row = self._row(row_id)
+        for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
+            row = self._row(context, index)
             row.copied = min(row.copied, len(tokens) - fresh)
             self._copy(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
-        return stack([self._grow(self._row(row), tokens, nodes, depth) for row, tokens, nodes, depth in limits])
+        limits = enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True))
+        return stack([self._grow(self._row(context, index), *limit) for index, limit in limits])
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        for index, (row_id, tokens, verdict) in enumerate(zip(context.rows, context.tokens, verdicts, strict=True)):
-            row, emitted = self._row(row_id), len(verdict.path) + 1
+        for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
+            row, emitted = self._row(context, index), len(verdict.path) + 1
             if row.guessed is None:
                 continue
-            row.guessed.learn(self._calibration, tokens[-emitted:])
+            row.guessed.learn(tokens[-emitted:])
             row.guessed = None
             new = row.window.read(Paths(scores.trees[index]), partial(scores.raw_argmax, index))
             for column, token in zip(row.window.columns, new, strict=False):
@@ -117,10 +132,12 @@ class LookaheadDrafter(Drafter):
     def _new_pool(self) -> Pool:
         return Pool(per_key=self.config.guesses, keys=self.config.pool_keys)
 
-    def _row(self, row_id: int) -> _Row:
+    def _row(self, context: DraftContext, index: int) -> _Row:
+        row_id, salt = context.rows[index], context.salt(index)
         if row_id not in self._rows:
-            pool = self._shared if self.config.shared_pool else self._new_pool()
-            self._rows[row_id] = _Row(window=Window(self.config.level), pool=pool)
+            pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
+            window, calibration = Window(self.config.level), self._calibrations.of(salt)
+            self._rows[row_id] = _Row(window=window, pool=pool, calibration=calibration)
         return self._rows[row_id]
 
     def _copy(self, row: _Row, tokens: Sequence[int]) -> None:
@@ -139,15 +156,17 @@ class LookaheadDrafter(Drafter):
             return builder
         column = self.config.level - 2
         spare = column if column <= min(depth, nodes) else 0
-        row.guessed = self._guess(builder, row.pool.after(tokens[-1]), nodes - spare, depth)
+        longest = min(depth, self.config.num_speculative_tokens or depth)
+        row.guessed = self._guess(builder, row, tokens[-1], nodes - spare, longest)
         row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - len(builder), depth)))
         row.window.plant(builder)
         return builder
 
-    def _guess(self, builder: TreeBuilder, grams: Sequence[tuple[int, ...]], nodes: int, depth: int) -> Submitted:
-        """Add the n-grams as branches, shared beginnings once, as far as `nodes` reach."""
-        guessed, children = Submitted(tokens=builder.tokens, parents=builder.parents), dict[int, int]()
-        for gram in grams:
+    def _guess(self, builder: TreeBuilder, row: _Row, root: int, nodes: int, depth: int) -> Submitted:
+        """Add the n-grams behind `root` as branches, shared beginnings once, as far as `nodes` reach."""
+        guessed = Submitted(tokens=builder.tokens, parents=builder.parents, calibration=row.calibration)
+        children = dict[int, int]()
+        for gram in row.pool.after(root):
             parent = 0
             for place, token in enumerate(gram[:depth]):
                 if len(builder) >= nodes:
@@ -156,7 +175,7 @@ class LookaheadDrafter(Drafter):
                 prior = _PRIOR[min(place, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
                 signs = Signs(Drawn.GIVEN, rank, prior)
                 before = len(builder)
-                node = builder.add(token, parent, confidence=self._calibration.estimate(signs))
+                node = builder.add(token, parent, confidence=row.calibration.estimate(signs))
                 if len(builder) > before:
                     guessed.signs[node] = signs
                     children[parent] = rank + 1

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.confidence import Drafted, Record, Sign
+from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, nearest
+from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft
+from forerun.types import Budget, Draft, DraftKind
 
 _SCANNED = 32
 """Most earlier places looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
@@ -56,6 +58,7 @@ class NgramConfig:
 class _Row:
     """One row's text, and for each n-gram the places (index of the token after it) where it ended, ascending."""
 
+    record: Record
     tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     drafted: Drafted | None = None
@@ -94,14 +97,20 @@ class NgramDrafter(Drafter):
         self.config = config
         self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._rows: dict[int, _Row] = {}
-        self._record = Record()
+        self._records = PerDomain(Record)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=self.config.max_branches == 1)
 
     def extend(self, context: DraftContext) -> None:
-        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            row = self._rows.setdefault(row_id, _Row())
+        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
+        for place, (row_id, tokens, fresh) in enumerate(entries):
+            row = self._rows.get(row_id)
+            if row is None:
+                row = self._rows[row_id] = _Row(record=self._records.of(context.salt(place)))
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.teach(self._record, tokens)
+                row.drafted.teach(tokens)
                 row.drafted = None
             for index in range(len(row.tokens), len(tokens)):
                 row.append(tokens[index], self._sizes)
@@ -128,7 +137,7 @@ class NgramDrafter(Drafter):
 
     def _grow(self, row: _Row, nodes: int, depth: int) -> TreeBuilder:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Drafted(len(row.tokens))
+        row.drafted = drafted = Drafted(len(row.tokens), row.record)
         tree = drafted.tree
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
@@ -137,8 +146,7 @@ class NgramDrafter(Drafter):
                 break
             before, parent = len(tree), 0
             for offset in range(length):
-                sign = Sign("ngram", size + offset)
-                parent = drafted.add(row.copied(place, offset), parent, sign, self._record.estimate(sign))
+                parent = drafted.add(row.copied(place, offset), parent, Sign("ngram", size + offset))
                 if len(tree) >= nodes:
                     break
             branches += len(tree) > before

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.alignment import Alignment
 from forerun.drafters.copying.confidence import Drafted, Record, Sign
+from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
-from forerun.sampling import check_token_ids
+from forerun.sampling import Sampler, check_token_ids
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft
+from forerun.types import Budget, Draft, DraftKind
 
 _TRUST = 2
 """After an edit, tokens drafted for each token that has agreed since."""
@@ -42,6 +43,7 @@ class _Row:
     alignment: Alignment
     read: int
     """How many of the row's tokens the alignment knows."""
+    record: Record
     drafted: Drafted | None = None
 
 
@@ -62,7 +64,10 @@ class PredictionDrafter(Drafter):
         self.config = config
         self._default = _token_ids(config.text, setup)
         self._rows: dict[int, _Row] = {}
-        self._record = Record()
+        self._records = PerDomain(Record)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
 
     def extend(self, context: DraftContext) -> None:
         for index, row_id in enumerate(context.rows):
@@ -72,7 +77,7 @@ class PredictionDrafter(Drafter):
             if row is None or row.read > known:
                 row = self._rows[row_id] = self._new(context, index)
             if row.drafted is not None:
-                row.drafted.teach(self._record, tokens)
+                row.drafted.teach(tokens)
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
@@ -94,7 +99,11 @@ class PredictionDrafter(Drafter):
 
     def _new(self, context: DraftContext, index: int) -> _Row:
         predicted = context.predictions[index] if context.predictions else ()
-        return _Row(alignment=Alignment(predicted or self._default), read=context.prompt_lengths[index])
+        return _Row(
+            alignment=Alignment(predicted or self._default),
+            read=context.prompt_lengths[index],
+            record=self._records.of(context.salt(index)),
+        )
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
         if row.read < len(tokens):
@@ -110,11 +119,10 @@ class PredictionDrafter(Drafter):
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Drafted(row.read), 0
+        drafted, parent = Drafted(row.read, row.record), 0
         source = "edited" if alignment.edited else "prediction"
         for offset, token in enumerate(alignment.predicted[alignment.place : alignment.place + length]):
-            sign = Sign(source, alignment.matched + offset)
-            parent = drafted.add(token, parent, sign, self._record.estimate(sign))
+            parent = drafted.add(token, parent, Sign(source, alignment.matched + offset))
         return drafted
 
 

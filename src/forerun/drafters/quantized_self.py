@@ -22,7 +22,7 @@ from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target.fast.packing import FusedLinear, PackedLinear
-from forerun.target.parts import base_of, layers_of, shallow
+from forerun.target.parts import base_name, base_of, layers_of, replaced, shallow
 
 BITS = (8, 4)
 GROUPS = (64, 32)
@@ -181,10 +181,7 @@ def rounded_twin(model: Any, bits: int = 8) -> Any:
             f"quantized_self finds no plain linear layer in the decoder of {type(model).__name__}: it is quantised "
             "already, or of another kind. Draft with skip_layers"
         )
-    twin, inner = shallow(model), shallow(base)
-    inner._modules[name] = nn.ModuleList(rounded)
-    twin._modules[model.base_model_prefix] = inner
-    return twin
+    return replaced(model, f"{base_name(model)}.{name}", nn.ModuleList(rounded))
 
 
 def _rounded(module: nn.Module, bits: int) -> nn.Module:

@@ -8,7 +8,7 @@ numbers, no tokens and no model.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,22 @@ class RankedNode(NamedTuple):
     """Place of the parent in the tree, -1 for the root."""
     depth: int
     """1 for children of the root."""
+
+
+def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
+    """Nodes of the best tree, at most `most`, that yields most tokens for its time.
+
+    Args:
+        rates: (depth, ranks), see `best_tree`.
+        pass_ms: of a pass with so many drafted nodes.
+    """
+    tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
+    for count, node in enumerate(best_tree(rates, most), start=1):
+        above = alive[node.parent] if node.parent >= 0 else 1.0
+        alive.append(above * float(rates[node.depth - 1, node.rank]))
+        tokens += alive[-1]
+        best = max(best, (tokens / pass_ms(count), count))
+    return max(1, best[1])
 
 
 def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:

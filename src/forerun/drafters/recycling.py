@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.ranks import RankRates, best_tree
+from forerun.drafters.domains import PerDomain
+from forerun.drafters.ranks import RankedNode, RankRates, best_tree, paying
 from forerun.drafters.successors import SuccessorMatrix, save_quietly
 from forerun.errors import ArgumentError
 from forerun.training.data.identity import TokenizerIdentity
@@ -30,12 +31,16 @@ from forerun.types import Budget, Draft, Verdict
 if TYPE_CHECKING:
     from forerun.step import Scores
 
+_MOST = 80
+"""Nodes of the paper's tree."""
 _BLOCK = 64
 """Logits of which the largest is taken before any are sorted."""
 _REGROWN = 64
 """Steps between two looks at what an adaptive tree should be."""
 _SAVED = 256
 """Steps between two writes of the file, which happen where a sequence ends."""
+_MOST_BYTES = 128 * 2**20
+"""Of the matrices of all isolation domains together; the shared one comes on top."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,20 +49,33 @@ class RecyclingConfig:
 
     num_speculative_tokens: int = 6
     """Depth of the tree, tokens."""
-    nodes: int = 80
-    """Most nodes of the tree; the engine's own limit holds, too."""
+    nodes: int | None = None
+    """Most nodes of the tree; None takes as many as yield most tokens for the measured time of a pass, up to the 80 of
+    the paper. The engine's own limit holds, too."""
     top_k: int = 8
     """Successors kept for each token of the vocabulary."""
     adaptive_tree: bool = False
     """Let the tree follow how often each (depth, rank) was right; else it is the best one by rates measured before."""
     path: str | None = None
     """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
-    last time, and when the process ends. None forgets it."""
+    last time, and when the process ends. None forgets it. Requests of an isolation domain (API key) begin with what it
+    held at the start, and what they teach is never written."""
 
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "nodes", "top_k"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"recycling: {name} must be at least 1, got {getattr(self, name)}")
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise ArgumentError(f"recycling: {name} must be at least 1, got {given}")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Memory:
+    """What is known of an isolation domain."""
+
+    matrix: SuccessorMatrix
+    rates: RankRates
+    shape: list[RankedNode]
+    steps: int = 0
+    """That the matrix learned from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +108,17 @@ class RecyclingDrafter(Drafter):
         if config.top_k > size:
             raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
         identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
-        shape = (config.num_speculative_tokens, config.top_k)
         path = None if config.path is None else Path(config.path).expanduser()
         self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)
-        self._rates = RankRates(*shape)
-        self._shape = best_tree(self._rates.prior, config.nodes)
+        """Of the domain that requests without a salt share."""
+        self._first = None if path is None else self.matrix.successors.copy()
+        self._nodes = config.nodes or _MOST
+        if config.nodes is None and setup.pass_ms is not None:
+            self._nodes = paying(self._new_rates().prior, setup.pass_ms, _MOST)
+        self._shared = self._memory_of(self.matrix)
+        self._memories = PerDomain(
+            self._new_memory, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
+        )
         self._steps = self._saved = 0
         self._rows: dict[int, _Drafted] = {}
         self._covered: dict[int, int] = {}
@@ -112,31 +136,33 @@ class RecyclingDrafter(Drafter):
         self._saved = self._steps
 
     def extend(self, context: DraftContext) -> None:
-        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            drafted = self._rows.pop(row_id, None)
+        entries = zip(context.rows, context.tokens, context.fresh, strict=True)
+        for index, (row_id, tokens, fresh) in enumerate(entries):
+            memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
-                self._learn(drafted, tokens)
+                self._learn(memory.rates, drafted, tokens)
             # Where the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
-                self.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
+                memory.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
             self._covered[row_id] = len(tokens) - 1
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        if self.config.adaptive_tree and self._steps % _REGROWN == 0 and self._steps:
-            self._shape = best_tree(self._rates.estimate, self.config.nodes)
-        rates = self._rates.estimate.tolist()
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
-        for row_id, tokens, nodes, depth in limits:
-            self._rows[row_id] = self._grown(tokens, nodes, depth, rates)
+        for index, (row_id, tokens, nodes, depth) in enumerate(limits):
+            self._rows[row_id] = self._grown(self._memory(context, index), tokens, nodes, depth)
         return stack([self._rows[row_id].tree for row_id in context.rows])
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self._steps += 1
         scored = [tree.tokens for tree in scores.trees]
         ids = top_ids(scores.logits[:, : max(map(len, scored))], self.config.top_k)
-        for nodes, row in zip(scored, ids, strict=True):
-            self.matrix.put(nodes, row[: len(nodes)])
+        for index, (nodes, row) in enumerate(zip(scored, ids, strict=True)):
+            memory = self._memory(context, index)
+            memory.matrix.put(nodes, row[: len(nodes)])
+            memory.steps += 1
+            if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
+                memory.shape = best_tree(memory.rates.estimate, self._nodes)
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             self._covered[row_id] = len(tokens) - 1
 
@@ -152,13 +178,31 @@ class RecyclingDrafter(Drafter):
             self._saved = self._steps
 
     def memory_bytes(self) -> int:
-        return self.matrix.successors.nbytes
+        own = sum(memory.matrix.successors.nbytes for memory in self._memories.all())
+        return self.matrix.successors.nbytes + own
 
-    def _grown(self, tokens: Sequence[int], nodes: int, depth: int, rates: Sequence[Sequence[float]]) -> _Drafted:
+    def _memory(self, context: DraftContext, index: int) -> _Memory:
+        salt = context.salt(index)
+        return self._shared if salt is None else self._memories.of(salt)
+
+    def _new_memory(self) -> _Memory:
+        """Of a domain that is new: what the file held."""
+        first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
+        return self._memory_of(SuccessorMatrix(first, None, None))
+
+    def _memory_of(self, matrix: SuccessorMatrix) -> _Memory:
+        rates = self._new_rates()
+        return _Memory(matrix=matrix, rates=rates, shape=best_tree(rates.prior, self._nodes))
+
+    def _new_rates(self) -> RankRates:
+        return RankRates(self.config.num_speculative_tokens, self.config.top_k)
+
+    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors, drafted = self.matrix.successors, _Drafted(end=len(tokens), ranks=[], tree=TreeBuilder())
+        successors, rates = memory.matrix.successors, memory.rates.estimate.tolist()
+        drafted = _Drafted(end=len(tokens), ranks=[], tree=TreeBuilder())
         placed = {-1: (0, tokens[-1])}
-        for entry, (rank, parent, level) in enumerate(self._shape[:nodes]):
+        for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
             if level > depth or parent not in placed:
                 continue
             above, last = placed[parent]
@@ -168,7 +212,7 @@ class RecyclingDrafter(Drafter):
                 drafted.ranks.append(rank)
         return drafted
 
-    def _learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+    def _learn(self, rates: RankRates, drafted: _Drafted, tokens: Sequence[int]) -> None:
         """Count, along the text's path through the draft, which ranks were tried and which was right."""
         parent, tree = 0, drafted.tree
         for depth, token in enumerate(tokens[drafted.end : drafted.end + self.config.num_speculative_tokens]):
@@ -176,7 +220,7 @@ class RecyclingDrafter(Drafter):
             if not children:
                 return
             right = [node for node in children if tree.tokens[node] == token]
-            self._rates.learn(depth, *([drafted.ranks[node] for node in nodes] for nodes in (children, right)))
+            rates.learn(depth, *([drafted.ranks[node] for node in nodes] for nodes in (children, right)))
             if not right:
                 return
             parent = right[0] + 1

@@ -14,6 +14,7 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.datastore import Datastore
 from forerun.drafters.datastore.format import SORTED_TOKENS
 from forerun.drafters.datastore.trie import Trie, merge
+from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TreeBuilder, stack
@@ -84,24 +85,25 @@ class RestDrafter(Drafter):
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
         self._rows: dict[int, _Drafted] = {}
-        self._worth = _Worth()
+        self._worths = PerDomain(_Worth)
 
     def extend(self, context: DraftContext) -> None:
-        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+        for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
             drafted = self._rows.pop(row_id, None)
             if drafted is not None:
-                self._worth.learn(drafted, tokens)
+                self._worths.of(context.salt(index)).learn(drafted, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         builders = []
-        for row_id, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
+        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
+        for index, (row_id, tokens, nodes, depth) in enumerate(limits):
             drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth)
             if drafted is None:
                 self._rows.pop(row_id, None)
                 builders.append(TreeBuilder())
             else:
                 self._rows[row_id] = drafted
-                builders.append(self._tree(drafted))
+                builders.append(_tree(drafted, self._worths.of(context.salt(index))))
         return stack(builders)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -117,15 +119,6 @@ class RestDrafter(Drafter):
             return None
         found = self.store.continuations(match, length, self.config.max_hits)
         return _Drafted(end=len(tokens), match=match.length, hits=len(found), trie=merge(found, nodes))
-
-    def _tree(self, drafted: _Drafted) -> TreeBuilder:
-        builder, trie = TreeBuilder(), drafted.trie
-        size = len(trie.tokens)
-        builder.tokens, builder.parents = trie.tokens, trie.parents
-        builder.drawn, builder.scouts = [Drawn.GIVEN] * size, [False] * size
-        builder.confidence = [self._worth.estimate(drafted, node) for node in range(size)]
-        builder.index_given()
-        return builder
 
 
 class _Worth:
@@ -158,6 +151,16 @@ class _Worth:
             if tokens[place] == token:
                 self._right[key] = self._right.get(key, 0.0) + 1.0
                 on_path[node + 1] = place + 1
+
+
+def _tree(drafted: _Drafted, worth: _Worth) -> TreeBuilder:
+    builder, trie = TreeBuilder(), drafted.trie
+    size = len(trie.tokens)
+    builder.tokens, builder.parents = trie.tokens, trie.parents
+    builder.drawn, builder.scouts = [Drawn.GIVEN] * size, [False] * size
+    builder.confidence = [worth.estimate(drafted, node) for node in range(size)]
+    builder.index_given()
+    return builder
 
 
 def _counts(drafted: _Drafted, node: int) -> tuple[int, int]:

@@ -16,8 +16,9 @@ from torch import Tensor
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.growth import Children, Shape
 from forerun.drafters.levels import FixedTree, Grown, Submitted
+from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, empty_draft
+from forerun.types import Budget, Draft, DraftKind, empty_draft
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -55,6 +56,9 @@ class SelfDrafter(Drafter):
         self._tree = tree
         self._drafted: dict[int, Submitted] = {}
 
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self._tree.kind(sampler)
+
     def logits(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Tensor:
         """The method's own raw logits (B, N - start, V) after the nodes ``start .. K``; earlier ones have been run."""
         raise NotImplementedError
@@ -67,7 +71,7 @@ class SelfDrafter(Drafter):
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             drafted = self._drafted.pop(row, None)
             if drafted is not None and fresh:
-                drafted.learn(self._tree.calibration, tokens[-fresh:])
+                drafted.learn(tokens[-fresh:])
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row in rows:
@@ -81,8 +85,8 @@ class SelfDrafter(Drafter):
         below = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
         limits = Limits(self._tree.shape, [within[index] for index in active], below)
         grown = self._grow(context, active, limits)
-        builders = [TreeBuilder() for _ in within]
-        for index, (builder, drafted) in zip(active, self._tree.cut(grown, limits.nodes), strict=True):
+        builders, cuts = [TreeBuilder() for _ in within], self._tree.cut(context, active, grown, limits.nodes)
+        for index, (builder, drafted) in zip(active, cuts, strict=True):
             builders[index], self._drafted[context.rows[index]] = builder, drafted
         return stack(builders, device=grown.tokens.device)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.calibration import Calibration, Signs
+from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_model import run_missing
 from forerun.drafters.levels import Submitted
 from forerun.drafters.translation import (
@@ -34,9 +35,10 @@ from forerun.drafters.translation import (
 from forerun.drafters.translation.encoding import starts_character
 from forerun.drafters.vocabulary import resolved
 from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
 from forerun.target import Target
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Drawn, empty_draft
+from forerun.types import Budget, Draft, DraftKind, Drawn, empty_draft
 
 _ROOM = 2
 """The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
@@ -91,6 +93,8 @@ class _Written:
     """The target's, committed."""
     ids: list[int]
     """The draft model's, committed text first."""
+    calibration: Calibration
+    """Of the row's domain."""
     pieces: list[bytes] = field(default_factory=list)
     """Drafted, as the target's text."""
     probs: list[float] = field(default_factory=list)
@@ -117,7 +121,7 @@ class SlemDrafter(Drafter):
         self._shown = rendering(self._target, self._draft)
         self._written = rendering(self._draft, self._target)
         self._opening = opening_of(self._draft)
-        self._calibration = Calibration()
+        self._calibrations = PerDomain(Calibration)
         self._rows: dict[int, _Row] = {}
 
     def reading(self, row_id: int) -> list[int]:
@@ -127,13 +131,16 @@ class SlemDrafter(Drafter):
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
 
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
     def extend(self, context: DraftContext) -> None:
         """Learn how the last draft fared. The text is read when a draft is wanted, not before."""
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             row, known = self._row(row_id), len(tokens) - fresh
             row.reading.shrink(known)
             if row.submitted is not None:
-                row.submitted.learn(self._calibration, tokens[known:])
+                row.submitted.learn(tokens[known:])
             row.submitted = None
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -143,6 +150,7 @@ class SlemDrafter(Drafter):
             row.submitted = None
             if length == 0:
                 self.model.truncate([row_id], [0])
+                self.model.clear(row_id)
                 del self._rows[row_id]
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
@@ -175,7 +183,10 @@ class SlemDrafter(Drafter):
         ids = row.reading.follow(context.tokens[index])
         ids = [token if token < self.model.vocab_size else 0 for token in ids]
         room = min(self.model.max_length, self.model.slots) - self.config.num_speculative_tokens
-        return _Written(row=row, tokens=context.tokens[index], ids=ids) if 0 < len(ids) <= room else None
+        if not 0 < len(ids) <= room:
+            return None
+        calibration = self._calibrations.of(context.salt(index))
+        return _Written(row=row, tokens=context.tokens[index], ids=ids, calibration=calibration)
 
     def _write(self, rows: Sequence[int], texts: Sequence[_Written]) -> None:
         """Greedily `num_speculative_tokens` tokens for each row, one pass for all rows a token."""
@@ -223,12 +234,13 @@ class SlemDrafter(Drafter):
         if found is None:
             return builder
         spans, confidences, length = found
-        submitted = Submitted(tokens=[span.id for span in spans[:most]], parents=range(len(spans[:most])))
+        tokens = [span.id for span in spans[:most]]
+        submitted = Submitted(tokens=tokens, parents=range(len(tokens)), calibration=text.calibration)
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended
             signs = submitted.signs[node + 1] = Signs(Drawn.GIVEN, int(last), raw)
-            builder.add(span.id, node, confidence=self._calibration.estimate(signs))
+            builder.add(span.id, node, confidence=text.calibration.estimate(signs))
         text.row.submitted = submitted
         return builder
 

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.growth import Shape
+from forerun.drafters.growth import Shape, attempt
 from forerun.drafters.self_drafting import partial_draft
 from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
 from forerun.target.nouns import Resume
 from forerun.target.pipeline import Pipeline
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, empty_draft
+from forerun.types import Budget, Draft, DraftKind, empty_draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,9 @@ class SpeedDrafter(Drafter):
         self.target = setup.target
         self._pipeline = Pipeline.proved(setup.target)
         self._shape = Shape.regular((1,) * config.num_speculative_tokens)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         limits = [
@@ -111,8 +115,8 @@ class SpeedDrafter(Drafter):
         best: list[int] = logits.argmax(-1).tolist()
         for place, index in enumerate(run.members):
             if not context.samplers[index].neutral:
-                output = self._output(context, run, place, node)
-                best[place] = int(context.samplers[index].process(logits[place], output).argmax())
+                raw, output = logits[place], self._output(context, run, place, node)
+                best[place] = int(attempt(raw, context.samplers[index].process, raw, output).argmax())
         return best
 
     def _flush(self, context: DraftContext, run: _Run, node: int) -> None:
@@ -125,8 +129,12 @@ class SpeedDrafter(Drafter):
             drafted, sampler = int(run.ids[place, node]), context.samplers[index]
             if drafted != right[place]:
                 run.limits[place] = min(run.limits[place], node)
-            law = None if sampler.greedy else sampler.law(logits[place], self._output(context, run, place, node))
-            run.confidence[place].append(1.0 if law is None else float(law[drafted]))
+            if sampler.greedy:
+                run.confidence[place].append(1.0)
+                continue
+            output = self._output(context, run, place, node)
+            law = attempt(torch.zeros_like(logits[place]), sampler.law, logits[place], output)
+            run.confidence[place].append(float(law[drafted]))
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.target.lm_head(self.target.final_norm(states))[:, 0]

@@ -7,6 +7,7 @@ expected number of kept tokens is largest. Deterministic: all nodes are given. K
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,9 +17,11 @@ from forerun.drafters.copying.automaton import NONE, ROOT, SuffixAutomaton
 from forerun.drafters.copying.confidence import Drafted, Record, Sign
 from forerun.drafters.copying.growth import Branch, grow
 from forerun.drafters.copying.store import Cursor, OutputStore
+from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft
+from forerun.types import Budget, Draft, DraftKind
 
 _SEEN = 32
 """Most continuations of one string looked at for a tree: a frequent word has thousands."""
@@ -30,6 +33,8 @@ _UNSEEN = 1.0
 """Occurrences that the share after the next shorter string counts for."""
 _PACE = 64
 """Tokens of past outputs indexed in a call at least; besides, two for each token that the running requests gained."""
+_FULL_STORES = 4
+"""What the stores of all isolation domains may hold together, in full ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +56,10 @@ class SuffixConfig:
     nodes: int | None = None
     """Most nodes of a tree of several continuations, by their counts; None drafts a chain."""
     max_cached_requests: int = 10_000
-    """Past outputs kept at most; 0 drafts from the request's own text only."""
+    """Past outputs kept at most of one isolation domain (API key); 0 drafts from the request's own text only."""
     max_cached_tokens: int = 500_000
-    """Tokens of past outputs kept at most; one takes about 150 bytes."""
+    """Tokens of past outputs kept at most of one isolation domain, and four times as many of all together; one takes
+    about 150 bytes."""
     cache_prompts: bool = False
     """Keep the prompts of past requests too."""
 
@@ -91,8 +97,17 @@ class _Place(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
+class _Memory:
+    """What is known of an isolation domain."""
+
+    store: OutputStore
+    record: Record = field(default_factory=Record)
+
+
+@dataclass(kw_only=True, slots=True)
 class _Row:
     automaton: SuffixAutomaton
+    memory: _Memory
     prompt_length: int = 0
     drafted: Drafted | None = None
     cursors: list[Cursor] = field(default_factory=list)
@@ -108,28 +123,33 @@ class SuffixDrafter(Drafter):
     def __init__(self, config: SuffixConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        self._record = Record()
-        self._store = OutputStore(
-            depth=config.max_tree_depth, tokens=config.max_cached_tokens, requests=config.max_cached_requests
-        )
+        most = _FULL_STORES * config.max_cached_tokens
+        self._memories = PerDomain(self._new_memory, size=lambda memory: memory.store.held, most_size=most)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=self.config.nodes is None)
 
     def extend(self, context: DraftContext) -> None:
-        self._store.digest(_PACE + 2 * sum(context.fresh))
-        entries = zip(context.rows, context.tokens, context.fresh, context.prompt_lengths, strict=True)
-        for row_id, tokens, fresh, prompt_length in entries:
-            row = self._row(row_id)
+        gained = Counter[str | None]()
+        for index, count in enumerate(context.fresh):
+            gained[context.salt(index)] += count
+        for salt, count in gained.items():
+            self._memories.of(salt).store.digest(_PACE // len(gained) + 2 * count)
+        entries = zip(context.tokens, context.fresh, context.prompt_lengths, strict=True)
+        for index, (tokens, fresh, prompt_length) in enumerate(entries):
+            row = self._row(context, index)
             row.prompt_length = prompt_length
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.teach(self._record, tokens)
+                row.drafted.teach(tokens)
                 row.drafted = None
             row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         trees = []
-        for row_id, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
-            row = self._row(row_id)
+        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
+            row = self._row(context, index)
             row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
             row.drafted = self._best_draft(row, nodes, depth)
@@ -137,21 +157,33 @@ class SuffixDrafter(Drafter):
         return stack(trees)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """As `Drafter.truncate`; the output of a row that is freed enters the store."""
+        """As `Drafter.truncate`; the output of a row that is freed enters the store of its domain."""
         for row_id, length in zip(rows, lengths, strict=True):
             row = self._rows.get(row_id)
             if row is not None and length == 0:
-                self._store.add(row.automaton.tokens[0 if self.config.cache_prompts else row.prompt_length :])
+                row.memory.store.add(row.automaton.tokens[0 if self.config.cache_prompts else row.prompt_length :])
+                self._memories.trim()
                 del self._rows[row_id]
             elif row is not None:
                 self._shrink(row, length)
 
     def memory_bytes(self) -> int:
-        return self._store.memory_bytes() + sum(row.automaton.memory_bytes() for row in self._rows.values())
+        stores = sum(memory.store.memory_bytes() for memory in self._memories.all())
+        return stores + sum(row.automaton.memory_bytes() for row in self._rows.values())
 
-    def _row(self, row_id: int) -> _Row:
+    def _new_memory(self) -> _Memory:
+        config = self.config
+        return _Memory(
+            store=OutputStore(
+                depth=config.max_tree_depth, tokens=config.max_cached_tokens, requests=config.max_cached_requests
+            )
+        )
+
+    def _row(self, context: DraftContext, index: int) -> _Row:
+        row_id = context.rows[index]
         if row_id not in self._rows:
-            self._rows[row_id] = _Row(automaton=SuffixAutomaton(self.config.max_tree_depth))
+            memory = self._memories.of(context.salt(index))
+            self._rows[row_id] = _Row(automaton=SuffixAutomaton(self.config.max_tree_depth), memory=memory)
         return self._rows[row_id]
 
     def _shrink(self, row: _Row, length: int) -> None:
@@ -163,7 +195,7 @@ class SuffixDrafter(Drafter):
         row.automaton.extend(kept)
 
     def _follow(self, row: _Row, tokens: Sequence[int]) -> None:
-        generations = self._store.generations
+        generations = row.memory.store.generations
         if [cursor.automaton for cursor in row.cursors] != generations:
             row.cursors = [Cursor(generation) for generation in generations]
         for cursor in row.cursors:
@@ -177,7 +209,7 @@ class SuffixDrafter(Drafter):
         for source, automaton, state, matched in places:
             length = min(self._length(matched), depth)
             if matched >= self.config.min_match and length > 0 and nodes > 0:
-                drafted = self._draft(automaton, _Place(state, matched, 1.0), source, len(row.automaton), nodes, length)
+                drafted = self._draft(row, automaton, _Place(state, matched, 1.0), source, nodes, length)
                 if best is None or drafted.expected > best.expected:
                     best = drafted
         return best
@@ -189,15 +221,15 @@ class SuffixDrafter(Drafter):
         return min(config.num_speculative_tokens, int(wanted + 1e-6))
 
     def _draft(
-        self, automaton: SuffixAutomaton, place: _Place, source: str, start: int, nodes: int, depth: int
+        self, row: _Row, automaton: SuffixAutomaton, place: _Place, source: str, nodes: int, depth: int
     ) -> Drafted:
         ends = automaton.suffixes()
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
         return grow(
             place,
             lambda place: self._branches(automaton, place, source, ends),
-            self._record,
-            start=start,
+            row.memory.record,
+            start=len(row.automaton),
             nodes=most,
             depth=depth,
         )

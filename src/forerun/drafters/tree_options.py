@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from forerun.drafters.growth import Draw, Shape
 from forerun.drafters.levels import FixedTree
 from forerun.errors import ArgumentError, nearest
+from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +46,11 @@ class TreeOptions:
             )
         if self.tree is not None:
             Shape.of(self.tree)
-        if self.temperature is not None and self.temperature <= 0:
-            raise ArgumentError(f"{method}: temperature must be above 0, got {self.temperature}; use draw='given'")
+        if self.temperature is not None and not GREEDY_BELOW <= self.temperature <= MAX_TEMPERATURE:
+            raise ArgumentError(
+                f"{method}: temperature must be in [{GREEDY_BELOW:g}, {MAX_TEMPERATURE:g}], got {self.temperature}; "
+                "draw='given' drafts the likeliest tokens"
+            )
 
     def fixed_tree(self) -> FixedTree:
         """What grows such trees."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.text import AnswerText, Detokenizer
+from forerun.judging import Isolation
 from forerun.step import Emitted, Row
 from forerun.types import (
     CompletionOutput,
@@ -33,8 +34,12 @@ class Request:
     """Resolved: no None where there is a neutral value."""
     speculative: SpeculativeConfig | None
     trace: bool
+    priority: int = 0
+    """Of a client's waiting requests the one with the lowest comes first."""
     client: str | None = None
     """Whose request it is, where rows are to be shared fairly among clients."""
+    user: str | None = None
+    """Of the client, where its rows are to be shared fairly among its users."""
     timeout_s: float | None = None
     """Time from queueing to the end, seconds."""
     answers: list[Answer] = field(default_factory=list)
@@ -45,6 +50,14 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens that were in the cache already."""
 
+    def belong(
+        self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int, adapt: bool
+    ) -> None:
+        """Say whose it is, see `LLM.submit`."""
+        self.client, self.user, self.priority = client, user, priority
+        for answer in self.answers:
+            answer.row.cache_salt, answer.row.adapt = cache_salt, adapt
+
     @property
     def finished(self) -> bool:
         return all(answer.finish_reason is not None for answer in self.answers)
@@ -52,6 +65,23 @@ class Request:
     def late(self, now: float) -> bool:
         """Whether its time is up at `now`, `time.perf_counter`."""
         return self.timeout_s is not None and self.queued_at is not None and now - self.queued_at >= self.timeout_s
+
+    def closing(self, chunk: StreamChunk) -> StreamChunk:
+        """The request's last chunk, with the whole output."""
+        row = self.answers[chunk.index].row
+        with Isolation(row):
+            return replace(chunk, output=self.output())
+        return replace(chunk, error=row.error)
+
+    def release(self) -> None:
+        """Let go of the answers, once nothing more will be made of them.
+
+        They name their request, and their rows errors whose tracebacks name the rows: what they hold (masks, a
+        grammar's parser) would lie there until Python looks for such circles, which it seldom does in a large process.
+        """
+        for answer in self.answers:
+            answer.row.error = None
+        self.answers.clear()
 
     def output(self) -> RequestOutput:
         """What there is so far."""
@@ -78,7 +108,7 @@ class Answer:
     row: Row
     detokenizer: Detokenizer
     text: AnswerText
-    drafter: str | None
+    drafter: str | None = None
     """Key of the drafter that works for it; None decodes plainly."""
     tokens: list[OutputToken] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
@@ -95,9 +125,16 @@ class Answer:
     """What its row holds is of no use to others."""
 
     def absorb(self, emitted: Emitted) -> StreamChunk:
-        """Take one step's tokens in, one by one, up to the first that ends the answer."""
-        if emitted.error is not None:
-            return self._fail(emitted.error)
+        """Take one step's tokens in, one by one, up to the first that ends the answer.
+
+        If the row failed in the step, or its text fails here, the whole request ends, and no other.
+        """
+        with Isolation(self.row):
+            if self.row.error is None:
+                return self._absorb(emitted)
+        return self._fail()
+
+    def _absorb(self, emitted: Emitted) -> StreamChunk:
         new: list[OutputToken] = []
         for place, token in enumerate(emitted.tokens):
             new.append(self._output_token(emitted, place, token))
@@ -105,6 +142,7 @@ class Answer:
             if self.finish_reason is not None:
                 break
         self._settle(len(emitted.tokens) - len(new))
+        first = self.request if not self.tokens else None
         self._count(emitted, new)
         return StreamChunk(
             request_id=self.request.id,
@@ -113,32 +151,48 @@ class Answer:
             tokens=new,
             trace=emitted.trace if self.request.trace else None,
             finish_reason=self.finish_reason,
+            prompt_token_ids=None if first is None else first.prompt_tokens,
+            prompt_logprobs=None if first is None else first.prompt_logprobs,
         )
+
+    def end_unbegun(self) -> StreamChunk:
+        """End an answer of no tokens, whose prompt has been read; it is its first chunk, too."""
+        if self.row.error is not None:
+            return self._fail()
+        self.finish_reason = "length"
+        request = self.request
+        last = self._last("")
+        return replace(last, prompt_token_ids=request.prompt_tokens, prompt_logprobs=request.prompt_logprobs)
 
     def abort(self) -> None:
         """End the answer where it stands."""
         self.finish_reason = self.finish_reason or "abort"
 
-    def expire(self, error: Exception | None = None) -> StreamChunk:
-        """End the answer because its time is up, or of an error: a last chunk, with the text that was held back."""
+    def expire(self) -> StreamChunk:
+        """End the answer because its time is up: a last chunk, with the text that was held back."""
         self.abort()
-        self.text.add(self.detokenizer.flush())
-        return StreamChunk(
-            request_id=self.request.id,
-            index=self.index,
-            text=self.text.release(final=True),
-            tokens=[],
-            trace=None,
-            finish_reason=self.finish_reason,
-            error=error,
-        )
+        with Isolation(self.row):
+            self.text.add(self.detokenizer.flush())
+            return self._last(self.text.release(final=True))
+        return self._fail()
 
-    def _fail(self, error: Exception) -> StreamChunk:
-        """End the whole request."""
+    def _fail(self) -> StreamChunk:
+        """End the whole request with the row's error; its text may be what failed, and is left alone."""
         for answer in self.request.answers:
             answer.abort()
         self.failed = True
-        return self.expire(error)
+        return self._last("")
+
+    def _last(self, text: str) -> StreamChunk:
+        return StreamChunk(
+            request_id=self.request.id,
+            index=self.index,
+            text=text,
+            tokens=[],
+            trace=None,
+            finish_reason=self.finish_reason,
+            error=self.row.error,
+        )
 
     def completion(self) -> CompletionOutput:
         """The answer so far."""
@@ -183,7 +237,7 @@ class Answer:
     def _settle(self, surplus: int) -> None:
         """Forget committed tokens behind the end of the answer."""
         if surplus:
-            del self.row.tokens[-surplus:]
+            self.row.shorten(surplus)
 
     def _count(self, emitted: Emitted, new: Sequence[OutputToken]) -> None:
         prefilled = not self.tokens
@@ -193,7 +247,7 @@ class Answer:
             self.request.first_token_at = self.request.first_token_at or self.request.last_token_at
             return
         accepted = sum(token.source is Source.DRAFT for token in new)
-        self.stats.record(drafted=emitted.drafted, depth=emitted.depth, accepted=accepted)
+        self.stats.record(drafted=emitted.drafted, depth=emitted.depth, accepted=accepted, rule=emitted.trace.rule)
         self.stats.drafter_errors = self.row.drafter_errors
         if self.request.trace:
             self.traces.append(emitted.trace)

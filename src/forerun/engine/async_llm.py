@@ -1,5 +1,6 @@
 """`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave between steps.
 
+What a request costs before that (tokens, parameters, grammars) is done in threads of their own (`lanes`).
 The worker goes from step to step by itself, and the event loop hands out what a step brought while the next one runs.
 """
 
@@ -7,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from forerun.engine.llm import LLM, Speculative, as_list, as_params
-from forerun.engine.prompts import Prompt
-from forerun.errors import EngineError, SlowReaderError
+from forerun.engine.answer import Request
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.lanes import Lanes
+from forerun.engine.llm import LLM, Speculative
+from forerun.engine.prompts import Prompt, as_list, as_params
+from forerun.errors import EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+T = TypeVar("T")
 
 _LOOK_S = 0.2
 """How often the worker looks whether the event loop that it waits for is still there."""
@@ -75,6 +82,51 @@ class _Handover:
         task()
 
 
+class _Worker(ThreadPoolExecutor):
+    """One thread, which knows for how long it has been at what it does."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1, thread_name_prefix="forerun-engine")
+        self._began: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since it began with its present task; 0 without one."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def submit(self, task: Callable[..., T], /, *arguments: Any, **keywords: Any) -> Future[T]:
+        return super().submit(self._timed, partial(task, *arguments, **keywords))
+
+    def _timed(self, task: Callable[[], T]) -> T:
+        self._began = time.monotonic()
+        try:
+            return task()
+        finally:
+            self._began = None
+
+
+def _raisable(work: Callable[[], T]) -> T:
+    """What `work` returns; what no future carries, or nobody behind it expects, becomes an error of the request."""
+    try:
+        return work()
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RequestError.of(error) from error
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error ends the others, too, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class AsyncLLM:
     """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
 
@@ -84,17 +136,26 @@ class AsyncLLM:
     def __init__(self, model: Any, **keywords: Any) -> None:
         # The worker loads the model, too: OpenMP keeps threads of its own for every thread that computed something,
         # and once there are more of them than cores it puts each to sleep between any two operations.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forerun-engine")
+        self._worker = _Worker()
         try:
             self.llm: LLM = self._worker.submit(partial(LLM, model, **keywords)).result()
         except BaseException:
             self._worker.shutdown(wait=False, cancel_futures=True)
             raise
+        self._lanes = Lanes("forerun-prepare")
         self._queues: dict[str, _Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         """Where the requests are waited for."""
         self._handover = _Handover()
         self._stepping = self._closed = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine has been at its present step, or at taking in a request; 0 while it does neither.
+
+        A long prompt is read in many steps.
+        """
+        return self._worker.busy_s
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -110,15 +171,16 @@ class AsyncLLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """`LLM.generate`; cancelling the task aborts its requests."""
         many = as_list(prompts)
         params = as_params(sampling_params, len(many))
-        answers = (
-            self._last(self.stream(prompt, own, speculative=speculative, trace=trace, timeout_s=timeout_s))
+        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        return await all_or_none(
+            self._last(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
             for prompt, own in zip(many, params, strict=True)
         )
-        return list(await asyncio.gather(*answers))
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
@@ -134,58 +196,84 @@ class AsyncLLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
         client: str | None = None,
+        user: str | None = None,
+        priority: int = 0,
+        adapt: bool = True,
         max_unread: int | None = None,
     ) -> AsyncGenerator[StreamChunk]:
         """`LLM.stream`; leaving the loop early aborts the request.
 
         Args:
-            timeout_s: time from queueing to the end, seconds; see `LLM.generate`.
-            client: rows are shared evenly among those who are named.
+            timeout_s, cache_salt: see `LLM.generate`.
+            client, user, priority, adapt: see `LLM.submit`.
             max_unread: chunks kept for a caller who does not read; with one more the request is aborted and the
                 stream ends with an error. None keeps them all.
 
         Raises:
             EngineError: a step failed, for all requests.
-            NumericError: this request cannot go on; the others do.
+            NumericError: this request cannot go on, since its numbers failed; the others do.
+            RequestError: something else of this request failed; the others go on.
             SlowReaderError: more than `max_unread` chunks were waiting.
         """
         params = sampling_params or SamplingParams()
-        keywords = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s, "client": client}
-
-        def submit() -> str:
-            # Its queue is there before any step can answer: the worker does one thing after the other.
-            request_id = self.llm.submit(prompt, params, **keywords)  # type: ignore[arg-type]
-            self._queues[request_id] = _Inbox(max_unread)
-            self._go_on()
-            return request_id
-
+        number = self.llm.next_number()
+        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **keywords))
         self._loop = asyncio.get_running_loop()
-        submitted = self._loop.run_in_executor(self._worker, submit)
+        request = await self._lanes.run(self.llm.lane(prompt, params), work)
+        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
+        submitted = self._loop.run_in_executor(
+            self._worker, partial(_raisable, partial(self._submit, request, max_unread))
+        )
         try:
             request_id = await asyncio.shield(submitted)
         except asyncio.CancelledError:
             submitted.add_done_callback(self._abandon)
             raise
+        finally:
+            # Else an error would hold this frame, and the frame the error: with them the prompt would stay, until
+            # Python looks for such circles.
+            del submitted
         queue = self._queues[request_id]
         try:
             while True:
                 item = await queue.get()
                 if isinstance(item, BaseException):
-                    raise item
+                    try:
+                        raise item
+                    finally:
+                        del item
                 yield item
                 if item.output is not None:
                     return
         finally:
             self._leave(request_id)
 
+    def offer(self, speculative: Mapping[str, Any]) -> None:
+        """Build a drafter before any request asks for it; blocks until it is there.
+
+        Raises:
+            ForerunError: it cannot be built.
+        """
+        self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
+
     async def close(self) -> None:
         """Finish the step in progress and stop the worker; running requests end with an error."""
         self._closed = True
+        self._lanes.close()
         self._fail(self._queues, RuntimeError("the engine was closed"))
         await asyncio.to_thread(self._worker.shutdown)
         if self.llm.adaptation is not None:
             await asyncio.to_thread(self.llm.adaptation.close)
+
+    def _submit(self, request: Request, max_unread: int | None) -> str:
+        """In the worker. The request's queue is there before any step can answer: one thing is done after the other."""
+        request_id = self.llm.queue(request)
+        self._queues[request_id] = _Inbox(max_unread)
+        self._go_on()
+        return request_id
 
     def _leave(self, request_id: str) -> None:
         del self._queues[request_id]
@@ -207,7 +295,7 @@ class AsyncLLM:
         self._stepping = False
         try:
             chunks = self.llm.engine.step() if self.llm.engine.busy else []
-        except Exception as error:
+        except BaseException as error:  # nobody looks at what the worker raises: all would wait for ever
             failure = EngineError(f"a step of the engine failed: {error}")
             failure.__cause__ = error
             self._hand_over(partial(self._fail, dict(self._queues), failure))

@@ -10,14 +10,13 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from forerun.engine.answer import Answer, Request
 from forerun.engine.drafting import Drafting, Newcomer
 from forerun.engine.permitting import permitted
-from forerun.engine.prefixes import Prefixes, Seat, Wish
+from forerun.engine.prefixes import Busy, Prefixes, Seat, Wish
 from forerun.engine.reading import Reading, read
 from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
 from forerun.errors import ArgumentError
@@ -96,6 +95,8 @@ class Engine:
         for answer in request.answers if request is not None else ():
             answer.abort()
         self._retire()
+        if request is not None:
+            request.release()
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
@@ -136,14 +137,15 @@ class Engine:
         same = [text for text in self._reading if text.begins and text.answers[0].request is request]
         if same and not answer.tokens:
             same[0].answers.append(answer)
-            answer.row.row = self._take(Wish(tokens=())).row
+            answer.row.row = self._take(Wish(tokens=(), salt=answer.row.cache_salt)).row
             return
         requires = self.drafting.requires(answer.drafter)
         text = Reading.of(answer, requires)
         # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
         wanted = () if whole else text.tokens
-        seat = self._take(Wish(tokens=wanted, drafter=answer.drafter, needs_drafter=bool(requires)))
+        salt, drafter = answer.row.cache_salt, answer.drafter
+        seat = self._take(Wish(tokens=wanted, salt=salt, drafter=drafter, needs_drafter=bool(requires)))
         answer.row.row, text.done, text.known = seat.row, seat.shared, seat.known
         self._reading.append(text)
         if self.scheduling.enable_prefix_caching and not answer.preemptions:
@@ -152,17 +154,20 @@ class Engine:
             request.cached_tokens = max(request.cached_tokens, seat.shared)
 
     def _take(self, wish: Wish) -> Seat:
-        held = self.target.lengths
-        seat = self._prefixes.seat(wish, {a.row.row: a.row.tokens[: held[a.row.row]] for a in self._running})
+        seat = self._prefixes.seat(wish, {answer.row.row: self._held(answer) for answer in self._running})
         if seat.drafter is not None:
             self.drafting.forget(seat.drafter, [seat.row], [seat.known])
         return seat
+
+    def _held(self, answer: Answer) -> Busy:
+        row = answer.row
+        return Busy(tokens=row.tokens[: self.target.lengths[row.row]], salt=row.cache_salt)
 
     def _leave(self, answer: Answer, *, keep: bool) -> None:
         """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
         row, drafter = answer.row, answer.drafter
         keep = keep and self._prefixes.enabled
-        held = row.tokens[: self.target.lengths[row.row]] if keep else []
+        held = self._held(answer) if keep else Busy(tokens=())
         remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
         if drafter is not None and not remembers:
             self.drafting.forget(drafter, [row.row], [0])
@@ -232,11 +237,13 @@ class Engine:
         self._unread += done
         beginning = [(place, answer) for place, text in enumerate(texts) if text in done for answer in text.answers]
         beginning = [(place, answer) for place, answer in beginning if not answer.tokens]
+        ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
+        beginning = [(place, answer) for place, answer in beginning if answer.row.room]
         if not beginning:
-            return []
+            return ended
         rows, places = [answer.row for _, answer in beginning], [place for place, _ in beginning]
         emitted = first_tokens(rows, logits[places], isolate=True)
-        return [answer.absorb(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
+        return ended + [answer.absorb(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
 
     def _decode(self, answers: Sequence[Answer]) -> list[StreamChunk]:
         self._introduce()
@@ -252,6 +259,7 @@ class Engine:
 
         emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began, isolate=True)
         self.drafting.learn(emitted)
+        self.drafting.count_failures(rows)
         return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
     def _introduce(self) -> None:
@@ -275,8 +283,8 @@ class Engine:
         for place, chunk in enumerate(chunks):
             request = self._requests[chunk.request_id]
             ends = request.finished and last[chunk.request_id] == place
-            closed.append(replace(chunk, output=request.output()) if ends else chunk)
+            closed.append(request.closing(chunk) if ends else chunk)
         for request_id in last:
             if self._requests[request_id].finished:
-                del self._requests[request_id]
+                self._requests.pop(request_id).release()
         return closed

@@ -6,23 +6,28 @@ Knows configurations, groups and controllers; does not know requests' text or sc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
+from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.engine.controller import Controller
 from forerun.engine.controller.build import Costs, controller_for
-from forerun.step import Emitted, Group, Row, context_for, drafter_failed
-from forerun.types import Draft, Signal, SpeculationStats
-from forerun.verify import rule_named
+from forerun.engine.controller.deferred import Deferred
+from forerun.sampling import Sampler
+from forerun.step import Emitted, Group, Row, context_for
+from forerun.types import Draft, SamplingParams, Signal, SpeculationStats
+from forerun.verify import check_fits, rule_named
 
 log = logging.getLogger(__name__)
 
+_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())
+"""Of a request for which a drafter may sample if it ever does."""
 _CHANCE_STEPS = 200
 _CHANCE_RATE = 0.02
 
@@ -30,11 +35,17 @@ _CHANCE_RATE = 0.02
 @dataclass(kw_only=True, slots=True)
 class _Active:
     config: SpeculativeConfig
-    drafters: list[tuple[str, Drafter]]
+    drafters: Sequence[tuple[str, Guarded | Deferred]]
     """Name and drafter; several where a controller chooses among them."""
     controller: Controller | None
+    depth: int
+    """Most tokens on one path."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     warned: bool = False
+
+    def guarded(self) -> list[Guarded]:
+        """The same, as they were built."""
+        return [drafter.drafter if isinstance(drafter, Deferred) else drafter for _, drafter in self.drafters]
 
     @property
     def drafter(self) -> Drafter:
@@ -73,8 +84,11 @@ class Drafting:
         if config.rule is not None:
             rule_named(config.rule)
         key = self._wider(config) or _key(config)
-        if key not in self._active:
-            self._active[key] = self._built(config)
+        active = self._active.get(key) or self._built(config)
+        if config.rule is not None:
+            for name, drafter in active.drafters:
+                check_fits(config.rule, drafter.kind(_SAMPLED), name)
+        self._active[key] = active
         return key
 
     def _wider(self, config: SpeculativeConfig) -> str | None:
@@ -91,12 +105,14 @@ class Drafting:
         return None
 
     def _built(self, config: SpeculativeConfig) -> _Active:
+        depth = config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
         if config.controlled:
             controller = controller_for(config, self._setup, nodes=self._nodes, costs=self._costs)
-            drafters: list[tuple[str, Drafter]] = [(arm.name, arm.drafter) for arm in controller.arms]
-            return _Active(config=config, drafters=drafters, controller=controller)
-        drafter = build(config.method, config.drafter_options, self._setup)
-        return _Active(config=config, drafters=[(config.method, drafter)], controller=None)
+            drafters = [(arm.name, arm.drafter) for arm in controller.arms]
+            return _Active(config=config, drafters=drafters, controller=controller, depth=depth)
+        drafter = Guarded.built(config.method, config.drafter_options, self._setup)
+        depth = drafter.depth or depth
+        return _Active(config=config, drafters=[(config.method, drafter)], controller=None, depth=depth)
 
     def requires(self, key: str | None) -> frozenset[Signal]:
         """The hidden states that the drafters read."""
@@ -151,8 +167,10 @@ class Drafting:
         """Most tokens on one path that the drafter of a key may draft for a request that `asked` for so many."""
         if key is None:
             return 0
-        limit = self._active[key].config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
-        return limit if asked is None else min(asked, limit)
+        active = self._active[key]
+        if asked is None or asked == active.config.num_speculative_tokens:
+            return active.depth
+        return min(asked, active.depth)
 
     def introduce(self, key: str, found: Sequence[Newcomer]) -> None:
         """Show drafters the texts (prompts and first tokens) of rows that are new to them."""
@@ -162,12 +180,14 @@ class Drafting:
             signal: pad_sequence([newcomer.states[signal] for newcomer in found], batch_first=True)
             for signal in self.requires(key)
         }
-        for name, drafter in self._active[key].drafters:
+        for _, drafter in self._active[key].drafters:
             wanted = {signal: signals[signal] for signal in drafter.requires}
-            try:
-                drafter.extend(context_for(rows, range(len(rows)), fresh, wanted))
-            except Exception as error:
-                drafter_failed(rows, name, "to read the prompt", error)
+            drafter.extend(context_for(rows, range(len(rows)), fresh, wanted))
+
+    def count_failures(self, rows: Iterable[Row]) -> None:
+        """Put down to these rows how often drafters have failed them since this was last asked."""
+        for row in rows:
+            row.drafter_errors += self._setup.failures.take(row.row)
 
     def remembers(self, key: str | None) -> bool:
         """Whether what its drafters hold of a row is worth keeping when the answer has ended."""
@@ -180,15 +200,26 @@ class Drafting:
             active.controller.forget(rows, lengths)
         else:
             active.drafter.truncate(rows, lengths)
+        active.stats.drafter_errors += sum(self._setup.failures.take(row) for row in rows)  # of no running answer
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
         """Put something around the drafters of a configuration; what they propose and are shown then passes through."""
         active = self._active[key]
-        if active.controller is None:
-            active.drafters = [(name, around(drafter)) for name, drafter in active.drafters]
-            return
-        for arm in active.controller.arms:
-            arm.drafter.drafter = around(arm.drafter.drafter)
+        for guarded in active.guarded():
+            guarded.drafter = around(guarded.drafter)
+
+    @contextmanager
+    def free_of_charge(self) -> Iterator[None]:
+        """While it is open, other controllers decide, to whom drafts are free: these draft wherever something may be
+        accepted. For proofs, which need drafts where they do not pay, too. No request may be running."""
+        before = [(active, active.controller) for active in self._active.values()]
+        for active, controller in before:
+            active.controller = None if controller is None else controller.with_free_drafts()
+        try:
+            yield
+        finally:
+            for active, controller in before:
+                active.controller = controller
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
         """Add a finished answer's counts; warn once where acceptance is at the level of chance."""

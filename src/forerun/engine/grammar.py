@@ -2,26 +2,71 @@
 
 The mask after a node is a function of the node's own path, so drafts, sampling and verification need nothing of their
 own for it: the law that a rule sees is the masked one, for every branch. Knows no model.
+
+What a grammar costs is bounded: its size and depth are checked in linear time, a process of its own compiles it first
+(`grammar_trial`), and each answer has a budget of time for its masks.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Sequence
-from functools import lru_cache, partial
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from forerun.engine.grammar_checks import check, check_choices
+from forerun.engine.grammar_trial import compiled, complaint
+from forerun.engine.trials import Trials
 from forerun.errors import ArgumentError
 from forerun.types import StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
-"""Between the parts of a JSON text: as models write it, on one line or indented, but no answer full of blanks."""
+GRACE_S = 0.1
+"""Time that the masks of one request may take together, seconds of the thread, and"""
+MASK_S = 0.005
+"""that much more for each mask. One that needs more would keep all others waiting. With 128,000 tokens ordinary schemas
+take 0.1 ms for a mask and up to 15 ms for the first; a programming language takes 2 ms."""
+MAX_KNOWN = 64
+"""Compiled grammars that are kept for requests to come."""
+
+
+class Budget:
+    """Time for the masks of one request, all of its answers together."""
+
+    def __init__(self) -> None:
+        self._spent_s, self._asked = 0.0, 0
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Around what asks a parser for something.
+
+        Raises:
+            ArgumentError: there is no time left.
+        """
+        self._check()
+        began = time.thread_time()
+        yield
+        self._spent_s += time.thread_time() - began
+        self._asked += 1
+        self._check()
+
+    def _check(self) -> None:
+        if self._spent_s > GRACE_S + MASK_S * self._asked:
+            raise ArgumentError(
+                f"structured outputs: the grammar took {self._spent_s:.1f} s for {self._asked} tokens; it is "
+                "ambiguous, or its expressions are too large"
+            )
 
 
 class GrammarProcessor:
@@ -31,28 +76,48 @@ class GrammarProcessor:
     an end token, or any other that the grammar forbids, nothing can be kept: there only the end tokens are left.
 
     Args:
-        matcher: at the beginning of the grammar.
+        beginning: a matcher at the beginning of the grammar; copied when the first mask is asked for.
         prompt_length: tokens of each call that are not the output.
         end_ids: tokens that may end an answer.
+        budget: of the request.
     """
 
-    def __init__(self, matcher: Any, prompt_length: int, end_ids: Sequence[int]) -> None:
-        self._matcher, self._prompt_length, self._end_ids = matcher, prompt_length, list(end_ids)
+    def __init__(self, beginning: Any, prompt_length: int, end_ids: Sequence[int], budget: Budget) -> None:
+        self._beginning, self._prompt_length, self._end_ids = beginning, prompt_length, list(end_ids)
         self._read: list[int] = []
+        self._budget = budget
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """(V,) logits with what is forbidden after `tokens` at minus infinity."""
+        """(V,) logits with what is forbidden after `tokens` at minus infinity.
+
+        Raises:
+            ArgumentError: the grammar failed at its limits, or took more time than an answer has for it.
+        """
         allowed = torch.zeros(len(logits), dtype=torch.bool)
-        if self._follow(tokens[self._prompt_length :]):
-            bits = self._bits()[: len(logits)]
-            allowed[: len(bits)] = bits
-        else:
-            allowed[self._end_ids] = True
+        with self._asking():
+            if self._follow(tokens[self._prompt_length :]):
+                bits = self._bits()[: len(logits)]
+                allowed[: len(bits)] = bits
+            else:
+                allowed[self._end_ids] = True
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """How many of the drafted tokens the grammar allows behind an output."""
-        return int(self._matcher.validate_tokens(list(draft))) if self._follow(output) else 0
+        """How many of the drafted tokens the grammar allows behind an output; raises as a call does."""
+        with self._asking():
+            return int(self._matcher.validate_tokens(list(draft))) if self._follow(output) else 0
+
+    @cached_property
+    def _matcher(self) -> Any:
+        return self._beginning.deep_copy()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around whatever asks the parser: an error of its own, or too much time, ends the request."""
+        with self._budget.spent():
+            yield
+        if self._matcher.is_error():
+            raise ArgumentError(f"structured outputs: the grammar could not go on: {complaint(self._matcher)}")
 
     def _bits(self) -> Tensor:
         """bool, one for each token id and some more."""
@@ -93,58 +158,86 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Sequence[int]) -> None:
-        try:
-            import llguidance.hf
-        except ModuleNotFoundError as error:
-            raise ArgumentError("structured outputs need llguidance: pip install 'forerun[serve]'") from error
-        self.tokenizer, self._end_ids = tokenizer, sorted(end_ids)
-        self._added = tokenizer.get_added_vocab()
-        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self._end_ids)
-        self._compiled = lru_cache(maxsize=64)(self._compile)
+        if importlib.util.find_spec("llguidance") is None:
+            raise ArgumentError("structured outputs need llguidance: pip install 'forerun[serve]'")
+        self.tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        """The grammars that were compiled last, the one used last at the end."""
+        self._compiling = threading.Lock()
 
-    def processor(self, wish: StructuredOutputs, prompt_length: int) -> GrammarProcessor:
-        """A processor for one answer.
+    def processor(self, wish: StructuredOutputs, prompt_length: int, budget: Budget | None = None) -> GrammarProcessor:
+        """A processor for one answer; those of one request share a budget.
 
         Raises:
-            ArgumentError: llguidance does not accept the schema, expression or grammar; says why.
+            ArgumentError: the schema, expression or grammar is too large, or llguidance does not accept it; says why.
         """
-        matcher = self._compiled(*source(wish))
-        return GrammarProcessor(matcher.deep_copy(), prompt_length, self._end_ids)
+        key = source(wish)
+        if (beginning := self._known.get(key)) is None:  # who is known does not wait for who is not
+            with self._compiling:
+                beginning = self._known.get(key) or self._compile(*key)
+                self._known[key] = beginning
+                if len(self._known) > MAX_KNOWN:
+                    self._known.popitem(last=False)
+        with suppress(KeyError):  # dropped meanwhile
+            self._known.move_to_end(key)
+        return GrammarProcessor(beginning, prompt_length, self._end_ids, budget or Budget())
+
+    def knows(self, wish: StructuredOutputs) -> bool:
+        """Whether a grammar has been compiled already, so that a processor costs next to nothing."""
+        return source(wish) in self._known
 
     def mark(self, text: str) -> str:
         """How a grammar in Lark's notation names `text`: as a string, or by its token's id where the tokenizer has one
         special token for it, since llguidance never matches the spelling of those."""
-        token = self._added.get(text)
-        special = token is not None and self._tokenizer.is_special_token(token)
-        return f"<[{token}]>" if special else json.dumps(text, ensure_ascii=False)
+        token = self._special.get(text)
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: number for number, token in added if token.special}
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        """What llguidance makes its tokenizer from; transformers' may cut and pad, this one never does."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ArgumentError("structured outputs need a tokenizer of the tokenizers library, one that is_fast")
+        own = copy(self.tokenizer.backend_tokenizer)
+        own.no_padding()
+        own.no_truncation()
+        return {"tokenizer": own.to_str(), "n_vocab": self._vocab_size, "eos_token": self._end_ids}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(**self._described)
+
+    @cached_property
+    def _trials(self) -> Trials:
+        return Trials(self._described)
 
     def _compile(self, kind: str, text: str) -> Any:
-        from llguidance import LLMatcher
-
-        grammars: dict[str, Any] = {
-            "json": partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": _BLANKS}),
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
-        }
-        try:
-            matcher = LLMatcher(self._tokenizer, grammars[kind](text), log_level=0)
-        except ValueError as error:
-            raise ArgumentError(f"structured outputs: the {kind} cannot be read: {error}") from error
-        if matcher.is_error():
-            raise ArgumentError(f"structured outputs: the {kind} is not accepted: {matcher.get_error()}")
-        return matcher
+        check(kind, text)
+        if why := self._trials.tried(kind, text):
+            raise ArgumentError(f"structured outputs: the {kind} {why}")
+        return compiled(self._tokenizer, kind, text)
 
 
 def source(wish: StructuredOutputs) -> tuple[str, str]:
     """Kind (``json``, ``regex`` or ``grammar``) and text, as llguidance reads them."""
     if wish.json is not None:
-        return "json", wish.json if isinstance(wish.json, str) else json.dumps(wish.json)
+        try:
+            return "json", wish.json if isinstance(wish.json, str) else json.dumps(wish.json)
+        except RecursionError as error:
+            raise ArgumentError("structured outputs: the schema nests too deeply") from error
     if wish.json_object:
         return "json", '{"type": "object"}'
     if wish.regex is not None:
         return "regex", wish.regex
     if wish.choice is not None:
+        check_choices(wish.choice)
         options = " | ".join(json.dumps(option) for option in wish.choice)
-        return "grammar", f"start: {options}"
+        return "grammar", f"start: CHOICE\nCHOICE: {options}"
     assert wish.grammar is not None, "checked when it was made"
     return "grammar", wish.grammar

@@ -6,7 +6,7 @@ applied at every node of the tree, so whatever it knows (temperature, n-gram ban
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,8 @@ from forerun.errors import ArgumentError
 from forerun.types import LogitsProcessor, SamplingParams, StreamChunk
 
 _SLOT_STEP = 512
+_UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
+"""Tensors that `generate` hands on besides the token ids; any other one would be part of the prompt."""
 _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the engine itself obeys; all others are asked after every token."""
 
@@ -50,11 +52,12 @@ class HuggingFaceGenerate:
         """Token ids (B, S + new), right-padded; or transformers' output object if it was asked for.
 
         Raises:
-            ArgumentError: beams, or scores and states that a speculative loop does not compute.
+            ArgumentError: beams, scores and states that a speculative loop does not compute, or a prompt that is more
+                than token ids and a mask: embeddings, images, positions of one's own.
         """
-        _refuse(generation_config)
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
+        _refuse(generation_config, keywords, mask)
         prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         llm = self._engine(model, len(prompts), generation_config.max_length)
         processors, streamer = keywords.get("logits_processor") or [], self._streamer
@@ -122,7 +125,19 @@ class HuggingFaceGenerate:
         return llm
 
 
-def _refuse(config: Any) -> None:
+def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
+    given = {name for name, value in keywords.items() if isinstance(value, Tensor)} - set(_UNDERSTOOD)
+    if given:
+        raise ArgumentError(
+            f"forerun.hf reads token ids; generate() was given {', '.join(sorted(given))}, too or instead: pass "
+            "input_ids and attention_mask alone, or leave custom_generate out"
+        )
+    positions = keywords.get("position_ids")
+    if positions is not None and bool((positions != mask.cumsum(-1) - 1)[mask.bool()].any()):
+        raise ArgumentError(
+            "forerun.hf numbers the prompt's tokens from 0, padding left out; generate() was given other position_ids: "
+            "leave them out"
+        )
     wrong = {
         "num_beams": (config.num_beams or 1) > 1,
         "output_scores": config.return_dict_in_generate and config.output_scores,

@@ -7,19 +7,23 @@ import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.answer import Request
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
+from forerun.engine.controller.build import measured
 from forerun.engine.core import Engine
 from forerun.engine.drafting import Drafting
+from forerun.engine.lanes import Lane
 from forerun.engine.loading import drafter_bytes, load_tokenizer
-from forerun.engine.prompts import Prompt, PromptReader
+from forerun.engine.prompts import Prompt, PromptReader, as_list, as_params
 from forerun.engine.scheduling import Scheduling
-from forerun.engine.templates import rendered
+from forerun.engine.templates import conversation
 from forerun.errors import ArgumentError, nearest
 from forerun.target import Buckets, Target
 from forerun.target.model import PIECE
@@ -66,7 +70,8 @@ class LLM:
         enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
         kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
             whatever the rows can hold. Answers that do not fit give way and go on later, with the same output.
-        seed: for requests that bring none; None draws one for each.
+        seed: for requests that bring none: each gets one derived from it and from how many came before, so that a run
+            repeats and its answers differ. None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
         adapt: let the drafter learn while it serves (`draft_model` alone): True, or fields of `AdaptConfig`.
@@ -132,13 +137,13 @@ class LLM:
             context=self.max_model_len,
             default_seed=seed,
         )
-        setup = DrafterSetup(target=self.target, tokenizer=self.tokenizer, rows=max_num_seqs, slots=self.target.slots)
+        setup = _setup(self.target, self.tokenizer, max_num_seqs)
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
         self.engine = Engine(self.target, Drafting(setup, nodes=most), check=check, scheduling=scheduling)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
-        self._ids = itertools.count()
+        self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)
 
     def generate(
@@ -149,6 +154,7 @@ class LLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts; the outputs come in the prompts' order.
 
@@ -159,13 +165,16 @@ class LLM:
             trace: keep a `StepTrace` of every step in the outputs.
             timeout_s: time from queueing to the end, seconds; an answer that needs longer ends with what there is of it
                 and the finish reason ``"abort"``.
+            cache_salt: isolation domain: cached prefixes and what drafters have learned serve the requests of their own
+                domain only. None is a domain, too: all requests without a salt share it.
         """
         many = as_list(prompts)
         params = as_params(sampling_params, len(many))
+        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
         ids: list[str] = []
         try:
             for prompt, own in zip(many, params, strict=True):
-                ids.append(self.submit(prompt, own, speculative=speculative, trace=trace, timeout_s=timeout_s))
+                ids.append(self.submit(prompt, own, **keywords, cache_salt=cache_salt))
             return [self._wait(request_id) for request_id in ids]
         except BaseException:
             for request_id in ids:
@@ -180,10 +189,12 @@ class LLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
         """Answer one prompt, a chunk per step; the last chunk carries the whole output. Closing the iterator aborts."""
         params = sampling_params or SamplingParams()
-        request_id = self.submit(prompt, params, speculative=speculative, trace=trace, timeout_s=timeout_s)
+        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
+        request_id = self.submit(prompt, params, **keywords, cache_salt=cache_salt)
         return self._chunks(request_id)
 
     def chat(
@@ -194,10 +205,11 @@ class LLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template."""
         keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return self.generate(self.chat_prompt(messages), sampling_params, **keywords)
+        return self.generate(self.chat_prompt(messages), sampling_params, cache_salt=cache_salt, **keywords)
 
     def stream_chat(
         self,
@@ -207,10 +219,11 @@ class LLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
         """`chat`, a chunk per step."""
         keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
+        return self.stream(self.chat_prompt(messages), sampling_params, cache_salt=cache_salt, **keywords)
 
     def chat_prompt(
         self,
@@ -220,17 +233,19 @@ class LLM:
     ) -> dict[str, Any]:
         """The conversation as the model wants to read it: text and token ids, ending where the answer begins.
 
+        Whatever messages and tools say is text: only the template writes control tokens, such as the marks of roles.
+
         Args:
             tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
-            template: more variables of the chat template, e.g. ``enable_thinking=False``.
+            template: more variables, e.g. ``enable_thinking=False``; ``continue_final_message``, as in transformers.
 
         Raises:
-            ArgumentError: there is no template, or it refuses the conversation.
+            ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
-        text = rendered(self.tokenizer, messages, tools, template)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        encode = partial(self._reader.encode, "prompt", add_special_tokens=False)
+        return conversation(self.tokenizer, messages, tools, template, encode)
 
     def grammar_mark(self, text: str) -> str:
         """How a grammar (`StructuredOutputs.grammar`) names `text` for this model's tokenizer, which may have a special
@@ -245,22 +260,63 @@ class LLM:
         speculative: Speculative = None,
         trace: bool = False,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
         client: str | None = None,
+        user: str | None = None,
+        priority: int = 0,
+        adapt: bool = True,
     ) -> str:
-        """Queue a request and return its id; `step` advances it. Rows are shared evenly among named clients.
+        """Queue a request and return its id; `step` advances it.
+
+        Args:
+            cache_salt: isolation domain, see `generate`.
+            client: whose request it is; rows are shared evenly among clients. None: one that nobody else is.
+            user: of the client; its rows are shared evenly among its users, of whom None is one.
+            priority: of the client's requests the lowest goes first.
+            adapt: whether online adaptation may learn from it.
 
         Raises:
             ArgumentError: the prompt does not fit, or an option is out of range.
         """
+        request = self.prepared(
+            self.next_number(), prompt, sampling_params, speculative=speculative, trace=trace, timeout_s=timeout_s
+        )
+        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
+        return self.queue(request)
+
+    def next_number(self) -> int:
+        """Of a new request."""
+        return next(self._numbers)
+
+    def prepared(
+        self,
+        number: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+        timeout_s: float | None = None,
+    ) -> Request:
+        """A request for `queue`: all that it costs before the model sees it. The one method for any thread, beside a
+        step; raises as `submit`."""
         if timeout_s is not None and timeout_s <= 0:
             raise ArgumentError(f"timeout_s must be above 0, got {timeout_s}")
-        config = self._config(speculative)
-        key = self.engine.drafting.ensure(config)
-        request_id = f"request-{next(self._ids)}"
-        request = self._reader.request(request_id, prompt, sampling_params, config, key, trace)
-        request.timeout_s, request.client = timeout_s, client
+        request = self._reader.request(number, prompt, sampling_params, self._config(speculative), trace)
+        request.timeout_s = timeout_s
+        return request
+
+    def lane(self, prompt: Prompt, sampling_params: SamplingParams) -> Lane:
+        """Where `prepared` should run, so that it keeps nothing waiting that costs less."""
+        return self._reader.lane(prompt, sampling_params)
+
+    def queue(self, request: Request) -> str:
+        """Queue a request and return its id; raises as `submit`."""
+        drafter = self.engine.drafting.ensure(request.speculative)
+        for answer in request.answers:
+            answer.drafter = drafter
         self.engine.add(request)
-        return request_id
+        return request.id
 
     def abort(self, request_id: str) -> None:
         """End a request and free its rows; unknown ids are ignored."""
@@ -306,24 +362,16 @@ class LLM:
         raise AssertionError("a stream ends with its output")
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Many prompts, whether one or many were given; a list of ints is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One set of parameters per prompt.
-
-    Raises:
-        ArgumentError: the counts differ.
-    """
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise ArgumentError(f"{len(given)} sampling parameters for {count} prompts; give one, or one for each")
-    return list(given)
+def _setup(target: Target, tokenizer: PreTrainedTokenizerBase | None, rows: int) -> DrafterSetup:
+    """What drafters are built from; what a pass costs is measured when one asks."""
+    cost = cache(partial(measured, target))
+    return DrafterSetup(
+        target=target,
+        tokenizer=tokenizer,
+        rows=rows,
+        slots=target.slots,
+        pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
+    )
 
 
 def _refuse_unknown(loading: Mapping[str, Any]) -> None:

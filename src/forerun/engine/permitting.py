@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from forerun.engine.controller.admission import prunable, prune
 from forerun.engine.grammar import GrammarProcessor
+from forerun.judging import Isolation
 from forerun.step import Row
 from forerun.types import Draft
 
@@ -21,9 +22,10 @@ def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
         if grammar is None or not prunable(draft, index):
             continue
         nodes = draft.rows[index]
-        kept = _kept(grammar, row.tokens[row.prompt_length :], nodes.tokens, nodes.parents)
-        if len(kept) < len(nodes.tokens):
-            keep[index] = kept
+        with Isolation(row):
+            kept = _kept(grammar, row.tokens[row.prompt_length :], nodes.tokens, nodes.parents)
+            if len(kept) < len(nodes.tokens):
+                keep[index] = kept
     return prune(draft, keep) if keep else draft
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from forerun.target import Target
 
-MIN_SHARED = 16
-"""Tokens; a shorter common beginning is read again."""
+BLOCK = 16
+"""Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
+far a guess at another one is right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,8 @@ class _Kept:
 
     tokens: Sequence[int] = ()
     """What its slots hold."""
+    salt: str | None = None
+    """Isolation domain of what its slots hold."""
     drafter: str | None = None
     """Key of the drafter that has not forgotten the row."""
     writes: int = 0
@@ -33,6 +36,8 @@ class Wish:
     """What is to be read, and what may serve it."""
 
     tokens: Sequence[int]
+    salt: str | None = None
+    """Isolation domain: what rows of another hold is as good as unknown."""
     drafter: str | None = None
     """Key of the drafter that will work for the row."""
     needs_drafter: bool = False
@@ -53,6 +58,16 @@ class Seat:
     token is gone, and the token behind it is the next that is run."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Busy:
+    """A row that is in use."""
+
+    tokens: Sequence[int]
+    """What its slots hold."""
+    salt: str | None = None
+    """Isolation domain of that."""
+
+
 class Prefixes:
     """The free rows of a target."""
 
@@ -69,12 +84,14 @@ class Prefixes:
         """Tokens kept in free rows."""
         return sum(len(kept.tokens) for kept in self._free.values())
 
-    def release(self, row: int, tokens: Sequence[int], drafter: str | None) -> None:
-        """A row becomes free; its slots hold `tokens`, and so does the state of `drafter`, where one is named."""
+    def release(self, row: int, held: Busy, drafter: str | None) -> None:
+        """A row becomes free; its slots hold what they held, and so does the state of `drafter`, where one is named."""
         self._clock += 1
         self._target.truncate([row], [0])
         writes = self._target.writes[row]
-        self._free[row] = _Kept(tokens=list(tokens), drafter=drafter, writes=writes, used=self._clock)
+        self._free[row] = _Kept(
+            tokens=list(held.tokens), salt=held.salt, drafter=drafter, writes=writes, used=self._clock
+        )
 
     def drop(self, most: int) -> list[tuple[int, str]]:
         """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with their drafters' keys."""
@@ -87,7 +104,7 @@ class Prefixes:
                 forgotten.append((row, kept.drafter))
         return forgotten
 
-    def seat(self, wish: Wish, running: Mapping[int, Sequence[int]]) -> Seat:
+    def seat(self, wish: Wish, running: Mapping[int, Busy]) -> Seat:
         """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
 
         Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
@@ -99,18 +116,21 @@ class Prefixes:
         """
         shared = {row: self._shared(row, wish) for row in self._free}
         best = max(shared, key=lambda row: shared[row])
-        copied = {row: _common(tokens, wish.tokens) for row, tokens in running.items() if not wish.needs_drafter}
+        lenders = {row: busy for row, busy in running.items() if busy.salt == wish.salt and not wish.needs_drafter}
+        copied = {row: _common(busy.tokens, wish.tokens) for row, busy in lenders.items()}
         source = max(copied, key=lambda row: copied[row], default=None)
-        if source is not None and self.enabled and copied[source] > max(shared[best], MIN_SHARED - 1):
+        if source is not None and self.enabled and copied[source] > shared[best]:
             seat = self._take(self._quiet(running), 0, wish)
             self._target.copy_row(source, seat.row, copied[source])
             return Seat(row=seat.row, shared=copied[source], drafter=seat.drafter)
-        if shared[best] >= MIN_SHARED:
+        if shared[best]:
             return self._take(best, shared[best], wish)
         return self._take(self._quiet(running), 0, wish)
 
     def _shared(self, row: int, wish: Wish) -> int:
         kept = self._free[row]
+        if kept.salt != wish.salt:
+            return 0
         if kept.writes != self._target.writes[row] or (wish.needs_drafter and kept.drafter != wish.drafter):
             return 0
         return _common(kept.tokens, wish.tokens)
@@ -118,6 +138,7 @@ class Prefixes:
     def _take(self, row: int, shared: int, wish: Wish) -> Seat:
         kept = self._free.pop(row)
         self._target.lengths[row] = shared  # Its slots still hold them: see `_Kept.writes`.
+        self._target.clear(row)
         known = shared + 1 if shared and kept.drafter == wish.drafter else 0
         return Seat(row=row, shared=shared, drafter=kept.drafter, known=known)
 
@@ -130,7 +151,7 @@ class Prefixes:
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Length of the common beginning less one: the last token's state has to be computed in any case."""
+    """Whole blocks of the common beginning, in tokens; its last token is no part of them: its state is needed anew."""
     pairs = enumerate(zip(held, wanted, strict=False))
     length = next((place for place, (left, right) in pairs if left != right), min(len(held), len(wanted)))
-    return max(0, length - 1)
+    return max(0, length - 1) // BLOCK * BLOCK

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.answer import Answer, Request
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.grammar import GrammarCompiler
+from forerun.engine.grammar import Budget, GrammarCompiler
+from forerun.engine.lanes import Lane
 from forerun.engine.text import AnswerText, Detokenizer
-from forerun.errors import ArgumentError
-from forerun.sampling import Sampler, check_token_ids
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.sampling import Sampler, check_token_ids, request_seed
 from forerun.step import Row
 from forerun.types import SamplingParams
 from forerun.verify import rule_named
@@ -45,66 +46,130 @@ class PromptReader:
     context: int
     """Most tokens of prompt and answer together."""
     default_seed: int | None
+    """Of the engine: a request that brings none gets one derived from it and its number. None draws one."""
 
-    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, where there is one, and its token ids.
+    def __post_init__(self) -> None:
+        """Try what a request takes from the generation configuration.
+
+        Raises:
+            CheckpointError: no request could be answered with it.
+        """
+        try:
+            self.resolve(SamplingParams())
+            self.end_ids()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the model's defaults in generation_config.json cannot be used: {error}; correct or remove the file"
+            ) from error
+
+    def tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int]]:
+        """The prompt's text, where there is one that is read whole, and its token ids.
+
+        Args:
+            params: how it is to be answered; None: by at least one token.
 
         Raises:
             ArgumentError: empty, too long for the context, or ids outside the vocabulary.
         """
-        text, ids = self._read(prompt)
+        room = 1 if params is None or params.max_tokens is None else params.max_tokens
+        kept = None if params is None else params.truncate_prompt_tokens
+        text, ids = self._read(prompt, whole=kept is None)
+        if kept is not None:
+            kept = max(1, self.context - room) if kept == -1 else kept
+            text, ids = (text, ids) if len(ids) <= kept else (None, ids[-kept:])
         if not ids:
             raise ArgumentError("the prompt is empty; give at least one token")
-        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
-            raise ArgumentError(f"prompt token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
-        if len(ids) >= self.context:
-            raise ArgumentError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.context} for prompt and answer; "
-                "shorten the prompt, or raise max_model_len if the model allows it"
-            )
-        return text, ids
+        return text, self._fitting("prompt", ids, room=min(room, 1))
 
     def request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        speculative: SpeculativeConfig | None,
-        drafter: str | None,
-        trace: bool,
+        self, number: int, prompt: Prompt, params: SamplingParams, speculative: SpeculativeConfig | None, trace: bool
     ) -> Request:
-        """A request with its `n` answers, ready to be queued. `drafter` is the key of the drafter that serves it."""
-        text, ids = self.tokens(prompt)
-        prediction = self.prediction(prompt)
+        """Request `number` of an engine with its `n` answers; all that it costs before the model sees it. May be called
+        in any thread."""
+        text, ids = self.tokens(prompt, params)
+        prediction = tuple(self.prediction(prompt))
         params = self.resolve(params)
         if params.seed is None and self.default_seed is not None:
-            params = replace(params, seed=self.default_seed)
+            params = replace(params, seed=request_seed(self.default_seed, number))
         request = Request(
-            id=request_id, prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
+            id=f"request-{number}",
+            prompt=text,
+            prompt_tokens=ids,
+            params=params,
+            speculative=speculative,
+            trace=trace,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request.answers = [self._answer(request, index, seed + index, drafter) for index in range(params.n)]
-        for answer in request.answers:
-            answer.row.prediction = prediction
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
+        samplers = self._samplers(params, ids, sorted(stop_ids))
+        for index, sampler in enumerate(samplers):
+            row = Row(
+                row=-1,
+                tokens=list(ids),
+                prompt_length=len(ids),
+                sampler=sampler,
+                seed=seed + index,
+                stop_ids=stop_ids,
+                room=min(self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens),
+                rule=_checked_rule(request),
+                traced=request.trace,
+                prediction=prediction,
+            )
+            request.answers.append(self._answer(request, index, row))
         return request
+
+    def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
+        """Where `request` should run, so that it keeps nothing waiting that costs less."""
+        wish = params.structured_outputs
+        if wish is not None and not self.grammars.knows(wish):
+            return Lane.GRAMMAR
+        parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
+        return Lane.of(sum(len(part) for part in parts if isinstance(part, Sized)))
 
     def prediction(self, prompt: Prompt) -> list[int]:
         """Token ids of the answer that the client predicts; empty where it does not.
 
         Raises:
-            ArgumentError: ids outside the vocabulary, or text without a tokenizer.
+            ArgumentError: longer than any answer, ids outside the vocabulary, or text without a tokenizer.
         """
         given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if given is None:
             return []
-        if not isinstance(given, str):
-            ids = [int(token) for token in given]
-            check_token_ids("prediction", ids, self.vocab_size)
-            return ids
+        ids = self.encode("prediction", given, add_special_tokens=False) if isinstance(given, str) else given
+        return self._fitting("prediction", ids)
+
+    def encode(self, name: str, text: str, *, add_special_tokens: bool = True, whole: bool = True) -> list[int]:
+        """Token ids of a text; one that cannot fit is refused before it costs anything, if it is to fit as a `whole`.
+
+        Raises:
+            ArgumentError: the context holds fewer characters, even if every token were the longest; or no tokenizer.
+        """
         if self.tokenizer is None:
-            raise ArgumentError("the prediction is text, but the model has no tokenizer; give a list of token ids")
-        return list(self.tokenizer.encode(given, add_special_tokens=False))
+            raise ArgumentError(
+                f"the {name} is text, but the model has no tokenizer: pass token ids, or a tokenizer to LLM()"
+            )
+        if whole and len(text) > self.most_characters:
+            raise self._too_long(name, f"{len(text)} characters, more than any {self.context} tokens have")
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    @cached_property
+    def most_characters(self) -> int:
+        """Of a text that the context may hold: as many of the longest token."""
+        assert self.tokenizer is not None, "who has a text has a tokenizer"
+        return self.context * max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def _too_long(self, name: str, length: str) -> ArgumentError:
+        return ArgumentError(
+            f"the {name} has {length}, but the context holds {self.context} for prompt and answer; shorten the {name}, "
+            "or raise max_model_len if the model allows it"
+        )
+
+    def _fitting(self, name: str, ids: Sequence[int], *, room: int = 1) -> list[int]:
+        if len(ids) + room > self.context:
+            raise self._too_long(name, f"{len(ids)} tokens")
+        found = [int(token) for token in ids]
+        check_token_ids(f"the {name}", found, self.vocab_size)
+        return found
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
@@ -117,12 +182,19 @@ class PromptReader:
             check_token_ids(name, getattr(params, name) or (), self.vocab_size)
         return replace(params, **values)
 
-    def _structured(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
-        """Structured outputs as one more processor, the last one; one for each answer, whose path it follows."""
-        if params.structured_outputs is None:
-            return params
-        processor = self.grammars.processor(params.structured_outputs, prompt_length)
-        return replace(params, logits_processors=(*params.logits_processors, processor))
+    def _samplers(self, params: SamplingParams, prompt: Sequence[int], banned: Sequence[int]) -> list[Sampler]:
+        """Of each answer: one for all, or with structured outputs one for each, whose processor follows its path and
+        comes last."""
+        words = self._bad_words(params.bad_words or ())
+        wish = params.structured_outputs
+        if wish is None:
+            return [Sampler(params, prompt, banned_until_min=banned, bad_words=words)] * params.n
+        samplers, budget = list[Sampler](), Budget()
+        for _ in range(params.n):
+            grammar = self.grammars.processor(wish, len(prompt), budget)
+            own = replace(params, logits_processors=(*params.logits_processors, grammar))
+            samplers.append(Sampler(own, prompt, banned_until_min=banned, bad_words=words))
+        return samplers
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -142,39 +214,17 @@ class PromptReader:
         ids.add(getattr(self.tokenizer, "eos_token_id", None))
         return frozenset(int(token) for token in ids if token is not None)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _read(self, prompt: Prompt, *, whole: bool) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
             if "prompt" not in prompt:
                 raise ArgumentError(f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            return None, [int(token) for token in prompt]
-        if self.tokenizer is None:
-            raise ArgumentError(
-                "the model has no tokenizer: pass token ids ({'prompt_token_ids': [...]}) or a tokenizer"
-            )
-        return prompt, list(self.tokenizer(prompt)["input_ids"])
+        given: Any = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
+        return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
 
-    def _answer(self, request: Request, index: int, seed: int, drafter: str | None) -> Answer:
-        ids = request.prompt_tokens
-        params = self._structured(request.params, len(ids))
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
-        left = self.context - len(ids)
-        row = Row(
-            row=-1,
-            tokens=list(ids),
-            prompt_length=len(ids),
-            sampler=Sampler(
-                params, ids, banned_until_min=sorted(stop_ids), bad_words=self._bad_words(params.bad_words or ())
-            ),
-            seed=seed,
-            stop_ids=stop_ids,
-            room=left if params.max_tokens is None else min(left, params.max_tokens),
-            rule=_checked_rule(request),
-            traced=request.trace,
-        )
+    def _answer(self, request: Request, index: int, row: Row) -> Answer:
+        ids, params = request.prompt_tokens, request.params
         return Answer(
             request=request,
             index=index,
@@ -183,20 +233,17 @@ class PromptReader:
                 self.tokenizer if params.detokenize else None, ids, skip_special=params.skip_special_tokens
             ),
             text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
-            drafter=drafter,
         )
 
-    def _bad_words(self, words: Iterable[str]) -> list[list[int]]:
+    def _bad_words(self, words: Iterable[str]) -> list[tuple[int, ...]]:
         """Each word as token ids, at the start of a text and after a space."""
-        found: list[list[int]] = []
+        found: dict[tuple[int, ...], None] = {}
         for word in words:
             if self.tokenizer is None:
                 raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
             for text in (word, " " + word.lstrip()):
-                ids = list(self.tokenizer.encode(text, add_special_tokens=False))
-                if ids and ids not in found:
-                    found.append(ids)
-        return found
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return [ids for ids in found if ids]
 
 
 def _checked_rule(request: Request) -> str | None:
@@ -205,3 +252,23 @@ def _checked_rule(request: Request) -> str | None:
     if name is not None and rule_named(name).name == "argmax_walk" and not request.params.greedy:
         raise ArgumentError("rule 'argmax_walk' is lossless at temperature 0 only; leave the rule out to sample")
     return name
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Many prompts, whether one or many were given; a list of ints is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One set of parameters per prompt.
+
+    Raises:
+        ArgumentError: the counts differ.
+    """
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise ArgumentError(f"{len(given)} sampling parameters for {count} prompts; give one, or one for each")
+    return list(given)

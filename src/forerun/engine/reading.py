@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from forerun.engine.answer import Answer
+from forerun.judging import Isolation
 from forerun.sampling import logprobs_of
 from forerun.target import Scored, Target
 from forerun.types import Signal, TokenLogprob
+
+_SCORED_AT_ONCE = 64
+"""Positions of a prompt whose log-probabilities are computed together: float32 over the vocabulary for each."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -69,23 +73,30 @@ class Reading:
         for signal in self.requires:
             self.states.setdefault(signal, []).append(scored.signals[signal][place, :count])
         if self.scores_prompt:
-            self._score_prompt(scored.logits[place], count)
+            with Isolation(self.answers[0].row):
+                self._score_prompt(scored.logits[place, :count])
         self.done += count
 
     def signals(self) -> dict[Signal, Tensor]:
         """(M, H) of all tokens that were run."""
         return {signal: torch.cat(parts) for signal, parts in self.states.items()}
 
-    def _score_prompt(self, logits: Tensor, count: int) -> None:
-        """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest."""
+    def _score_prompt(self, logits: Tensor) -> None:
+        """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest.
+
+        Args:
+            logits: (M, V) of what was run now.
+        """
         request = self.answers[0].request
         top = request.params.prompt_logprobs or 0
         found: list[Mapping[int, TokenLogprob] | None] = [None]
         if self.done and request.prompt_logprobs is not None:
             found = request.prompt_logprobs
-        for place, token in enumerate(self.tokens[self.done + 1 : self.done + count + 1]):
-            chosen, best = logprobs_of(logits[place], token, top)
-            found.append({**best, token: chosen})
+        tokens = self.tokens[self.done + 1 : self.done + len(logits) + 1]
+        for start in range(0, len(tokens), _SCORED_AT_ONCE):
+            some = tokens[start : start + _SCORED_AT_ONCE]
+            pairs = logprobs_of(logits[start : start + len(some)], some, top)
+            found += [{**best, token: chosen} for token, (chosen, best) in zip(some, pairs, strict=True)]
         request.prompt_logprobs = found
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.engine.answer import Answer
+from forerun.engine.answer import Answer, Request
 from forerun.engine.reading import Reading
 from forerun.errors import ArgumentError
 from forerun.target.model import PIECE
@@ -45,18 +45,31 @@ class Scheduling:
 def next_in_line(waiting: Sequence[Answer], running: Sequence[Answer]) -> Answer:
     """The answer that gets the next row.
 
-    One that was preempted comes first. Otherwise the client with the fewest rows is next, of its requests the one with
-    the fewest, and among equals the oldest. So a request of 64 answers, or a client's burst, gets every row that nobody
-    else wants and not one more; and whoever holds no row is served in the order of arrival.
+    One that was preempted comes first. Otherwise the client with the fewest rows is next, of its users the one with the
+    fewest, of its requests likewise, and among equals the oldest. So a request of 64 answers, or a client's burst, gets
+    every row that nobody else wants and not one more; and whoever holds no row is served in the order of arrival. What
+    a client calls its users takes rows from its own users alone. When it is a client's turn, its own priorities decide
+    which of its requests goes first.
     """
-    clients = Counter(answer.request.client or answer.request.id for answer in running)
-    requests = Counter(answer.request.id for answer in running)
+    held = Counter(group for answer in running for group in _groups(answer.request))
 
-    def place(answer: Answer) -> tuple[bool, int, int, int]:
-        request = answer.request
-        return answer.preemptions == 0, clients[request.client or request.id], requests[request.id], answer.order
+    def place(answer: Answer) -> tuple[bool, list[int], int]:
+        return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
 
-    return min(waiting, key=place)
+    first = min(waiting, key=place)
+    own = [answer for answer in waiting if _client(answer) == _client(first)]
+    return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *place(answer)))
+
+
+def _client(answer: Answer) -> str:
+    return answer.request.client or answer.request.id
+
+
+def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
+    """Whom rows are shared among, the widest first; a request that no client was named for stands for itself."""
+    if request.client is None:
+        return (("", request.id),) * 3
+    return (request.client,), (request.client, request.user), ("", request.id)
 
 
 def youngest(running: Sequence[Answer]) -> Answer:

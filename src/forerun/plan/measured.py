@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.drafters import build, drafter_class
+from forerun.drafters import build, default_length
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.cost import CostModel, DraftCost, Trial, measure_draft, save, try_drafter
@@ -157,8 +157,7 @@ def depth_of(config: SpeculativeConfig) -> int:
     """Levels that a configuration drafts at most; the drafter's own options limit it further."""
     if config.num_speculative_tokens is not None:
         return config.num_speculative_tokens
-    own = getattr(drafter_class(config.method).Config, "__dataclass_fields__", {}).get("num_speculative_tokens")
-    return own.default if own is not None and isinstance(own.default, int) else LONGEST
+    return default_length(config.method) or LONGEST
 
 
 def rank_models(

@@ -6,29 +6,37 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from forerun.engine.async_llm import all_or_none
 from forerun.errors import ForerunError
 from forerun.serve import logs, schema, sse
-from forerun.serve.bodies import StrictRoute
+from forerun.serve.bodies import StrictRoute, aside
 from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter
-from forerun.serve.guards import BodyLimit, KeyCheck, Recorder
+from forerun.serve.dialect import dialect_of
+from forerun.serve.guards import BodyLimit, KeyCheck, Recorder, own_path
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
+from forerun.serve.messaging import MessagesWriter
 from forerun.serve.playground import FILES, page
-from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake
+from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
+from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.responding import ResponsesWriter
 from forerun.serve.session import Job, Session, State, collected
 from forerun.types import RequestOutput
+
+T = TypeVar("T")
 
 
 def build_app(session: Session) -> FastAPI:
@@ -44,7 +52,7 @@ def build_app(session: Session) -> FastAPI:
     app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan)
     app.router.route_class = StrictRoute
     _add_guards(app, session)
-    _add_errors(app)
+    _add_errors(app, messages=session.settings.log_prompts)
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
@@ -56,7 +64,7 @@ def build_app(session: Session) -> FastAPI:
 def _add_guards(app: FastAPI, session: Session) -> None:
     settings = session.settings
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
-    app.add_middleware(KeyCheck, keys=settings.api_keys)
+    app.add_middleware(KeyCheck, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -64,23 +72,27 @@ def _add_guards(app: FastAPI, session: Session) -> None:
     app.add_middleware(Recorder, settings=settings, count=session.metrics.answered)
 
 
-def _add_errors(app: FastAPI) -> None:
-    def answer(error: ApiError) -> JSONResponse:
+def _add_errors(app: FastAPI, *, messages: bool) -> None:
+    """`messages`: whether the log may say what unexpected errors say."""
+
+    def answer(http: Request, error: ApiError) -> JSONResponse:
         if (record := logs.current()) is not None:
             record.code = error.code
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+        return JSONResponse(error.body(own_path(http.scope)), status_code=error.status, headers=error.headers)
 
-    async def of_api(_: Request, error: Exception) -> JSONResponse:
+    async def of_api(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return answer(error)
+        if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
+            logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
+        return answer(http, error)
 
-    async def of_validation(_: Request, error: Exception) -> JSONResponse:
+    async def of_validation(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return answer(from_validation(error.errors()))
+        return answer(http, from_validation(error.errors()))
 
-    async def of_http(_: Request, error: Exception) -> JSONResponse:
+    async def of_http(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(error.status_code, str(error.detail)))
+        return answer(http, ApiError(error.status_code, str(error.detail)))
 
     app.add_exception_handler(ApiError, of_api)
     app.add_exception_handler(RequestValidationError, of_validation)
@@ -91,22 +103,28 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs, dialect = _checked(lambda: chat_jobs(session, body))
+        jobs, dialect = await _prepared(http, lambda: chat_jobs(session, body))
         writer = ChatWriter(body, session.settings.model_name, _tokenizer(session), dialect)
         return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs = _checked(lambda: completion_jobs(session, body))
+        jobs = await _prepared(http, lambda: completion_jobs(session, body))
         writer = CompletionWriter(body, session.settings.model_name, _tokenizer(session))
         return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs, dialect = _checked(lambda: chat_jobs(session, body.chat()))
+        jobs, dialect = await _prepared(http, lambda: chat_jobs(session, body.chat()))
         return await _respond(session, http, jobs, ResponsesWriter(body, session.settings.model_name, dialect))
+
+    @app.post("/v1/messages")
+    async def message(body: MessagesRequest, http: Request) -> Response:
+        check_model(session, body.model)
+        jobs, dialect = await _prepared(http, lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, MessagesWriter(body, session.settings.model_name, dialect))
 
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
@@ -134,7 +152,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Ans
 
 async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
     with session.admitted(sum(job.params.n for job in jobs)):
-        return list(await asyncio.gather(*(collected(session.answer(job)) for job in jobs)))
+        return await all_or_none(collected(session.answer(job)) for job in jobs)
 
 
 async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
@@ -149,53 +167,87 @@ async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> 
             except ApiError as error:
                 if not writer.begun:
                     raise
-                yield sse.event(error.body())
+                yield sse.event(writer.error_event(error))
             except Exception as error:
                 if not writer.begun:
                     raise
                 logs.write_error(error, message=session.settings.log_prompts)
-                yield sse.event(mistake().body())
+                yield sse.event(writer.error_event(mistake()))
 
 
 def _add_tokens(app: FastAPI, session: Session) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         check_model(session, body.model)
         llm = session.engine.llm
-        if body.messages is not None:
-            messages = [message.plain() for message in body.messages]
-            ids = _checked(lambda: llm.chat_prompt(messages))["prompt_token_ids"]
-        else:
-            ids = _tokenizer(session).encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
+
+        def answer() -> Response:
+            if body.messages is not None:
+                messages = [message.plain() for message in body.messages]
+                ids = _checked(lambda: llm.chat_prompt(messages))["prompt_token_ids"]
+            else:
+                ids = _tokenizer(session).encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len})
+
+        return await aside(http, answer)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         check_model(session, body.model)
         vocabulary = session.engine.llm.target.vocab_size
-        wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise bad_request(f"token id {wrong} is outside the vocabulary of {vocabulary}", "tokens")
-        return {"prompt": _tokenizer(session).decode(body.tokens)}
+
+        def answer() -> Response:
+            wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+            if wrong is not None:
+                raise bad_request(f"token id {wrong} is outside the vocabulary of {vocabulary}", "tokens")
+            return JSONResponse({"prompt": _tokenizer(session).decode(body.tokens)})
+
+        return await aside(http, answer)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest, http: Request) -> dict[str, int]:
+        check_model(session, body.model)
+        llm = session.engine.llm
+        dialect = await _prepared(http, lambda: dialect_of(llm, session.settings, body.chat()))
+        return {"input_tokens": len(dialect.prompt["prompt_token_ids"])}
 
 
 def _add_operations(app: FastAPI, session: Session) -> None:
     started = int(time.time())
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        card: dict[str, Any] = {"id": session.settings.model_name, "object": "model", "created": started}
+    def card() -> dict[str, Any]:
+        """The model for clients of OpenAI's API and of Anthropic's."""
+        name, since = session.settings.model_name, datetime.fromtimestamp(started, UTC).isoformat()
+        card: dict[str, Any] = {"id": name, "object": "model", "created": started}
+        card |= {"type": "model", "display_name": name, "created_at": since}
         card |= {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
         card["speculation"] = {
             "drafters": session.drafters(),
-            "max_speculative_tokens": session.settings.max_speculative_tokens,
+            "max_speculative_tokens": {name: session.longest(name) for name in session.drafters()},
+            "traces": session.settings.allow_traces,
         }
-        return {"object": "list", "data": [card]}
+        return card
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        name = session.settings.model_name
+        return {"object": "list", "data": [card()], "has_more": False, "first_id": name, "last_id": name}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(session, name)
+        return card()
 
     @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
     async def health() -> Response:
-        status = 200 if session.state is State.READY else 503
-        return JSONResponse({"status": session.state.value}, status_code=status)
+        state = session.health
+        return JSONResponse({"status": state.value}, status_code=200 if state is State.READY else 503)
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": session.in_flight}
 
     @app.get("/version")
     async def versions() -> dict[str, str]:
@@ -221,11 +273,18 @@ def _tokenizer(session: Session) -> Any:
     return tokenizer
 
 
-def _checked(make: Any) -> Any:
+async def _prepared(http: Request, make: Callable[[], T]) -> T:
+    """What `make` makes of a body, large ones in a thread of their own; a complaint of the engine becomes a 400."""
+    return await aside(http, lambda: _checked(make))
+
+
+def _checked(make: Callable[[], T]) -> T:
     """What `make` returns; a complaint of the engine becomes a 400."""
     try:
         return make()
     except ApiError:
         raise
+    except ValidationError as error:
+        raise from_validation(error.errors()) from None
     except (ForerunError, ValueError) as error:
-        raise bad_request(str(error)) from error
+        raise refusal(error) from error

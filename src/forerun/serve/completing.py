@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from forerun.serve.dialect import Dialect, reasoning_tokens
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol import answers
+from forerun.serve.protocol.answers import PromptLogprobs
 from forerun.serve.protocol.common import Sampling
+from forerun.serve.protocol.errors import ApiError
 from forerun.serve.protocol.messages import MessageWriter
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.types import CompletionOutput, OutputToken, RequestOutput, StreamChunk
@@ -48,6 +50,10 @@ class AnswerWriter(ABC):
     def closing_events(self) -> Iterator[dict[str, Any]]:
         """What is sent behind the last chunk."""
 
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """What is sent where a stream breaks off."""
+        return error.body()
+
 
 class Writer(AnswerWriter):
     """Writes the choices of a completion.
@@ -67,7 +73,10 @@ class Writer(AnswerWriter):
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._begun: dict[int, int] = {}
         """Choice -> characters sent."""
+        self._counts: dict[int, list[int]] = {}
+        """Choice -> tokens of its prompt, and of its answer so far."""
         self._outputs: dict[int, RequestOutput] = {}
+        self._name = answers.token_namer(tokenizer, by_id=body.return_tokens_as_token_ids)
 
     @property
     def streams(self) -> bool:
@@ -79,17 +88,20 @@ class Writer(AnswerWriter):
             for job, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return {**self._head(self.kind), "choices": choices, **self._closing(outputs)}
+        about_prompt = self.about_prompt(outputs[0].prompt_token_ids, outputs[0].prompt_logprobs)
+        return {**self._head(self.kind), "choices": choices, **about_prompt, **self._closing(outputs)}
 
     def events(self, tagged: Tagged) -> Iterator[dict[str, Any]]:
         chunk, index = tagged.chunk, tagged.job * self.body.n + tagged.chunk.index
         if index not in self._begun:
-            self._begun[index] = 0
-            yield from self._events_of(self.opening(index))
+            opened, self._begun[index] = self.opening(index, chunk)
+            self._counts[index] = [len(chunk.prompt_token_ids or ()), 0]
+            yield from self._events_of(opened, index, **self.about_prompt(chunk.prompt_token_ids or (), None))
         if chunk.output is not None:
             self._outputs[tagged.job] = chunk.output
-        if chunk.text or chunk.finish_reason is not None or (self.wants_logprobs and chunk.tokens):
-            yield from self._events_of(self.delta(index, chunk, self._begun[index]))
+        self._counts[index][1] += len(chunk.tokens)
+        if chunk.text or chunk.finish_reason is not None or (self.wants_tokens and chunk.tokens):
+            yield from self._events_of(self.delta(index, chunk, self._begun[index]), index)
             self._begun[index] += len(chunk.text)
 
     def closing_events(self) -> Iterator[dict[str, Any]]:
@@ -112,13 +124,33 @@ class Writer(AnswerWriter):
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """One whole choice."""
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether something is to be said of each token, and not of the text alone."""
+        return self.wants_logprobs or self.body.return_token_ids
+
     @abstractmethod
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """Deltas before the first token of a choice."""
+    def opening(self, index: int, chunk: StreamChunk) -> tuple[list[dict[str, Any]], int]:
+        """Deltas before the first token of a choice, and the characters that they hold."""
 
     @abstractmethod
     def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
         """A chunk of a choice, one delta or none; `offset`: characters of it before this chunk."""
+
+    @abstractmethod
+    def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
+        """What is said beside the choices about the prompt of all of them."""
+
+    def prompt_logprobs(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
+        """``prompt_logprobs``, where they were asked for."""
+        top = self.body.prompt_logprobs
+        if top is None or logprobs is None:
+            return {}
+        return {"prompt_logprobs": answers.prompt_logprobs(ids, logprobs, self.tokenizer, top)}
+
+    def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
+        """``token_ids``, where they were asked for."""
+        return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         """Tokens that are reasoning; None where the model does none."""
@@ -127,9 +159,12 @@ class Writer(AnswerWriter):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _events_of(self, choices: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _events_of(self, choices: Sequence[dict[str, Any]], index: int, **more: Any) -> Iterator[dict[str, Any]]:
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            more["usage"] = answers.counted(*self._counts[index])
         for choice in choices:
-            yield {**self._head(self.chunk_kind), "choices": [choice]}
+            yield {**self._head(self.chunk_kind), "choices": [choice], **more}
 
     def _closing(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -183,11 +218,12 @@ class ChatWriter(Writer):
             "message": stream.message.message(stream.reader.whole(answer.text)),
             "logprobs": self._logprobs(answer.tokens),
             "finish_reason": stream.finish_reason(answer.finish_reason),
+            **self.token_ids(answer.tokens),
         }
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, chunk: StreamChunk) -> tuple[list[dict[str, Any]], int]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], 0
 
     def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
         stream = self._streams[index]
@@ -195,10 +231,15 @@ class ChatWriter(Writer):
         if chunk.finish_reason is not None:
             pieces += stream.reader.close()
         logprobs, reason = self._logprobs(chunk.tokens), stream.finish_reason(chunk.finish_reason)
-        if not pieces and logprobs is None and reason is None:
+        if not pieces and not self.wants_tokens and reason is None:
             return []
         delta = stream.message.delta(pieces)
-        return [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+        ids = self.token_ids(chunk.tokens)
+        return [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}]
+
+    def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
+        found = {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
+        return {**found, **self.prompt_logprobs(ids, logprobs)}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._dialect.marks is None:
@@ -207,7 +248,7 @@ class ChatWriter(Writer):
         return sum(reasoning_tokens(self._dialect, answer.text, answer.tokens) for answer in answered)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
-        return answers.chat_logprobs(tokens, self.tokenizer) if self.wants_logprobs else None
+        return answers.chat_logprobs(tokens, self._name) if self.wants_logprobs else None
 
 
 class CompletionWriter(Writer):
@@ -221,27 +262,58 @@ class CompletionWriter(Writer):
         return self.body.logprobs is not None
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        text = self._echoed(index) + answer.text
+        ids, prompt_logprobs = output.prompt_token_ids, output.prompt_logprobs
+        echoed = self._echoed(index, ids)
+        logprobs = self._logprobs(answers.scored_answer(answer.tokens), len(echoed))
+        if logprobs is not None and self.body.echo:
+            own = self._logprobs_of_prompt(ids, prompt_logprobs)
+            logprobs = {name: [*own[name], *values] for name, values in logprobs.items()}
         return {
             "index": index,
-            "text": text,
-            "logprobs": self._logprobs(answer.tokens, 0),
+            "text": echoed + answer.text,
+            "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
+            **self.token_ids(answer.tokens),
+            **self._prompt_ids(ids),
+            **self.prompt_logprobs(ids, prompt_logprobs),
         }
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        echoed = self._echoed(index)
-        return [{"index": index, "text": echoed, "logprobs": None, "finish_reason": None}] if echoed else []
+    def opening(self, index: int, chunk: StreamChunk) -> tuple[list[dict[str, Any]], int]:
+        ids = chunk.prompt_token_ids or []
+        echoed = self._echoed(index, ids)
+        if not echoed and not self.body.return_token_ids:
+            return [], 0
+        logprobs = self._logprobs_of_prompt(ids, chunk.prompt_logprobs) if echoed and self.wants_logprobs else None
+        opened = {"index": index, "text": echoed, "logprobs": logprobs, "finish_reason": None}
+        return [{**opened, **self._prompt_ids(ids)}], len(echoed)
 
     def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
-        logprobs = self._logprobs(chunk.tokens, offset)
-        return [{"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}]
+        logprobs = self._logprobs(answers.scored_answer(chunk.tokens), offset)
+        ids = self.token_ids(chunk.tokens)
+        return [{"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason, **ids}]
 
-    def _echoed(self, index: int) -> str:
+    def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
+        """Nothing: each choice may have a prompt of its own, and says it itself."""
+        return {}
+
+    def _prompt_ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
+
+    def _echoed(self, index: int, ids: Sequence[int]) -> str:
+        """The prompt in front of its answer: as it was sent, or what was read of it."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompts[index // self.body.n]
-        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
+        if isinstance(prompt, str) and self.body.truncate_prompt_tokens is None:
+            return prompt
+        return str(self.tokenizer.decode(list(ids)))
 
-    def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
-        return answers.completion_logprobs(tokens, self.tokenizer, offset) if self.wants_logprobs else None
+    def _logprobs_of_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
+        """Without numbers where the answer ended before its prompt was read."""
+        if logprobs is None:
+            return answers.completion_logprobs([], self._name, 0)
+        top = self.body.logprobs or 0
+        return answers.completion_logprobs(answers.scored_prompt(ids, logprobs, self.tokenizer, top), self._name, 0)
+
+    def _logprobs(self, tokens: Sequence[answers.ScoredToken], offset: int) -> dict[str, Any] | None:
+        return answers.completion_logprobs(tokens, self._name, offset) if self.wants_logprobs else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +21,13 @@ from forerun.serve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
 
+CROWDED_S = 1.0
+"""How long a request may take to arrive where its address has too many that are arriving."""
+CUT_EVERY_S = 0.005
+"""Between two of those: what is cut all at once keeps the others waiting."""
+MAX_PIECES = 2_000
+"""Chunks of one body that came together with others. Each takes some 20 microseconds: 4 MB in chunks of one byte would
+take minutes."""
 LINGER_S = 1.0
 """How long a refused connection stays half open: closing at once could take the answer away before it is read."""
 
@@ -28,21 +36,26 @@ class Connection(H11Protocol):
     """A connection within the operator's limits.
 
     Args:
-        limits: `max_connections`, `receive_timeout_s` and `send_timeout_s` count here.
+        limits: `max_connections`, `max_arriving`, `receive_timeout_s` and `send_timeout_s` count here.
+        arriving: requests that have not arrived, by address; shared by all connections of a server.
         count: told the code of every refusal.
         keywords: what uvicorn gives every protocol.
     """
 
-    def __init__(self, *, limits: ServeSettings, count: Callable[[str], None], **keywords: Any) -> None:
+    def __init__(
+        self, *, limits: ServeSettings, arriving: Counter[str], count: Callable[[str], None], **keywords: Any
+    ) -> None:
         super().__init__(**keywords)
-        self._limits, self._count = limits, count
+        self._limits, self._addresses, self._count = limits, arriving, count
         self._refused = False
+        self._pieces, self._next_event = 0, self.conn.next_event
+        self.conn.next_event = self._counted  # type: ignore[method-assign]
         self._arrival: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=1)  # bytes; with 0 a TLS transport is always full
         if len(self.connections) > self._limits.max_connections:
             message = f"{self._limits.max_connections} connections are open, which is the limit; try again later"
             self._refuse(ApiError(503, message, code="too_many_connections", retry_after_s=1))
@@ -53,10 +66,12 @@ class Connection(H11Protocol):
         self._arrived()
         self.resume_writing()
         super().connection_lost(exc)
+        vars(self.conn).pop("next_event", None)  # which names this connection, and would keep it and its last request
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        self._pieces = max(0, self._pieces - 1)
         super().data_received(data)
         self._await_request()
 
@@ -78,21 +93,45 @@ class Connection(H11Protocol):
             self._unread = None
         super().resume_writing()
 
+    def _counted(self) -> Any:
+        """What h11 read next.
+
+        Raises:
+            RemoteProtocolError: the body comes in more pieces than any that is sent in earnest.
+        """
+        event = self._next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = 0
+        self._pieces += isinstance(event, h11.Data)
+        if self._pieces > MAX_PIECES:
+            raise h11.RemoteProtocolError(f"a body in more than {MAX_PIECES} pieces")
+        return event
+
     def _await_request(self) -> None:
         """Start the clock unless it runs; stop it where the request is complete."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._arrived()
         elif self._arrival is None and not self._refused:
-            self._arrival = self.loop.call_later(self._limits.receive_timeout_s, self._late)
+            self._addresses[self._address] += 1
+            within = self._limits.receive_timeout_s
+            if (beyond := self._addresses[self._address] - self._limits.max_arriving) > 0:
+                within = min(within, CROWDED_S + CUT_EVERY_S * beyond)
+            self._arrival = self.loop.call_later(within, self._late, within)
 
     def _arrived(self) -> None:
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
+            self._addresses[self._address] -= 1
+            if not self._addresses[self._address]:
+                del self._addresses[self._address]
 
-    def _late(self) -> None:
-        within = f"within {self._limits.receive_timeout_s:g} s"
-        self._refuse(ApiError(408, f"the request did not arrive {within}", code="request_timeout"))
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _late(self, within: float) -> None:
+        self._refuse(ApiError(408, f"the request did not arrive within {within:g} s", code="request_timeout"))
 
     def _watch_reader(self, before: int) -> None:
         self._unread = self.loop.call_later(self._limits.send_timeout_s, self._check_reader, before)
@@ -126,7 +165,8 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         self.transport.write(_response(error))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.grammar import source
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that switch reasoning: Qwen's and DeepSeek's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +74,13 @@ class Dialect:
         """
         if own is not None and body.must_call:
             raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
-        strict = self.format is not None and any(function.strict for function in self.format.functions)
-        calls = body.must_call or strict or (self.format is not None and (not body.parallel_tool_calls or own))
-        if not calls and (own is None or self.marks is None):
+        if self.format is None:
+            bound = False
+        else:
+            strict = any(function.strict for function in self.format.functions)
+            hidden = len(body.callable_tools) < len(body.offered)
+            bound = body.must_call or strict or hidden or not body.many_calls or own is not None
+        if not bound and (own is None or self.marks is None):
             return own
         lark = Lark(mark)
         content = None if own is None else lark.rule(_written(own))
@@ -85,7 +92,7 @@ class Dialect:
     def _calls(self, body: ChatRequest, lark: Lark, content: str | None) -> str:
         assert self.format is not None
         try:
-            return self.format.grammar(lark, forced=body.must_call, many=body.parallel_tool_calls, content=content)
+            return self.format.grammar(lark, forced=body.must_call, many=body.many_calls, content=content)
         except ArgumentError as error:
             raise bad_request(str(error), "tools") from error
 
@@ -102,24 +109,28 @@ class AnswerReader(PieceReader):
     """Reads one answer: reasoning first, then text and calls."""
 
     def __init__(self, dialect: Dialect) -> None:
-        super().__init__(self._read)
-        self._dialect = dialect
-        self.reasoning_end = 0
-        """Characters that the reasoning takes, with its marks, once it has been read."""
+        self._reasoned = [0]
+        super().__init__(partial(_steps, dialect, self._reasoned))
 
-    def _read(self, text: Incoming) -> Steps[None]:
-        dialect = self._dialect
-        if dialect.marks is not None:
-            yield from read_reasoning(text, dialect.marks, inside=dialect.inside)
-            self.reasoning_end = text.at
-        if dialect.format is not None:
-            yield from dialect.format.read(text)
-        else:
-            yield from text.rest(Kind.CONTENT)
+    @property
+    def reasoning_end(self) -> int:
+        """Characters that the reasoning takes, with its marks, once it has been read."""
+        return self._reasoned[-1]
 
     def whole(self, text: str) -> list[Piece]:
         """The pieces of a complete text."""
         return [*self.feed(text), *self.close()]
+
+
+def _steps(dialect: Dialect, reasoned: list[int], text: Incoming) -> Steps[None]:
+    """Reads an answer; where its reasoning ended is added to `reasoned`. Does not name the reader that runs it."""
+    if dialect.marks is not None:
+        yield from read_reasoning(text, dialect.marks, inside=dialect.inside)
+        reasoned.append(text.at)
+    if dialect.format is not None:
+        yield from dialect.format.read(text)
+    else:
+        yield from text.rest(Kind.CONTENT)
 
 
 def dialect_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Dialect:
@@ -139,19 +150,22 @@ def dialect_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Dialect:
         raise _no_parser(settings.tool_call_parser)
     text_arguments = kind is not None and kind.text_arguments
     messages = [message.plain(text_arguments=text_arguments) for message in body.messages]
+    ending: dict[str, bool] = {"continue_final_message": body.continue_final_message}
+    ending["add_generation_prompt"] = body.add_generation_prompt is not False and not body.continue_final_message
+    marks = marks_of(settings.reasoning_parser, template)
     try:
-        prompt = llm.chat_prompt(messages, tools or None, **(body.chat_template_kwargs or {}))
+        prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
     except TypeError as error:
         raise bad_request(f"not a variable of the chat template: {error}", "chat_template_kwargs") from error
-    marks = marks_of(settings.reasoning_parser, template)
-    if marks is not None and prompt["prompt"].rstrip().endswith(marks.close):
+    begun = body.messages[-1].text if body.continue_final_message else ""
+    if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
         marks = None
     functions = [tool.function.function() for tool in body.callable_tools]
     return Dialect(
         prompt=prompt,
         format=kind(template, functions) if kind is not None and functions else None,
         marks=marks,
-        inside=marks is not None and begins_inside(marks, prompt["prompt"]),
+        inside=marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun),
     )
 
 
@@ -176,6 +190,35 @@ def _escaped(regex: str) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex)
 
 
+def _may_reason(marks: Marks, prompt: str, begun: str) -> bool:
+    """Whether reasoning can still come: not where the prompt has ended it, nor behind the text of a message `begun`."""
+    if begun.strip():
+        return marks.open in begun and marks.close not in begun
+    return not prompt.rstrip().endswith(marks.close)
+
+
+def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any]:
+    """What the request sets of the template's variables; `reasons`: the model does so where nothing is set."""
+    found: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        if not _has_variable(template, "reasoning_effort"):
+            raise bad_request("the chat template of this model has no such variable", "reasoning_effort")
+        found["reasoning_effort"] = body.reasoning_effort
+    if body.thinking is not None:
+        wanted = body.thinking.type != "disabled"
+        switch = next((name for name in _SWITCHES if _has_variable(template, name)), None)
+        if switch is not None:
+            found[switch] = wanted
+        elif wanted != reasons:
+            raise bad_request(f"this model's reasoning cannot be {body.thinking.type}: it has no switch", "thinking")
+    return {**found, **(body.chat_template_kwargs or {})}
+
+
+def _has_variable(template: str, name: str) -> bool:
+    """Whether a chat template reads a variable: in a tag, neither quoted nor as an attribute."""
+    return re.search(rf"\{{[{{%][^{{}}%]*(?<![.\w'\"]){name}\b(?!['\"])", template) is not None
+
+
 def _template(tokenizer: PreTrainedTokenizerBase | None, with_tools: bool) -> str:
     """The text of the chat template, empty where there is none: the prompt's maker says so."""
     if tokenizer is None or not tokenizer.chat_template:
@@ -188,9 +231,9 @@ def _check_choice(body: ChatRequest) -> None:
     names = [tool.function.name for tool in body.tools or []]
     if len(set(names)) < len(names):
         raise bad_request("two tools have the same name", "tools")
-    if body.tool_choice not in (None, "none") and not names:
+    if not names and (body.must_call or body.chosen is not None):
         raise bad_request("tool_choice needs tools", "tool_choice")
-    if body.must_call and not body.callable_tools:
+    if not set(body.chosen or ()) <= set(names):
         raise bad_request("tool_choice names a function that is not among the tools", "tool_choice")
 
 

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.serve import logs
+from forerun.errors import of_the_process
+from forerun.serve import identity, logs
 from forerun.serve.logs import RequestRecord
 from forerun.serve.protocol.errors import ApiError, mistake
 from forerun.serve.settings import ServeSettings
 
-OPEN_PATHS = ("/health", "/metrics", "/version", "/", "/playground.css", "/playground.js")
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")
 """Need no key."""
 CLIENT_GONE = 499
 """nginx's status for a request whose client left before its answer began."""
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+def own_path(scope: Scope) -> str:
+    """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _as_routed(scope: Scope, root_path: str) -> Scope:
+    """``HEAD`` is answered as ``GET`` is: the HTTP protocol has a scope of its own, and leaves the body out."""
+    return {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], "root_path": root_path}
 
 
 class Recorder:
@@ -41,6 +53,7 @@ class Recorder:
             return
         record, started = self._record(scope), time.perf_counter()
         logs.begin(record)
+        scope = _as_routed(scope, self._settings.root_path)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -50,10 +63,12 @@ class Recorder:
 
         try:
             await self._app(scope, receive, named)
-        except Exception as error:
+        except BaseException as error:
+            if of_the_process(error) or isinstance(error, asyncio.CancelledError):
+                raise
             logs.write_error(error, message=self._settings.log_prompts)
             if record.status is None:
-                await refuse(named, mistake())
+                await refuse(scope, named, mistake())
         finally:
             record.status = record.status or CLIENT_GONE
             record.route = getattr(scope.get("route"), "path", record.route)
@@ -69,18 +84,18 @@ class Recorder:
 
 
 class KeyCheck:
-    """401 without one of the keys; compared in constant time."""
+    """401 without one of the keys; else what follows knows the client."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self._app, self._clients = app, identity.Clients(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            good = [hmac.compare_digest(key.strip().encode(), own) for own in self._keys]
-            if scheme.lower() != "bearer" or not any(good):
-                await refuse(send, ApiError(401, "a valid API key is needed: Authorization: Bearer KEY"))
+        if scope["type"] == "http" and own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            client = self._clients.of(scope)
+            if client is None:
+                await refuse(scope, send, ApiError(401, "a valid API key is needed: Authorization: Bearer KEY"))
                 return
+            identity.begin(client)
         await self._app(scope, receive, send)
 
 
@@ -97,10 +112,10 @@ class BodyLimit:
         headers = Headers(scope=scope)
         announced, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
         if not announced.isdecimal() or int(announced) > self._most:
-            await refuse(send, self._too_large())
+            await refuse(scope, send, self._too_large())
             return
         if coding != "identity":
-            await refuse(send, ApiError(415, "bodies are read as they are: leave out Content-Encoding"))
+            await refuse(scope, send, ApiError(415, "bodies are read as they are: leave out Content-Encoding"))
             return
         read, refused = 0, False
 
@@ -119,7 +134,7 @@ class BodyLimit:
                 await send(message)
             elif not refused:
                 refused = True
-                await refuse(send, self._too_large())
+                await refuse(scope, send, self._too_large())
 
         await self._app(scope, counted, corrected)
 
@@ -127,11 +142,11 @@ class BodyLimit:
         return ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
 
 
-async def refuse(send: Send, error: ApiError) -> None:
+async def refuse(scope: Scope, send: Send, error: ApiError) -> None:
     """Answer with an error and nothing else."""
     if (record := logs.current()) is not None:
         record.code = error.code
-    body = json.dumps(error.body()).encode()
+    body = json.dumps(error.body(own_path(scope))).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

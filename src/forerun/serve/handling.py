@@ -9,14 +9,19 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from forerun.serve import identity
 from forerun.serve.dialect import Dialect, dialect_of
 from forerun.serve.protocol.common import Sampling
 from forerun.serve.protocol.errors import ApiError, bad_request
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.serve.session import Job, Session
-from forerun.types import SamplingParams, StreamChunk
+from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
 T = TypeVar("T")
+MAX_SCORED = 500_000
+"""Log-probabilities of prompts that one request may ask for: about 100 bytes each until they are written."""
+_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Parameters that say what the answer must look like."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,17 +49,26 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], Dialect]:
         structured_outputs=dialect.constrained(body, params.structured_outputs, llm.grammar_mark),
         skip_special_tokens=params.skip_special_tokens and not dialect.hides_marks(llm.tokenizer),
     )
+    _check_scored(params, len(dialect.prompt["prompt_token_ids"]))
     return [_job(session, body, dialect.prompt, params)], dialect
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     """A job for each prompt; errors as `chat_jobs`."""
+    prompts = body.prompts
+    answers = session.settings.most_answers
+    if len(prompts) * body.n > answers:
+        asked = f"{len(prompts)} prompts with n = {body.n}"
+        raise bad_request(f"{asked} are more than the {answers} answers that this server takes; send fewer", "prompt")
     most, limit = session.settings.max_tokens, body.max_tokens
     if most is not None and "max_tokens" not in body.model_fields_set:
         limit = min(limit, most)
     params = _params(session, body, limit, body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    _check_scored(params, sum(map(len, body.prompts)))
     found = []
-    for prompt in body.prompts:
+    for prompt in prompts:
         named = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         found.append(_job(session, body, named, params))
     return found
@@ -86,7 +100,10 @@ async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerato
         while running:
             item = await inbox.get()
             if isinstance(item, BaseException):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # which names this frame, and would be kept by it
             if item is None:
                 running -= 1
             else:
@@ -121,7 +138,11 @@ async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: SamplingParams) -> Job:
-    predicted = body.prediction is not None
+    if body.return_speculation_trace and not session.settings.allow_traces:
+        raise bad_request(
+            "this server gives no traces (it was started without --allow-traces)", "return_speculation_trace"
+        )
+    client, predicted = identity.current(), body.prediction is not None
     if body.prediction is not None:
         prompt = {**prompt, "prediction": body.prediction.text}
     speculative = session.speculation(body.speculative, predicted=predicted)
@@ -131,7 +152,11 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
         speculative=speculative,
         trace=body.return_speculation_trace,
         timeout_s=_timeout(session, body),
-        client=body.user,
+        cache_salt=client.cache_salt(body.cache_salt),
+        client=client.name,
+        user=body.user,
+        priority=body.priority,
+        adapt=client.adapt,
     )
 
 
@@ -144,27 +169,50 @@ def _timeout(session: Session, body: Sampling) -> float | None:
 
 def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     settings = session.settings
-    if body.n > settings.max_n:
-        raise bad_request(f"n is at most {settings.max_n} here, got {body.n}", "n")
+    if body.n > (limit := min(settings.max_n, settings.most_answers)):
+        raise bad_request(f"n is at most {limit} here, got {body.n}", "n")
     most = settings.max_tokens
     if most is not None and (max_tokens or 0) > most:
         raise bad_request(f"max_tokens is at most {most} here, got {max_tokens}", "max_tokens")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("not in streams: leave out stream or prompt_logprobs", "prompt_logprobs")
     same = (
         *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids"),
-        *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
+        *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
+        "truncate_prompt_tokens",
     )
-    form = body.structured_outputs or body.response_format
-    if body.structured_outputs is not None and body.response_format is not None:
-        raise bad_request("give either response_format or structured_outputs", "structured_outputs")
     bias = None if body.logit_bias is None else {int(key): value for key, value in body.logit_bias.items()}
     try:
         return SamplingParams(
             max_tokens=most if max_tokens is None else max_tokens,
             logprobs=logprobs,
             logit_bias=bias,
-            structured_outputs=None if form is None else form.structured(),
+            structured_outputs=_form(body),
             **{name: getattr(body, name) for name in same},
         )
     except ValueError as error:
         raise bad_request(str(error)) from error
+
+
+def _check_scored(params: SamplingParams, length: int) -> None:
+    """Refuse more log-probabilities of prompts than one request may cost; `length`: of all prompts."""
+    numbers = 0 if params.prompt_logprobs is None else length * (params.prompt_logprobs + 1)
+    if numbers > MAX_SCORED:
+        raise bad_request(
+            f"{numbers} log-probabilities of prompts are asked for, at most {MAX_SCORED} in one request: ask for fewer "
+            "of the likeliest, or send fewer or shorter prompts",
+            "prompt_logprobs",
+        )
+
+
+def _form(body: Sampling) -> StructuredOutputs | None:
+    """What the answer must look like, by whichever of its names."""
+    given = {name: value for name in _FORMS if (value := getattr(body, name)) is not None}
+    if len(given) > 1:
+        one, other, *_ = given
+        raise bad_request(f"give either {one} or {other}, not both", other)
+    for name, value in given.items():
+        older = name.removeprefix("guided_")
+        return value.structured() if older == name else StructuredOutputs(**{older: value})
+    return None

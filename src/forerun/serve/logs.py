@@ -14,11 +14,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from forerun.errors import EngineError
+from forerun.errors import EngineError, RequestError
 from forerun.serve.settings import ServeSettings
 from forerun.types import RequestOutput, SpeculationStats
 
 log = logging.getLogger(__name__)
+
+MOST = 4000
+"""Characters of one message or traceback in the log; of a longer one the middle is left out."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +69,8 @@ class RequestRecord:
         return {key: value for key, value in rounded.items() if value not in (None, [])}
 
 
+_WRITTEN = "_forerun_written"
+"""Attribute of an exception that is in the log."""
 _current: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)
 
 
@@ -91,24 +96,33 @@ def write(record: RequestRecord, *, routine: bool) -> None:
 
 
 def write_error(error: BaseException, *, message: bool) -> None:
-    """An error that nobody expected, with the request's id and where it came from.
+    """An error that nobody expected, with the request's id and where it came from; once, however many it ended.
 
     Args:
         message: also what it says, which may quote a prompt.
     """
-    if isinstance(error, EngineError) and error.__cause__ is not None:
+    if isinstance(error, EngineError | RequestError) and error.__cause__ is not None:
         error = error.__cause__
     record = current()
     if record is not None:
         record.code = record.code or "internal_error"
+    if getattr(error, _WRITTEN, False):
+        return
+    setattr(error, _WRITTEN, True)
     where = [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)]
     fields: dict[str, Any] = {
         "request_id": record.request_id if record is not None else None,
         "error": type(error).__name__,
-        "message": str(error) if message else "withheld; --log-prompts shows it",
-        "where": " < ".join(reversed(where)),
+        "message": bounded(str(error)) if message else "withheld; --log-prompts shows it",
+        "where": bounded(" < ".join(reversed(where))),
     }
     log.error("a request failed", extra={"fields": fields})
+
+
+def bounded(text: str) -> str:
+    """The text, or its beginning and its end where it has more than `MOST` characters."""
+    left = len(text) - MOST
+    return text if left <= 0 else f"{text[: MOST // 2]} [{left} characters left out] {text[-MOST // 2 :]}"
 
 
 def configure_logging(settings: ServeSettings) -> None:
@@ -123,22 +137,30 @@ def formatter(kind: Literal["text", "json"]) -> logging.Formatter:
     return _Json() if kind == "json" else _Text()
 
 
-class _Text(logging.Formatter):
+class _Bounded(logging.Formatter):
+    """Whatever is logged, and by whomever: neither a message nor a traceback is longer than `MOST`."""
+
+    def formatException(self, ei: Any) -> str:
+        return bounded(super().formatException(ei))
+
+
+class _Text(_Bounded):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = bounded(record.message)
         pairs = [f"{key}={_word(value)}" for key, value in getattr(record, "fields", {}).items()]
         return " ".join([super().formatMessage(record), *pairs])
 
 
-class _Json(logging.Formatter):
+class _Json(_Bounded):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": bounded(record.getMessage()),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:

@@ -51,6 +51,9 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Target passes in which something was drafted.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._failures = self._counter(
+            "drafter_errors", "Times that a drafter failed; the answer went on without it.", prefix="forerun"
+        )
         self._per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft.", "position"
         )
@@ -111,6 +114,7 @@ class Metrics:
         self._drafts.labels(self._model).inc(stats.num_spec_steps)
         self._drafted.labels(self._model).inc(stats.num_draft_tokens)
         self._accepted.labels(self._model).inc(stats.num_accepted_draft_tokens)
+        self._failures.labels(self._model).inc(stats.drafter_errors)
         for position, count in enumerate(stats.accepted_per_depth):
             self._per_position.labels(self._model, str(position)).inc(count)
 

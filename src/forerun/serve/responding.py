@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from forerun.serve.completing import AnswerWriter
 from forerun.serve.dialect import Dialect, reasoning_tokens
 from forerun.serve.handling import Tagged
+from forerun.serve.items import Event, ItemWriter
 from forerun.serve.protocol import answers
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.tools.incoming import Kind, Piece
 from forerun.types import RequestOutput
 
-Event = dict[str, Any]
 _PARTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text"}
 
 
@@ -75,7 +75,7 @@ class ResponsesWriter(AnswerWriter):
 
     def _response(self, output: RequestOutput | None) -> dict[str, Any]:
         """The response object: finished with an `output`, else in progress."""
-        body = self.body.model_dump(by_alias=True, exclude_none=True)
+        body = self.body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
         kept = {name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")}
         found = {
             "id": self._id,
@@ -110,7 +110,7 @@ class ResponsesWriter(AnswerWriter):
             "incomplete_details": None if complete else {"reason": why},
             "usage": {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+                "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
                 "output_tokens": completion,
                 "output_tokens_details": {"reasoning_tokens": reasoning},
                 "total_tokens": prompt + completion,
@@ -119,71 +119,48 @@ class ResponsesWriter(AnswerWriter):
         }
 
 
-class _Items:
+class _Items(ItemWriter):
     """The output items, as they are written."""
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
-        self._new_call_id = new_call_id
-        self.done: list[dict[str, Any]] = []
-        self._kind: Kind | None = None
-        self._open: dict[str, Any] = {}
-        self._text = ""
-
-    def add(self, pieces: Sequence[Piece]) -> Iterator[Event]:
-        """Events for these pieces."""
-        for piece in pieces:
-            if piece.kind is Kind.CALL:
-                yield from self._begin(Kind.ARGUMENTS, name=piece.text)
-            elif piece.kind is not self._kind:
-                yield from self._begin(piece.kind)
-            if piece.kind is not Kind.CALL:
-                self._text += piece.text
-                yield self._about(f"{self._name}.delta", delta=piece.text, **self._no_logprobs)
-
-    def close(self) -> Iterator[Event]:
-        """Events that end the open item, if there is one."""
-        if self._kind is None:
-            return
-        item = self._open
-        if self._kind is Kind.ARGUMENTS:
-            item["arguments"] = self._text
-            yield self._about(f"{self._name}.done", arguments=self._text, name=item["name"])
-        else:
-            part = _part(self._kind, self._text)
-            item["content"] = [part]
-            yield self._about(f"{self._name}.done", text=self._text, **self._no_logprobs)
-            yield self._about("content_part.done", part=part)
-        item["status"] = "completed"
-        self.done.append(item)
-        yield {"type": "response.output_item.done", "output_index": len(self.done) - 1, "item": item}
-        self._kind = None
-
-    def _begin(self, kind: Kind, name: str = "") -> Iterator[Event]:
-        yield from self.close()
-        self._kind, self._text = kind, ""
+    def opening(self, kind: Kind, name: str) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
-            self._open = {"type": "function_call", "id": f"fc_{secrets.token_hex(16)}"}
-            self._open |= {"call_id": self._new_call_id(), "name": name, "arguments": ""}
+            self.item = {"type": "function_call", "id": f"fc_{secrets.token_hex(16)}"}
+            self.item |= {"call_id": self.new_call_id(), "name": name, "arguments": ""}
         elif kind is Kind.REASONING:
-            self._open = {"type": "reasoning", "id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": []}
+            self.item = {"type": "reasoning", "id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": []}
         else:
-            self._open = {"type": "message", "id": f"msg_{secrets.token_hex(16)}", "role": "assistant", "content": []}
-        self._open["status"] = "in_progress"
-        yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._open)}
+            self.item = {"type": "message", "id": f"msg_{secrets.token_hex(16)}", "role": "assistant", "content": []}
+        self.item["status"] = "in_progress"
+        yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self.item)}
         if kind is not Kind.ARGUMENTS:
             yield self._about("content_part.added", part=_part(kind, ""))
 
+    def delta(self, piece: Piece) -> Event:
+        return self._about(f"{self._name}.delta", delta=piece.text, **self._no_logprobs)
+
+    def closing(self, kind: Kind) -> Iterator[Event]:
+        if kind is Kind.ARGUMENTS:
+            self.item["arguments"] = self.text
+            yield self._about(f"{self._name}.done", arguments=self.text, name=self.item["name"])
+        else:
+            part = _part(kind, self.text)
+            self.item["content"] = [part]
+            yield self._about(f"{self._name}.done", text=self.text, **self._no_logprobs)
+            yield self._about("content_part.done", part=part)
+        self.item["status"] = "completed"
+        yield {"type": "response.output_item.done", "output_index": len(self.done), "item": self.item}
+
     @property
     def _name(self) -> str:
-        return _PARTS.get(self._kind, "function_call_arguments") if self._kind is not None else ""
+        return _PARTS.get(self.kind, "function_call_arguments") if self.kind is not None else ""
 
     @property
     def _no_logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self._kind is Kind.CONTENT else {}
+        return {"logprobs": []} if self.kind is Kind.CONTENT else {}
 
     def _about(self, event: str, **more: Any) -> Event:
-        place = {"item_id": self._open["id"], "output_index": len(self.done)}
-        part = {} if self._kind is Kind.ARGUMENTS else {"content_index": 0}
+        place = {"item_id": self.item["id"], "output_index": len(self.done)}
+        part = {} if self.kind is Kind.ARGUMENTS else {"content_index": 0}
         return {"type": f"response.{event}", **place, **part, **more}
 
 

@@ -24,7 +24,7 @@ ERRORS = {
     503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
 }
 RETRY = (429, 503)
-STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Answer with events where ``stream`` is true."""
 
 ENVELOPE = {
@@ -44,6 +44,18 @@ ENVELOPE = {
     },
 }
 """OpenAI's."""
+ANTHROPIC_ENVELOPE = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 
 
 def describe(app: FastAPI, *, keyed: bool) -> None:
@@ -67,7 +79,7 @@ def _corrected(found: dict[str, Any], *, keyed: bool) -> dict[str, Any]:
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas["Error"] = ENVELOPE
+    schemas |= {"Error": ENVELOPE, "AnthropicError": ANTHROPIC_ENVELOPE}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in found["paths"].items():
         for method, operation in methods.items():
@@ -84,18 +96,18 @@ def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) ->
         answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     if path == "/metrics":
         answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    if path == "/health":
+    if path in ("/health", "/ping"):
         answers["503"] = {**answers["200"], "description": "The server is loading, draining, or has failed."}
         return
     for status, description in ERRORS.items():
         if posts or status in (401, 408, 500, 503):
-            answers[str(status)] = _answer(status, description)
+            answers[str(status)] = _answer(status, description, "Anthropic" if path.startswith("/v1/messages") else "")
 
 
-def _answer(status: int, description: str) -> dict[str, Any]:
+def _answer(status: int, description: str, whose: str) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "description": description,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{whose}Error"}}},
     }
     if status in RETRY:
         answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from forerun import AsyncLLM
-from forerun.drafters import DRAFTERS
+from forerun.drafters import default_length
 from forerun.engine.adapting import AdaptationStats
 from forerun.engine.llm import Speculative
-from forerun.errors import ForerunError, NumericError
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, NumericError, RequestError, of_the_process
+from forerun.serve import identity
 from forerun.serve.account import Account
 from forerun.serve.adapting import AdaptationMetrics
 from forerun.serve.metrics import Metrics
 from forerun.serve.protocol.common import Speculation
-from forerun.serve.protocol.errors import ApiError, bad_request
+from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.settings import ServeSettings
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 log = logging.getLogger(__name__)
+
+CLOSING_S = 0.2
+"""How long the engine's thread may take to end once the drain time is over."""
+GREETING = ({"role": "user", "content": "Hello"},)
+"""The conversation that a chat template is tried with."""
 
 
 class State(StrEnum):
@@ -32,6 +40,7 @@ class State(StrEnum):
 
     LOADING = "loading"
     READY = "ready"
+    FROZEN = "frozen"
     FAILED = "failed"
     DRAINING = "draining"
 
@@ -46,8 +55,16 @@ class Job:
     trace: bool = False
     timeout_s: float | None = None
     """From queueing to the end."""
-    client: str | None = None
-    """Rows are shared evenly among those who are named."""
+    cache_salt: str | None
+    """Isolation domain; None: what all share whom the operator lets share."""
+    client: str
+    """Rows are shared evenly among clients."""
+    user: str | None = None
+    """And those of a client among its users."""
+    priority: int = 0
+    """Of a client's waiting requests the one with the lowest comes first."""
+    adapt: bool = False
+    """Whether online adaptation may learn from it."""
 
 
 class Session:
@@ -60,10 +77,18 @@ class Session:
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
         self.state = State.LOADING
+        self.failure: BaseException | None = None
+        """Why the model could not be loaded."""
         self.in_flight = 0
         """Answers that wait or run."""
+        self._held = Counter[str]()
+        """Those of each client."""
+        self.cut_off = 0
+        """Answers that were still running when the drain time was over."""
         self.metrics = Metrics(settings.model_name)
         self._engine: AsyncLLM | None = None
+        self._drained_by = 0.0
+        self._closing: asyncio.Future[None] | None = None
         self._watch()
 
     @property
@@ -73,52 +98,106 @@ class Session:
         Raises:
             ApiError: 503 while it is not there, or no longer.
         """
-        if self._engine is None or self.state is not State.READY:
-            raise ApiError(503, f"the server is {self.state.value}", code=self.state.value, retry_after_s=1)
+        health = self.health
+        if self._engine is None or health is not State.READY:
+            raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
         return self._engine
 
+    @property
+    def health(self) -> State:
+        """`state`, or that the engine has been at one step for longer than the operator allows."""
+        frozen = self._engine is not None and self._engine.busy_s > self.settings.step_timeout_s
+        return State.FROZEN if frozen and self.state is State.READY else self.state
+
+    @property
+    def drain_left_s(self) -> float:
+        """What is left of the drain time, seconds."""
+        return max(0.0, self._drained_by - time.monotonic())
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread still loads or computes after `drain`: nothing can end it but the end of the process."""
+        if self._engine is None:
+            return self.state is not State.FAILED
+        return self._closing is None or not self._closing.done()
+
     async def start(self) -> None:
-        """Load the model; `state` tells how it ended."""
+        """Load the model; `state` and `failure` tell how it ended."""
         try:
-            self._engine = await asyncio.to_thread(self._load)
-        except ForerunError as error:
-            self.state = State.FAILED
-            log.error("%s", error)
+            self._engine = await asyncio.to_thread(self._opened)
+        except BaseException as error:
+            if of_the_process(error) or isinstance(error, asyncio.CancelledError):
+                raise
+            self.state, self.failure = State.FAILED, error
+            if isinstance(error, ForerunError | OSError):
+                log.error("%s", error)
+            else:
+                log.error("the model could not be loaded, for a reason that nobody expected", exc_info=error)
             return
         if self.state is State.LOADING:
             self.state = State.READY
             log.info("serving %s", self.settings.model_name)
 
+    def _opened(self) -> AsyncLLM:
+        """The engine; what would fail at the first request is tried here."""
+        engine = self._load()
+        if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
+            try:
+                engine.llm.chat_prompt(GREETING)
+            except ArgumentError as error:
+                raise CheckpointError(f"the model's chat template cannot be used: {error}") from error
+        self._offer(engine)
+        return engine
+
+    def begin_drain(self) -> None:
+        """Take no more requests from now on; the drain time begins. A signal handler may call it."""
+        if self.state not in (State.DRAINING, State.FAILED):
+            self.state = State.DRAINING
+            self._drained_by = time.monotonic() + self.settings.drain_s
+
     async def drain(self) -> None:
-        """Take no more requests and wait for the running ones, as long as the settings allow."""
-        self.state = State.DRAINING
-        end = asyncio.get_running_loop().time() + self.settings.drain_s
-        while self.in_flight and asyncio.get_running_loop().time() < end:
+        """Wait for the running answers until the drain time is over, cut off the others and close the engine, once."""
+        self.begin_drain()
+        while self.in_flight and self.drain_left_s:
             await asyncio.sleep(0.02)
+        if self._engine is None or self._closing is not None:
+            return
         if self.in_flight:
-            log.warning("%d answers were cut off at the end of the drain time", self.in_flight)
-        if self._engine is not None:
-            await self._engine.close()
+            self.cut_off = self.in_flight
+            log.warning("%d answers were cut off at the end of the drain time", self.cut_off)
+        self._closing = asyncio.ensure_future(self._engine.close())
+        await asyncio.wait([self._closing], timeout=self.drain_left_s + CLOSING_S)
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
         """Room for so many answers while the block runs.
 
+        Where there are several API keys, one may hold no more answers than stay free: whoever comes next finds room.
+
         Raises:
             ApiError: 429 where the queue is full.
         """
-        if self.in_flight + answers > self.settings.max_queue:
+        client, most = identity.current().name, self.settings.queue_for(answers)
+        own, free = self._held[client] + answers, most - self.in_flight - answers
+        if free < 0 or (len(self.settings.api_keys) > 1 and own > max(free, 1)):
+            held = (
+                f", {self._held[client]} of them this key's, which may hold as many as stay free" if free >= 0 else ""
+            )
             raise ApiError(
                 429,
-                f"{self.in_flight} answers wait or run, the server takes {self.settings.max_queue}; try again later",
+                f"{self.in_flight} answers wait or run{held}; the server takes {most}; try again later",
                 code="queue_full",
                 retry_after_s=1,
             )
         self.in_flight += answers
+        self._held[client] += answers
         try:
             yield
         finally:
             self.in_flight -= answers
+            self._held[client] -= answers
+            if not self._held[client]:
+                del self._held[client]
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """The chunks of one request; leaving early frees its rows.
@@ -133,7 +212,11 @@ class Session:
             speculative=job.speculative,
             trace=job.trace,
             timeout_s=job.timeout_s,
+            cache_salt=job.cache_salt,
             client=job.client,
+            user=job.user,
+            priority=job.priority,
+            adapt=job.adapt,
             max_unread=limit,
         )
         account = self._account(job)
@@ -144,8 +227,8 @@ class Session:
                     if chunk.output is not None:
                         account.finished(chunk.output)
                     begun = True
-                    yield chunk
-        except NumericError as error:
+                    yield self._told(chunk)
+        except (NumericError, RequestError) as error:
             account.failed(error)
             raise
         except (ForerunError, ValueError) as error:
@@ -153,7 +236,7 @@ class Session:
                 account.failed(error)
             else:
                 account.refused()
-            raise bad_request(str(error)) from error
+            raise refusal(error) from error
         except Exception as error:
             account.failed(error)
             if self.state is State.DRAINING:
@@ -161,6 +244,12 @@ class Session:
             raise
         finally:
             account.close()
+
+    def _told(self, chunk: StreamChunk) -> StreamChunk:
+        """The chunk with nothing in it that the operator keeps to himself."""
+        if chunk.output is None or self.settings.enable_prompt_tokens_details:
+            return chunk
+        return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
     def _account(self, job: Job) -> Account:
         own = self.engine.llm.speculative
@@ -180,29 +269,49 @@ class Session:
         if not wish.enabled:
             return False
         own = self.engine.llm.speculative
-        most = self.settings.max_speculative_tokens
-        if wish.num_speculative_tokens is not None and wish.num_speculative_tokens > most:
-            raise bad_request(
-                f"num_speculative_tokens is at most {most} here, got {wish.num_speculative_tokens}",
-                "speculative.num_speculative_tokens",
-            )
         name = wish.drafter or (own.method if own is not None else None)
         if name is None:
             raise bad_request(
                 "the server has no drafter of its own; name one: " + self._choices(), "speculative.drafter"
             )
-        offered = name in self.settings.client_drafters or (own is not None and name == own.method)
-        if not offered:
+        if name not in self.drafters():
             raise bad_request(f"drafter {name!r} is not offered; offered: {self._choices()}", "speculative.drafter")
-        base = own.drafter_options if own is not None and name == own.method else {}
-        asked = {"num_speculative_tokens": wish.num_speculative_tokens, "rule": wish.rule}
+        base: dict[str, Any] = {}
+        if own is not None and name == own.method:
+            base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
+        length, most = wish.num_speculative_tokens, self.longest(name)
+        if length is not None and length > most:
+            raise bad_request(
+                f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
+                "speculative.num_speculative_tokens",
+            )
+        if not base:
+            length = length or default_length(name)
+        asked = {"num_speculative_tokens": length, "rule": wish.rule}
         return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
+
+    def longest(self, name: str) -> int:
+        """Tokens that a request may have a drafter draft in a step: never more than it was built for."""
+        most, own = self.settings.max_speculative_tokens, self.engine.llm.speculative
+        if own is None or name != own.method:
+            return most
+        return min(most, own.num_speculative_tokens or default_length(name) or most)
+
+    def _offer(self, engine: AsyncLLM) -> None:
+        """Build every drafter that a request may choose, once, for the longest drafts that it may be asked for: no
+        request builds one."""
+        own = engine.llm.speculative
+        for name in self.settings.client_drafters:
+            default = default_length(name)
+            length = None if default is None else max(default, self.settings.max_speculative_tokens)
+            if own is None or name != own.method:
+                engine.offer({"method": name} | ({} if length is None else {"num_speculative_tokens": length}))
 
     def drafters(self) -> list[str]:
         """What a request may choose from, the server's own drafter first."""
         own = self._engine.llm.speculative if self._engine is not None else None
         mine = [own.method] if own is not None else []
-        return list(dict.fromkeys([*mine, *(name for name in self.settings.client_drafters if name in DRAFTERS)]))
+        return list(dict.fromkeys([*mine, *self.settings.client_drafters]))
 
     def _choices(self) -> str:
         return ", ".join(self.drafters()) or "none"

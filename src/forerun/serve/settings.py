@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from forerun.drafters import entry_named
 from forerun.errors import ArgumentError
 from forerun.serve.reasoning import marks_of
 from forerun.serve.tools import check_parser
@@ -24,6 +25,17 @@ class ServeSettings:
     """What clients call the model; on the command line its directory or hub id if not given."""
     api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
     """Key that clients must send, any of several; may be repeated. None: open to everybody who reaches the port."""
+    share_unnamed: Annotated[bool, Parameter(negative="")] = False
+    """Treat all requests without a key as one user's: they share cached prefixes and what drafters have learned, and
+    can find out each other's text by that. Without it each of them is on its own."""
+    adapt_keys: Annotated[
+        tuple[str, ...], Parameter(name="--adapt-api-key", negative="", env_var="FORERUN_ADAPT_API_KEY")
+    ] = ()
+    """API key that ``--adapt`` may learn from; may be repeated. A server's only key need not be named."""
+    allow_traces: Annotated[bool, Parameter(negative="")] = False
+    """Give ``return_speculation_trace`` to who asks for it, as the playground does: what was drafted and rejected."""
+    enable_prompt_tokens_details: Annotated[bool, Parameter(negative="")] = False
+    """Report in ``usage`` how many prompt tokens were cached."""
     allowed_origins: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     """Origins of web pages that may call the API from a browser (CORS); may be repeated; ``*`` allows all."""
     client_drafters: Annotated[tuple[str, ...], Parameter(negative="")] = ("ngram",)
@@ -33,9 +45,9 @@ class ServeSettings:
     reasoning_parser: str = "auto"
     """How it marks reasoning: qwen3, deepseek_r1, mistral, seed_oss, '<OPEN> <CLOSE>' marks, auto or none."""
     max_speculative_tokens: int = 16
-    """Tokens to draft per step that a request may ask for at most."""
+    """Tokens to draft per step that a request may ask for at most; of the server's own drafter no more than it has."""
     max_queue: int = 256
-    """Answers that wait or run at once; more are told to come back (429)."""
+    """Answers that wait or run at once; more are told to come back (429). A quarter is kept for requests of one."""
     max_n: int = 16
     """Most answers to one prompt."""
     max_tokens: int | None = None
@@ -44,6 +56,9 @@ class ServeSettings:
     """Largest request body, bytes."""
     max_connections: int = 1024
     """Open connections; more are told to come back (503)."""
+    max_arriving: int = 64
+    """Requests of one address that may be arriving, or connections that it may leave idle, with all the time there is;
+    further ones have a second."""
     receive_timeout_s: float = 30.0
     """Seconds in which a request must have arrived, headers and body."""
     send_timeout_s: float = 30.0
@@ -52,8 +67,18 @@ class ServeSettings:
     """Seconds from queueing to the end of an answer, unless a request asks for less; none if not given."""
     stream_buffer: int = 256
     """Chunks kept for a client that does not read; one more, and its request is dropped."""
+    ssl_certfile: str | None = None
+    """PEM file with the server's certificate; with it the server speaks HTTPS alone."""
+    ssl_keyfile: str | None = None
+    """PEM file with the certificate's key, unless the first file has it, too."""
+    ssl_ca_certs: str | None = None
+    """PEM file with the certificates that those of clients are checked against; with it clients need one."""
+    root_path: str = ""
+    """Path under which a proxy offers the server, such as ``/llm``; it may send it along or take it away."""
     drain_s: float = 60.0
-    """Seconds that running requests may take after SIGTERM."""
+    """Seconds that running requests may take after SIGTERM; a second later the process is gone."""
+    step_timeout_s: float = 60.0
+    """Seconds that one step of the engine may take; longer, and /health says 503 until it ends."""
     log_format: Literal["text", "json"] = "text"
     """Lines of ``key=value``, or one JSON object a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -63,19 +88,55 @@ class ServeSettings:
     log_prompts: Annotated[bool, Parameter(negative="")] = False
     """Write prompts and the messages of unexpected errors, which may quote them."""
 
+    def queue_for(self, answers: int) -> int:
+        """Answers that may wait or run where a request of so many is taken on: a part of the queue is left to those who
+        ask for one."""
+        return self.max_queue if answers == 1 else self.max_queue - self.max_queue // 4
+
+    @property
+    def most_answers(self) -> int:
+        """Of one request. Of several keys none may hold more of the queue than it leaves free."""
+        return max(1, self.queue_for(2) // (2 if len(self.api_keys) > 1 else 1))
+
     def __post_init__(self) -> None:
-        counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "stream_buffer", "max_connections")
+        counts = (
+            "max_body_bytes",
+            "max_queue",
+            "max_n",
+            "max_speculative_tokens",
+            "stream_buffer",
+            "max_connections",
+            "max_arriving",
+        )
         for name in counts:
             if getattr(self, name) < 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("receive_timeout_s", "send_timeout_s", "drain_s"):
+        for name in ("receive_timeout_s", "send_timeout_s", "drain_s", "step_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ArgumentError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ArgumentError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        for name in self.client_drafters:
+            entry_named(name)
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ArgumentError(f"--root-path begins with a slash and does not end with one, got {self.root_path!r}")
         check_parser(self.tool_call_parser)
         marks_of(self.reasoning_parser, template="")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ArgumentError(f"--request-timeout must be above 0, got {self.request_timeout_s}")
         if any(not key for key in self.api_keys):
             raise ArgumentError("an API key must not be empty")
+        if not set(self.adapt_keys) <= set(self.api_keys):
+            raise ArgumentError("--adapt-api-key names a key that is no --api-key of this server; give it there, too")
+
+    @property
+    def learned_keys(self) -> tuple[str, ...]:
+        """API keys that online adaptation may learn from."""
+        return self.adapt_keys or (self.api_keys if len(self.api_keys) == 1 else ())
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether there is anybody that online adaptation may learn from."""
+        return bool(self.learned_keys) if self.api_keys else self.share_unnamed

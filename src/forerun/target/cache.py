@@ -1,8 +1,8 @@
 """The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
 
-transformers calls one method of it, `SlotCache.update`. Knows no model: shapes are taken from the tensors it is
-handed, layer by layer (in DeepSeek-V3 keys and values differ in width). Sliding layers keep all their slots; the
-window is in the mask.
+transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Knows no model: shapes are taken from
+the tensors it is handed, layer by layer (in DeepSeek-V3 keys and values differ in width). Sliding layers keep all their
+slots; the window is in the mask.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class _Window:
     first: int
     count: int
     width: int
+    before: int
+    """Slots before the tokens of the pass, in the longest row."""
 
     def read(self, store: Tensor) -> Tensor:
         """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
@@ -58,10 +60,12 @@ class SlotCache:
         self.slots = slots
         self.dump = slots
         """The slot behind the last: padding is written there and nothing reads it."""
+        self._touched = [0] * rows
+        """Slots of each row that passes may have written to since they were last zero."""
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
-        self._window = _Window(none, none, False, True, 0, 0, 0)
+        self._window = _Window(none, none, False, True, 0, 0, 0, 0)
 
     def begin(
         self,
@@ -84,7 +88,8 @@ class SlotCache:
             index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
         places = self._places(index, slot_ids)
         flat = (places if real is None else real.flatten(places)).flatten()
-        self._window = _Window(flat, index, not contiguous(rows), select, rows[0], len(rows), width)
+        before = width - slot_ids.shape[1]
+        self._window = _Window(flat, index, not contiguous(rows), select, rows[0], len(rows), width, before)
         self._windows = {flat.device: self._window}
 
     def go_on(self, slot_ids: Tensor) -> None:
@@ -96,6 +101,13 @@ class SlotCache:
     def unselected(self) -> Tensor | None:
         """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
         return self._window.rows if self._window.scattered and not self._window.select else None
+
+    def get_seq_length(self, _layer_idx: int = 0) -> int:
+        """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest.
+
+        A mask and positions are given with every pass, so that nothing is placed by it.
+        """
+        return self._window.before
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -143,8 +155,31 @@ class SlotCache:
             flat = store.flatten(0, 1)
             flat.index_copy_(0, here[1], flat.index_select(0, here[0]))
 
+    def touch(self, rows: Sequence[int], ends: Sequence[int]) -> None:
+        """Announce that a pass may write to the slots of these rows before `ends`."""
+        for row, end in zip(rows, ends, strict=True):
+            self._touched[row] = max(self._touched[row], end)
+
+    @torch.inference_mode()
+    def clear(self, row: int, start: int) -> int:
+        """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row.
+
+        A mask is added to scores, and what is multiplied with a weight of zero is added, too: of a token that a query
+        may not see, NaN and infinity reach it all the same.
+
+        Returns:
+            how many slots there were that a pass may have written to.
+        """
+        count = max(0, self._touched[row] - start)
+        if count:
+            for store in self._tensors():
+                store[row, start : start + count] = 0
+            self._touched[row] = start
+        return count
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`."""
+        self.touch([target], [length])
         for store in self._tensors():
             store[target, :length] = store[source, :length]
 

@@ -6,6 +6,7 @@ transformers itself only warns about missing, unexpected and misshapen tensors a
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ import torch
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
 from forerun.target.headers import INDEX, SINGLE, listed_files, weight_bytes
 from forerun.target.support import refuse_config
+
+_ONE_LOADS = threading.Lock()
+"""While transformers loads, torch's default dtype is the model's, for all threads; of two loads at once, one would set
+it back to the other's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +72,18 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
     """The configuration of a directory or hub id, refused if it cannot be verified.
 
     Raises:
-        CheckpointError: missing, corrupt or gated.
+        CheckpointError: missing, corrupt (so may be the defaults beside it) or gated.
         UnsupportedModelError: of a kind that forerun does not verify.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     check_directory(name)
+    directory = _local(name, options)
     try:
         config = AutoConfig.from_pretrained(name, **options.hub)
+        if directory is not None and (directory / "generation_config.json").is_file():
+            # Once more when the model is loaded, but there transformers takes a broken file for a missing one.
+            GenerationConfig.from_pretrained(directory)
     except Exception as error:
         raise explained(name, error) from error
     refuse_config(config)
@@ -124,7 +133,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     if placed is None and options.tp_plan is None:
         placed = {"": str(options.first_device())}
     try:
-        with _calm(quiet):
+        with _ONE_LOADS, _calm(quiet):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -165,7 +174,7 @@ def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
         return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
     empty = copy.deepcopy(config)
     bits = 8 if quantised else 8 * (resolved or torch.float32).itemsize
-    with torch.device("meta"):
+    with _ONE_LOADS, torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(empty, trust_remote_code=options.trust_remote_code)

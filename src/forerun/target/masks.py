@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import UnsupportedModelError
+from forerun.errors import UNSERVED, UnsupportedModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
+"""Layer type -> the key of a configuration that says how many tokens its layers look at."""
 AttentionMask = Tensor | dict[str, Tensor]
 
 
@@ -23,29 +25,45 @@ class MaskStyle:
     """What kind of mask a model's forward takes."""
 
     types: tuple[str, ...]
-    """Layer types present, `FULL` or `SLIDING`; several are handed over as a dict, one as a bare tensor."""
+    """Layer types present, `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict, one as a bare tensor."""
     window: int | None
     """Positions that a sliding layer looks back, itself included."""
+    chunk: int | None = None
+    """Positions of a chunk; a chunked layer looks at tokens of its own chunk."""
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
         """Read the style from a text configuration.
 
         Raises:
-            UnsupportedModelError: a layer type is neither full nor sliding attention.
+            UnsupportedModelError: a layer type is none of these, or layers of one type differ in size.
         """
-        window = getattr(config, "sliding_window", None)
         listed = getattr(config, "layer_types", None)
+        try:
+            window, chunk = (getattr(config, key, None) for key in WINDOWS.values())
+        except RuntimeError as error:  # transformers refuses to name one where layers differ
+            raise UnsupportedModelError(
+                f"{config.model_type}: layers of one kind have windows of different sizes; forerun makes one mask for "
+                f"each kind. {UNSERVED}"
+            ) from error
         types = tuple(sorted(set(listed))) if listed else ((SLIDING,) if window else (FULL,))
-        odd = [name for name in types if name not in (FULL, SLIDING)]
+        odd = [name for name in types if name not in (FULL, *WINDOWS)]
         odd += ["local"] if "local" in getattr(config, "attention_layers", ()) else []
         if odd:
             raise UnsupportedModelError(
                 f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back to an "
-                "arbitrary tree node, or a mask of their own; only full and sliding-window attention can be verified "
-                "losslessly"
+                "arbitrary tree node, or choose by a mask of their own what they look at; only full, sliding-window "
+                f"and chunked attention can be verified losslessly. {UNSERVED}"
             )
-        return cls(types=types, window=window if SLIDING in types else None)
+        return cls(types=types, window=window if SLIDING in types else None, chunk=chunk if CHUNKED in types else None)
+
+    def within(self, name: str, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether a layer of type `name` at positions `queries` (..) reaches back to `keys` (..): bool (..)"""
+        if name == SLIDING and self.window is not None:
+            return queries - keys < self.window
+        if name == CHUNKED and self.chunk is not None:
+            return queries // self.chunk == keys // self.chunk
+        return torch.ones((), dtype=torch.bool, device=keys.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +96,9 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     masks = {}
     for name in style.types:
         seen = visible
-        if name == SLIDING and style.window is not None:
-            positions = torch.where(relative < 0, slots, block.node_positions.gather(1, node))
-            distance = block.query_positions.unsqueeze(2) - positions.unsqueeze(1)
-            seen = visible & (distance < style.window)
+        if name != FULL:
+            places = torch.where(relative < 0, slots, block.node_positions.gather(1, node)).unsqueeze(1)
+            seen = visible & style.within(name, block.query_positions.unsqueeze(2), places)
         masks[name] = _additive(seen, dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -20,13 +20,13 @@ from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
 from forerun.target.fast.packing import packed_bytes
-from forerun.target.fast.padding import RUNNING, Flat
+from forerun.target.fast.padding import Flat, Pass, running
 from forerun.target.gathered import Gathered
 from forerun.target.inputs import Frame, Nodes
 from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
 from forerun.target.nouns import Plan, Resume, Scored
-from forerun.target.parts import OutputHead, base_of, device_of, layers_of
+from forerun.target.parts import OutputHead, base_of, device_of, layers_of, turn_of
 from forerun.target.prepare import Sizes, Speed, default_slots, prepare
 from forerun.target.ranges import LayerRanges
 from forerun.target.support import context_length, refuse_stateful, text_config
@@ -71,6 +71,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         """Of hidden states and masks."""
         self._base = base_of(model)
+        self._turn = turn_of(self._base)
         name, self._layers = layers_of(self._base, self.num_layers)
         self._ranges = LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
@@ -105,7 +106,7 @@ class Target:
             model: a loaded model is left alone: nothing is moved or repacked unless `repack` is True.
             rows: sequences that the cache holds.
             slots: tokens of a row, drafted ones included; default: the context, at most `DEFAULT_SLOTS`.
-            self_check: compare a small tree with plain forwards first; see `self_check`.
+            self_check: compare small trees with plain forwards first, which may shorten `max_length`; see `self_check`.
             repack: make the modules faster in place (`fast.accelerate`); default: only what was loaded here.
             compile: compile the step; takes a while at each new shape.
             reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
@@ -176,10 +177,9 @@ class Target:
     ) -> Scored:
         """One forward pass over the nodes ``start .. K`` of each row's tree.
 
-        Node 0 is the root; node k stands in slot lengths + k.
-
-        With ``start`` > 0 the nodes before it were run earlier in this step. An empty draft is plain decoding.
-        What `resume` has begun is completed: the logits are those of a whole pass.
+        Node 0 is the root; node k stands in slot lengths + k. With ``start`` > 0 the nodes before it were run earlier
+        in this step. An empty draft is plain decoding. What `resume` has begun is completed: the logits are those of a
+        whole pass.
 
         Returns:
             logits (B, N - start, V) and signals (B, N - start, H).
@@ -256,13 +256,17 @@ class Target:
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it.
 
-        What stands behind them stays in the slots until it is overwritten.
+        What stands behind them stays in the slots until it is overwritten or `clear` is called.
         """
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
             self.lengths[row] = length
             self._ran.pop(row, None)
+
+    def clear(self, row: int) -> int:
+        """Zero what stands behind a row's committed tokens; returns how many slots that were, see `SlotCache.clear`."""
+        return self.cache.clear(row, self.lengths[row])
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -311,9 +315,7 @@ class Target:
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
-        weights: int = self.model.get_memory_footprint()
-        cache: int = self.cache.nbytes()
-        return weights + packed_bytes(self.model) + cache
+        return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
@@ -323,7 +325,8 @@ class Target:
         """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
         nodes = Nodes.of_prompt(pieces)
         flat = self._flat(nodes, padded=False)
-        result = self._forward(rows, nodes, signals, flat, padded=False)
+        with self._turn:
+            result = self._forward(rows, nodes, signals, flat, padded=False)
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
             self._ran.pop(row, None)
@@ -333,11 +336,12 @@ class Target:
         self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], resume: Resume | None, flat: Flat | None
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         begun = resuming.usable(resume, [self.writes[row] for row in rows], signals)
-        if begun is None:
-            return self._forward(rows, nodes, signals, flat, padded=True)
-        resuming.check(begun, nodes, self.hidden_size, self.num_layers)
-        place = partial(self._place, rows, padded=True)
-        return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
+        with self._turn:
+            if begun is None:
+                return self._forward(rows, nodes, signals, flat, padded=True)
+            resuming.check(begun, nodes, self.hidden_size, self.num_layers)
+            place = partial(self._place, rows, padded=True)
+            return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
 
     def _tree(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Nodes:
         """The nodes of a scoring pass, checked against slots and context."""
@@ -356,6 +360,7 @@ class Target:
         for row in rows:
             self.writes[row] += 1
         committed = [self.lengths[row] for row in rows]
+        self.cache.touch(rows, [length + nodes.ids.shape[1] for length in committed])
         return frame.place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
 
     def _forward(
@@ -363,7 +368,7 @@ class Target:
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         inputs = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
-        with captured(self._layers, signals) as caught, RUNNING.of(flat, self.cache.unselected):
+        with captured(self._layers, signals) as caught, running(Pass(flat=flat, rows=self.cache.unselected)):
             states: Tensor = self._base(**inputs).last_hidden_state
         if LAST_HIDDEN in signals:
             caught[LAST_HIDDEN] = states
@@ -373,9 +378,8 @@ class Target:
 
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
         """Which tokens of a pass run; None: all, also padding."""
-        if (padded and self.buckets.nodes) or not self._folds:
-            return None
-        return Flat.worth(nodes.real[:, nodes.start :])
+        whole = (padded and self.buckets.nodes) or not self._folds
+        return None if whole else Flat.worth(nodes.real[:, nodes.start :])
 
     def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
         self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))

@@ -6,12 +6,14 @@ The head runs as a shallow copy of the causal LM whose base is a stub, so soft c
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import UnsupportedModelError
+from forerun.errors import UNSERVED, UnsupportedModelError
 
 
 def shallow(module: nn.Module) -> nn.Module:
@@ -28,30 +30,85 @@ def shallow(module: nn.Module) -> nn.Module:
     return twin
 
 
+def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
+    """A shallow copy of `module` with `part` at the dotted `path`; what lies along the path is copied likewise."""
+    name, _, rest = path.partition(".")
+    twin = shallow(module)
+    twin._modules[name] = replaced(module.get_submodule(name), rest, part) if rest else part
+    return twin
+
+
+def base_name(model: Any) -> str:
+    """The child of a causal LM that is the model without its output head: as its class says, else the one that embeds.
+
+    Raises:
+        UnsupportedModelError: there is none, or there are several.
+    """
+    prefix = str(model.base_model_prefix)
+    if isinstance(model._modules.get(prefix), nn.Module):
+        return prefix
+    embedding = model.get_input_embeddings()
+    holding = [
+        name for name, child in model.named_children() if any(part is embedding for part in list(child.modules())[1:])
+    ]
+    if len(holding) != 1:
+        raise UnsupportedModelError(f"{type(model).__name__} has no base model under {prefix!r}: expected a causal LM")
+    return str(holding[0])
+
+
 def base_of(model: Any) -> nn.Module:
     """The model without its output head."""
-    base = getattr(model, model.base_model_prefix, None)
-    if not isinstance(base, nn.Module) or base is model:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no base model under {model.base_model_prefix!r}: expected a causal LM"
-        )
-    return base
+    return model.get_submodule(base_name(model))  # type: ignore[no-any-return]
+
+
+_TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def turn_of(base: nn.Module) -> threading.RLock:
+    """Held while a base model runs, by whoever runs it: two engines may have been given the same model object, and its
+    hooks, its joint products and the sublayers that are left out belong to one pass at a time."""
+    return _TURNS.setdefault(base, threading.RLock())
 
 
 def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder layers: the one ModuleList of that length."""
-    for name, child in base.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return name, child
-    raise UnsupportedModelError(f"{type(base).__name__} has no list of {count} layers among its children")
+    """Dotted name and list of the decoder layers: the one ModuleList of that length, nearest to the input embedding.
+
+    Raises:
+        UnsupportedModelError: none has that length, or several that lie equally near.
+    """
+    lists = {
+        name: module
+        for name, module in base.named_modules()
+        if name and isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    beside = [name for name in lists if _embeds(base.get_submodule(name.rpartition(".")[0]), base)]
+    depth = min((name.count(".") for name in lists), default=0)
+    nearest = beside or [name for name in lists if name.count(".") == depth]
+    if len(nearest) != 1:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: expected one list of as many decoder layers as its configuration counts "
+            f"({count}), found {', '.join(nearest) or 'none'}. {UNSERVED}"
+        )
+    return nearest[0], lists[nearest[0]]
+
+
+def _embeds(part: nn.Module, whole: Any) -> bool:
+    """Whether the input embedding of `whole` is in `part`."""
+    embedding = whole.get_input_embeddings() if hasattr(whole, "get_input_embeddings") else None
+    return any(module is embedding for module in part.modules())
 
 
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
-    """Name and module of the final norm: the one child behind the `count` layers whose weights are all vectors."""
-    children = list(base.named_children())
-    after = children[[name for name, _ in children].index(layers_of(base, count)[0]) + 1 :]
+    """Dotted name and module of the final norm: the one child behind the `count` layers whose weights are all vectors.
+
+    Raises:
+        UnsupportedModelError: there is none, or there are several.
+    """
+    owner, _, last = layers_of(base, count)[0].rpartition(".")
+    children = list(base.get_submodule(owner).named_children())
+    after = children[[name for name, _ in children].index(last) + 1 :]
     found = [
-        (name, child)
+        (f"{owner}.{name}" if owner else name, child)
         for name, child in after
         if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
     ]
@@ -98,6 +155,11 @@ class _Stub(nn.Module):
 
     states: Tensor
 
+    @property
+    def decoder(self) -> _Stub:
+        """Of OPT and its like, which call their base model's decoder."""
+        return self
+
     def forward(self, *_args: object, **_kwargs: object) -> _States:
         return _States(self.states)
 
@@ -107,8 +169,7 @@ class OutputHead:
 
     def __init__(self, model: Any) -> None:
         self._stub = _Stub()
-        self._model = shallow(model)
-        self._model._modules[model.base_model_prefix] = self._stub
+        self._model = replaced(model, base_name(model), self._stub)
         self._token = torch.zeros(1, 1, dtype=torch.int64)
 
     def __call__(self, states: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from forerun.errors import ArgumentError
 from forerun.target import self_check
 from forerun.target.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.target.memory import MemoryPlan, available_bytes, cache_bytes_per_token, law_bytes
-from forerun.target.parts import device_of, is_quantised
+from forerun.target.obstacles import refusing
+from forerun.target.parts import base_of, device_of, is_quantised, turn_of
 from forerun.target.support import context_length, refuse_config, text_config
 
 if TYPE_CHECKING:
@@ -65,15 +66,16 @@ def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, 
     named = isinstance(source, (str, Path))
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
     faster = speed.compile or (speed.repack if speed.repack is not None else named and _plain(model))
-    with self_check.short_window(text_config(model)) as window:
-        device = device_of(model.get_input_embeddings())
-        expected = self_check.reference(model, window, device) if check else None
+    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
+        expected = self_check.expect(model) if check else None
         if faster:
             _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
-        trial = cls(model, rows=2, slots=self_check.SLOTS)
-        if expected is not None:
-            self_check.check(trial, expected)
+        with refusing(model):
+            trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
+        limit = self_check.check(trial, expected) if expected is not None else None
     target = cls(model, rows=sizes.rows, slots=slots)
+    if limit is not None:
+        target.max_length = min(target.max_length, limit)
     target.cache.reserve(trial.cache)
     return target
 
@@ -108,7 +110,7 @@ def _adopt(model: Any, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
             "already: load it that way, or pass its directory"
         )
     model = without_wrapper(model)
-    refuse_config(model.config)
+    refuse_config(model.config, type(model))
     _leave_alone(model, options)
     device = None if _spread(model) else device_of(model.get_input_embeddings())
     room = _Room(device=device, weights=0, itemsize=model.dtype.itemsize)

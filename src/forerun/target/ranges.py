@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from forerun.errors import UnsupportedModelError
 from forerun.target.nouns import Plan
-from forerun.target.parts import shallow
+from forerun.target.parts import replaced, turn_of
 
 _PARTS = {
     "attn": ("self_attn", "attn", "attention", "self_attention"),
@@ -70,6 +70,7 @@ class LayerRanges:
 
     def __init__(self, base: nn.Module, layers_name: str, layers: nn.ModuleList) -> None:
         self._base = base
+        self._turn = turn_of(base)
         self._name = layers_name
         self._layers = layers
         self._copies: dict[tuple[int, int], tuple[nn.Module, _Inject, _Tap]] = {}
@@ -80,7 +81,7 @@ class LayerRanges:
         model, inject, tap = self._slice(plan.start, plan.stop)
         if states is not None:
             inject.states = states
-        with self._without(plan, inputs["input_ids"].device):
+        with self._turn, self._without(plan, inputs["input_ids"].device):
             model(**inputs)
         result = tap.states
         del tap.states
@@ -92,7 +93,8 @@ class LayerRanges:
         end = len(self._layers)
         model, inject, tap = self._slice(end if start is None else start, end)
         inject.states = states
-        normed: Tensor = model(**inputs).last_hidden_state
+        with self._turn:
+            normed: Tensor = model(**inputs).last_hidden_state
         del tap.states
         inject.__dict__.pop("states", None)
         return normed
@@ -108,17 +110,18 @@ class LayerRanges:
         return self._copies[start, stop]
 
     def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
-        config: Any = copy.deepcopy(self._base.config)
+        owner = self._name.rpartition(".")[0]
+        config: Any = copy.deepcopy(self._base.get_submodule(owner).config)
         types = getattr(config, "layer_types", None)
         first = types[min(start, len(types) - 1)] if types else None
         inject, tap = _Inject(first), _Tap(first)
         injected = [inject] if start > 0 else []
-        twin = shallow(self._base)
-        twin._modules[self._name] = nn.ModuleList([*injected, *self._layers[start:stop], tap])
+        layers = nn.ModuleList([*injected, *self._layers[start:stop], tap])
+        twin = replaced(self._base, self._name, layers)
         config.num_hidden_layers = len(injected) + stop - start + 1
         if types:
             config.layer_types = [*[first for _ in injected], *types[start:stop], first]
-        twin.__dict__["config"] = config
+        twin.get_submodule(owner).__dict__["config"] = config
         return twin, inject, tap
 
     @contextmanager

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from forerun.errors import UnsupportedModelError
+from forerun.errors import UNSERVED, UnsupportedModelError
 from forerun.target.masks import MaskStyle
 
 _log = logging.getLogger(__name__)
+_SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
+"""In a key of a configuration: its value may be a number of tokens behind which attention changes."""
+_NO_SIZE = re.compile(r"expert|moe|group|layer|head|num_|_num|feed_forward|ffn|multiple_of|conv|mamba|ssm|norm|logits")
+"""In such a key: it is something else after all."""
+_ELSEWHERE = re.compile(r"vision|audio|image|quant")
+"""In its path: it is not about a text's tokens."""
+_PICKED, _UNIT = re.compile(r"top_?k"), re.compile(r"block|compress|stride|chunk")
+"""In keys of a count of blocks, and of a block's size: together they make a number of tokens."""
 
 
 def text_config(model: Any) -> Any:
@@ -16,8 +26,12 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def refuse_config(config: Any) -> None:
+def refuse_config(config: Any, model_class: Any = None) -> None:
     """Refuse what cannot be verified, before any weight is loaded.
+
+    Args:
+        config: of the whole model.
+        model_class: that of a model which is loaded already; None: what transformers would load.
 
     Raises:
         UnsupportedModelError: an encoder-decoder, no causal LM, or recurrent state.
@@ -27,7 +41,7 @@ def refuse_config(config: Any) -> None:
         raise UnsupportedModelError(
             f"{kind} is an encoder-decoder model; forerun verifies decoder-only causal language models"
         )
-    model_class = _class_for(config)
+    model_class = model_class or _class_for(config)
     if model_class is not None:
         refuse_stateful(model_class, kind)
     elif not getattr(config, "auto_map", None):
@@ -41,23 +55,57 @@ def refuse_stateful(model_class: Any, kind: str) -> None:
     """Raise UnsupportedModelError for a class that keeps recurrent state."""
     if getattr(model_class, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{kind} keeps a recurrent state (state space or linear attention), which cannot be rolled back to an "
-            "arbitrary node of a tree; only full and sliding-window attention can be verified losslessly"
+            f"{kind} keeps a recurrent state (state space, linear attention or convolution), which cannot be rolled "
+            f"back to an arbitrary node of a tree; only attention can be verified losslessly. {UNSERVED}"
         )
+
+
+def named_sizes(config: Any) -> dict[str, int]:
+    """Key -> tokens: the windows, chunks, blocks and top-k that a text configuration names, its own parts included.
+
+    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more.
+    """
+    named = dict(_integers(config.to_dict()))
+    sizes = {
+        key: value
+        for key, value in named.items()
+        if _SIZE.search(key) and not _NO_SIZE.search(key.rpartition(".")[2]) and not _ELSEWHERE.search(key)
+    }
+    products = {
+        f"{picked} x {unit}": sizes[picked] * sizes[unit]
+        for picked in sizes
+        for unit in sizes
+        if _PICKED.search(picked) and _UNIT.search(unit) and not _PICKED.search(unit)
+    }
+    return {**sizes, **products}
+
+
+def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted key and value of every integer above 1; those of a list share its key, of which the largest remains."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _integers(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        whole = [part for part in value if isinstance(part, int) and not isinstance(part, bool)]
+        yield from _integers(max(whole), key) if whole else ()
+        for part in value:
+            yield from _integers(part, key) if isinstance(part, (dict, list, tuple)) else ()
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        yield key, value
 
 
 def context_length(config: Any) -> int:
     """Positions that a text configuration allows.
 
     A rope that switches its frequencies on the batch's largest position (dynamic, longrope) would let one row change
-    another's logits; below the original length it never switches, so the context ends there, and a warning says so.
+    another's logits; below the original length it never switches, so the context ends there, and a warning says so. So
+    does that of a model that scales queries by the number of tokens in the cache (Llama 4's temperature tuning).
     """
-    announced = int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 2**20)
-    limit = min([announced, *_switch_points(config, announced)])
+    announced, limit = _announced(config), most_positions(config)
     if limit < announced:
         _log.warning(
-            "%s: its rope changes all frequencies behind position %d, for every row of a batch at once; the context is "
-            "therefore limited to %d of %d tokens",
+            "%s: its rope, or the scale of its attention, changes behind position %d for every row of a batch at once; "
+            "the context is therefore limited to %d of %d tokens",
             config.model_type,
             limit,
             limit,
@@ -66,10 +114,21 @@ def context_length(config: Any) -> int:
     return limit
 
 
+def most_positions(config: Any) -> int:
+    """`context_length` without the warning."""
+    announced = _announced(config)
+    return min([announced, *_switch_points(config, announced)])
+
+
+def _announced(config: Any) -> int:
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 0
+    return int(most) if most > 0 else 2**20  # XLNet says -1
+
+
 def _switch_points(config: Any, announced: int) -> list[int]:
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
-    points = []
+    points = [config.floor_scale - 1] if getattr(config, "attn_temperature_tuning", None) else []
     for rope in nested or [ropes]:
         kind = rope.get("rope_type") or ""
         if kind == "longrope":

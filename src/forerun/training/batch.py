@@ -1,5 +1,7 @@
 """What a training step reads: tokens, which of them count, whose document they are, and the target's hidden states.
 
+Also the dtype in which it is computed, whatever dtype the states came in.
+
 Knows no model, no file and no objective.
 """
 
@@ -12,6 +14,11 @@ import torch
 from torch import Tensor
 
 from forerun.types import Signal
+
+
+def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of matrix products on `device`: autocast's where one is open, `otherwise` where not."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forerun.drafters.heads.config import EagleConfig, default_boundaries
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError, nearest
+from forerun.target.parts import base_of
 
 FREE = (
     "boundaries",
@@ -27,6 +28,8 @@ FREE = (
     "rope_scaling",
     "max_position_embeddings",
     "hidden_act",
+    "sliding_window",
+    "full_layers",
     "attention_bias",
     "mlp_bias",
     "qk_norm",
@@ -78,6 +81,7 @@ def head_config(
         **(options or {}),
     }
     found["boundaries"] = tuple(found.get("boundaries") or default_boundaries(config.num_hidden_layers))
+    found["full_layers"] = tuple(found.get("full_layers") or ())
     made = EagleConfig(**found)
     if max(made.boundaries) > config.num_hidden_layers:
         raise ArgumentError(
@@ -115,7 +119,6 @@ def fresh_head(model: Any, config: EagleConfig, token_ids: Tensor | None = None,
 
 def _final_norm(model: Any) -> Tensor | None:
     """Weight of the target's final norm where it is a plain RMS norm called ``norm``; Gemma's is off by one."""
-    base: nn.Module = getattr(model, model.base_model_prefix)
-    norm = getattr(base, "norm", None)
+    norm = getattr(base_of(model), "norm", None)
     weight = getattr(norm, "weight", None)
     return weight if weight is not None and "gemma" not in model.config.model_type else None

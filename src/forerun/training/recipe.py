@@ -120,6 +120,23 @@ def to_plain(recipe: TrainRecipe) -> dict[str, Any]:
     return plain
 
 
+MAY_CHANGE = frozenset(
+    {"output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows"}
+)
+"""What a resumed run may set anew, besides what `TrainSettings` allows. All else decides what is trained, or which
+weights are the best."""
+
+
+def flat(recipe: Any, where: str = "") -> dict[str, Any]:
+    """Every value of a recipe under its whole key: ``objective.steps``."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(recipe):
+        value = getattr(recipe, item.name)
+        nested = dataclasses.is_dataclass(value)
+        found.update(flat(value, f"{where}{item.name}.") if nested else {where + item.name: value})
+    return found
+
+
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """A dataclass from plain mappings, strictly."""
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]

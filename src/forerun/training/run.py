@@ -24,13 +24,16 @@ from forerun.training.data.store import PreparedData
 from forerun.training.data.vocabulary import draft_vocabulary, token_counts
 from forerun.training.evaluate import Evaluation
 from forerun.training.features.extract import wanted_manifest
+from forerun.training.features.manifest import loaded_from, target_hash
 from forerun.training.features.offline import OfflineFeatures
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore
 from forerun.training.fresh import fresh_head, head_config
 from forerun.training.loop import Parallel, state, tracker, train
+from forerun.training.loop.distributed import spread
+from forerun.training.loop.gradient import backward
 from forerun.training.objectives.eagle3 import Eagle3Objective, FrozenTarget
-from forerun.training.recipe import TrainRecipe, to_plain
+from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, TrainRecipe, flat, to_plain
 from forerun.training.target import load_target
 
 
@@ -41,20 +44,26 @@ class Run:
     recipe: TrainRecipe
     model: Any
     data: PreparedData
+    prompts: PreparedData | None
+    """What is decoded while training."""
     head: EagleHead
     objective: Eagle3Objective
     batches: OnlineBatches | OfflineBatches
     evaluate: Callable[[int], Mapping[str, float]] | None
 
-    def plan(self) -> dict[str, Any]:
-        """What the run will take: parameters, bytes, steps, and the time of one step, measured."""
+    def plan(self, place: Parallel) -> dict[str, Any]:
+        """What the run will take: parameters, bytes, steps, and the time of a step, measured. Trains nothing.
+
+        Args:
+            place: this process among all; every one must call it.
+        """
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.head.trainable().values())
         steps = settings.total_steps(self.batches.steps_per_epoch)
+        model = spread(self.objective, place)
         began = time.perf_counter()
-        report = self.objective(self.batches.batch(0, 0, 1))
-        report.loss.backward()  # type: ignore[no-untyped-call]
-        seconds = (time.perf_counter() - began) * settings.accumulation
+        backward(model, self.batches, 0, settings, place)
+        seconds = time.perf_counter() - began
         self.head.zero_grad()
         moments = 2 if settings.optimizer == "adamw" else 1
         return {
@@ -64,11 +73,29 @@ class Run:
             "documents": len(self.data),
             "tokens": self.data.num_tokens,
             "steps": steps,
-            "tokens_per_step": windows.rows * windows.length * settings.accumulation,
+            "tokens_per_step": windows.rows * windows.length * settings.accumulation * place.world,
             "seconds_per_step": seconds,
             "hours": steps * seconds / 3600,
             "recipe": to_plain(self.recipe),
         }
+
+    def fixed(self, place: Parallel) -> dict[str, Any]:
+        """What a resumed run must keep besides the settings of the loop, by key.
+
+        Directories count by what they hold, so that they may move.
+        """
+        values = flat(self.recipe).items()
+        found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
+        contents = {"target": target_hash(loaded_from(self.recipe.target)), "data": self.data.hash}
+        if self.prompts is not None:
+            contents["evaluation.prompts"] = self.prompts.hash
+        found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
+        if isinstance(self.batches, OfflineBatches):
+            stored = self.batches.source.store.manifest
+            found["features"] = f"{stored.dtype} by {stored.source}"
+        # Twice the processes with half the rows see the same batches.
+        found["windows.rows x processes"] = found.pop("windows.rows") * place.world
+        return found
 
     def export(self, weights: Path) -> Path:
         """Write the head of a checkpoint to ``output/head``, in the flat format that every engine reads."""
@@ -137,14 +164,16 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
         seed=recipe.training.seed,
         min_tokens=recipe.windows.min_tokens,
     )
+    prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
     return Run(
         recipe=recipe,
         model=model,
         data=data,
+        prompts=prompts,
         head=head,
         objective=objective,
         batches=_batches(recipe, model, tokenizer, windows, head, place.world),
-        evaluate=_evaluation(recipe, model, head),
+        evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
     )
 
 
@@ -182,23 +211,22 @@ def _batches(
     return OfflineBatches(source=OfflineFeatures(store, windows), device=model.device, steps_per_epoch=epoch)
 
 
-def _evaluation(recipe: TrainRecipe, model: Any, head: EagleHead) -> Callable[[int], Mapping[str, float]] | None:
-    wanted = recipe.evaluation
-    if wanted.prompts is None:
-        return None
-    source = PreparedData.open(wanted.prompts)
+def _evaluation(
+    wanted: EvaluationRecipe, source: PreparedData, model: Any, head: EagleHead
+) -> Callable[[int], Mapping[str, float]]:
     count = min(wanted.count, len(source))
     prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
     evaluation = Evaluation(model, prompts, wanted.settings)
     return lambda step: evaluation(head)
 
 
-def train_head(run: Run, place: Parallel) -> dict[str, Any]:
+def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
     """Train, take the best weights, and write the finished head; what came out, for a report.
 
     Args:
         run: from `assemble`, on every process.
         place: this process among all.
+        allow_changes: go on from a checkpoint that was trained under another recipe.
     """
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
@@ -210,10 +238,12 @@ def train_head(run: Run, place: Parallel) -> dict[str, Any]:
         parallel=place,
         trackers=trackers,
         evaluate=run.evaluate,
-        data_hash=run.data.hash,
+        recipe=run.fixed(place),
+        allow_changes=allow_changes,
     )
     weights = output / "best" if result.best is not None else result.checkpoint
     outcome: dict[str, Any] = {
+        "reason": result.reason,
         "steps": result.steps,
         "tokens": result.tokens,
         "loss": result.loss,

@@ -1,8 +1,9 @@
 """Attention of training-time test (EAGLE-3, arXiv 2503.01840): every step sees the first step's past and its own line.
 
 At step t the query of index i looks at all keys of step 0 up to i in its document, and at the keys that index i itself
-produced in the steps 1..t. Blocks of queries at a time; the probabilities are not kept for the backward pass, which
-computes them once more. Knows no head and no loss.
+produced in the steps 1..t; with a sliding window at those that are near enough: it stands at position i + t. Blocks of
+queries at a time; the probabilities are not kept for the backward pass, which computes them once more. Knows no head
+and no loss.
 """
 
 from __future__ import annotations
@@ -30,22 +31,27 @@ class Block:
     """(B, n, m) bool: pairs that do not see each other."""
 
 
-def blocks_of(documents: Tensor) -> list[Block]:
+def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
     """The blocks of `documents` (B, S), int64, rising from left to right within a row, -1 for padding at its end.
 
-    Their masks together take at most B x S x S bytes; all steps and layers share them.
+    Args:
+        reach: keys of step 0 that a query sees, counted back from its own; none if it is not positive. None: all of its
+            document. At step t of a window W it is W - t.
+
+    Their masks together take at most B x S x S bytes; all steps and layers of one reach share them.
     """
     length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
+    reach = length if reach is None else max(0, reach)
     index = torch.arange(length, device=documents.device)
     blocks = []
     for first in range(0, length, size):
         last = min(first + size, length)
         same = documents == documents[:, first : first + 1]
-        lowest = int(torch.where(same, index, length).min())
+        lowest = max(int(torch.where(same, index, length).min()), first - reach + 1)
         queries, keys = slice(first, last), slice(lowest, last)
-        future = index[keys] > index[queries, None]
+        distance = index[queries, None] - index[keys]
         foreign = documents[:, None, keys] != documents[:, queries, None]
-        blocks.append(Block(queries=queries, keys=keys, hidden=foreign | future))
+        blocks.append(Block(queries=queries, keys=keys, hidden=foreign | (distance < 0) | (distance >= reach)))
     return blocks
 
 

@@ -3,8 +3,8 @@
 A plain ``cross_entropy(hidden @ weight.T, law)`` keeps several (R, V) tensors for the backward pass, and on a CPU
 moving them costs more than all matrix products. Here gradients are formed in the forward pass, in the memory of the
 logits and block by block, so that what lies between two products stays in the processor's cache; rows that follow the
-same state of the teacher share its law. Knows nothing of models: hidden states and head weights come in, a scalar goes
-out.
+same state of the teacher share its law. A student may know fewer tokens than the teacher: what the teacher gives to the
+others is lost to it, and counts so. Knows nothing of models: hidden states and head weights come in, a scalar goes out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.training.batch import working_dtype
+
 CHUNK_ELEMENTS = 1 << 23
 """Logits alive at once, the operand of the matrix products: 16 MB in bfloat16."""
 BLOCK_ELEMENTS = 1 << 18
@@ -24,7 +26,8 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 class Divergence(StrEnum):
-    """How far the student's law is from the target's."""
+    """How far the student's law q is from the target's p. KL and cross-entropy are infinite where q is 0 and p is not:
+    they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
 
     CROSS_ENTROPY = "cross_entropy"
     """``-sum_v p log q``: forward KL up to a constant."""
@@ -41,26 +44,50 @@ class Teacher:
     hidden: Tensor
     """(R / G, Ht): the teacher's states after its final norm; G rows of the student in a row follow the same one."""
     weight: Tensor
-    """(V, Ht): the rows of its head for the student's vocabulary."""
+    """(Vt, Ht): its whole head."""
+    tokens: Tensor | None = None
+    """(V,) int64: its number of each of the student's tokens; none: they know the same ones."""
     bias: Tensor | None = None
-    """(V,) of its head, where it has one."""
+    """(Vt,) of its head, where it has one."""
     scale: float = 1.0
     """Factor on the logits, where the model has one."""
     softcap: float | None = None
     """``cap * tanh(logits / cap)``, where the model has one."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """(r, V), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor capped."""
+        """(r, Vt), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor capped."""
         return functional.linear(self.hidden[states].to(self.weight.dtype), self.weight, self.bias)
 
-    def law(self, logits: Tensor) -> Tensor:
-        """(.., V) -> (.., V) float32, renormalised over the student's vocabulary."""
+    def unknown(self) -> Tensor | None:
+        """(Vt,) bool: the tokens that the student does not know; none if it knows all."""
+        if self.tokens is None:
+            return None
+        return torch.ones(len(self.weight), dtype=torch.bool, device=self.weight.device).index_fill(0, self.tokens, 0)
+
+    def probs(self, logits: Tensor) -> _Probs:
+        """Of (.., Vt) logits, as far as the student can follow them."""
         logits = logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap).mul_(self.softcap)
-        return torch.softmax(logits, -1)
+        best, full = logits.argmax(-1), torch.softmax(logits, -1)
+        if self.tokens is None:
+            return _Probs(best=best, full=full, renormalised=full)
+        known = self.tokens.expand(*logits.shape[:-1], -1)  # gather: many times faster than an index on a CPU
+        return _Probs(best=best, full=full.gather(-1, known), renormalised=torch.softmax(logits.gather(-1, known), -1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Probs:
+    """The teacher's probabilities of the student's tokens."""
+
+    best: Tensor
+    """(..) int64: the likeliest token of all, by the teacher's number."""
+    full: Tensor
+    """(.., V) float32, as they are: they sum to less than 1 where the student does not know all tokens."""
+    renormalised: Tensor
+    """(.., V) float32, over the student's tokens alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +96,11 @@ class VocabularyLoss:
 
     loss: Tensor
     """Scalar, nats, with gradients."""
+    weights: Tensor
+    """(R,) float32: the given weights, 0 for rows that were left out."""
     agrees: Tensor
-    """(R,) float32, as the rows: 1 where both have the same likeliest token; 0 for hard targets that it misses."""
+    """(R,) float32, as the rows: 1 where both have the same likeliest token, of all that the teacher knows; 0 for hard
+    targets that it misses."""
     overlap: Tensor
     """(R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is kept."""
 
@@ -85,6 +115,8 @@ class _Target:
     share: float
     divergence: Divergence
     decay: float
+    unknown: Tensor | None = None
+    """(Vt,) bool: a row is left out where one of these is the teacher's likeliest token."""
 
 
 def soft_loss(
@@ -94,6 +126,8 @@ def soft_loss(
     teacher: Teacher,
     divergence: Divergence = Divergence.CROSS_ENTROPY,
     decay: float = 3.0,
+    *,
+    skip_unknown: bool = False,
 ) -> VocabularyLoss:
     """``sum_r row_weights[r] * divergence(teacher law of row r, student law of row r)`` in nats.
 
@@ -103,8 +137,17 @@ def soft_loss(
         row_weights: (R,) float32; rows of weight 0 cost nothing.
         teacher: gives the target law of every row, or of every G rows.
         decay: of the KL share of `Divergence.LK`, per unit of acceptance.
+        skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
     """
-    target = _Target(weights=row_weights, teacher=teacher, ids=None, share=1.0, divergence=divergence, decay=decay)
+    target = _Target(
+        weights=row_weights,
+        teacher=teacher,
+        ids=None,
+        share=1.0,
+        divergence=divergence,
+        decay=decay,
+        unknown=teacher.unknown() if skip_unknown else None,
+    )
     return _apply(hidden, weight, target)
 
 
@@ -129,39 +172,39 @@ def hard_loss(
 
 
 def _apply(hidden: Tensor, weight: Tensor, target: _Target) -> VocabularyLoss:
-    loss, agrees, overlap = _ChunkedLoss.apply(hidden, weight, target)  # type: ignore[no-untyped-call]
-    return VocabularyLoss(loss=loss, agrees=agrees, overlap=overlap)
+    loss, weights, agrees, overlap = _ChunkedLoss.apply(hidden, weight, target)  # type: ignore[no-untyped-call]
+    return VocabularyLoss(loss=loss, weights=weights, agrees=agrees, overlap=overlap)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """The loss of a linear head; the gradients are ready when the forward pass is."""
 
     @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, target: _Target) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(context: Any, hidden: Tensor, weight: Tensor, target: _Target) -> tuple[Tensor, ...]:
         group = len(hidden) // len(target.teacher.hidden) if target.teacher is not None else 1
         states, factors = hidden.reshape(-1, group, hidden.shape[-1]), target.weights.view(-1, group, 1)
-        device = hidden.device.type
-        working = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        working = working_dtype(hidden.device, hidden.dtype)
         head = weight.detach().to(working)
         hidden_grad = torch.zeros_like(states)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        figures = target.weights.new_zeros(3, *states.shape[:2])
+        figures = target.weights.new_zeros(4, *states.shape[:2])
         kept = factors.flatten(1).any(1).nonzero().squeeze(1)
-        size = max(1, CHUNK_ELEMENTS // (group * weight.shape[0]))
+        size = max(1, CHUNK_ELEMENTS // _width(group * len(weight), target))
         for chosen in torch.split(kept, size) if len(kept) else ():
-            inputs, shares = states[chosen].to(working), factors[chosen]
+            inputs = states[chosen].to(working)
             logits = (inputs.flatten(0, 1) @ head.T).view(len(chosen), group, weight.shape[0])
-            figures[:, chosen] = _become_gradients(logits, chosen, target)
-            gradient = logits.flatten(0, 1)
+            figures[:, chosen] = found = _become_gradients(logits, chosen, target)
+            gradient, shares = logits.flatten(0, 1), factors[chosen] * found[3, ..., None]
             # A row's factor goes to the narrow side of both products.
             hidden_grad[chosen] = ((gradient @ head).view_as(inputs) * shares).to(hidden_grad.dtype)
             if weight_grad is not None:
                 weight_grad += gradient.T @ (inputs * shares).to(working).flatten(0, 1)
-        losses, agrees, overlap = figures.flatten(1).masked_fill_(target.weights == 0, 0.0)
+        losses, agrees, overlap, entered = figures.flatten(1).masked_fill_(target.weights == 0, 0.0)
+        weights = target.weights * entered
         context.save_for_backward(hidden_grad.view_as(hidden), *(() if weight_grad is None else (weight_grad,)))
         context.weight_dtype = weight.dtype
-        context.mark_non_differentiable(agrees, overlap)
-        return torch.dot(losses, target.weights), agrees, overlap
+        context.mark_non_differentiable(weights, agrees, overlap)
+        return torch.dot(losses, weights), weights, agrees, overlap
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,69 +213,82 @@ class _ChunkedLoss(torch.autograd.Function):
         return saved[0] * upstream[0].to(saved[0].dtype), weight_grad, None
 
 
+def _width(following: int, target: _Target) -> int:
+    """Logits of one state: those of all rows that follow it, or the teacher's, whichever are more."""
+    return max(following, len(target.teacher.weight) if target.teacher is not None else 0)
+
+
 def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor:
     """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block.
 
     Returns:
-        (3, n, G) float32: losses, agreement, overlap.
+        (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss.
     """
     size, group, vocabulary = logits.shape
     followed = target.teacher.logits(chosen) if target.teacher is not None and target.share else None
     ids = target.ids.view(-1, group)[chosen] if target.ids is not None else None
     cores = torch.get_num_threads() if logits.device.type == "cpu" else size
-    step = max(1, cores * BLOCK_ELEMENTS // (group * vocabulary))
+    step = max(1, cores * BLOCK_ELEMENTS // _width(group * vocabulary, target))
     found = []
     for start in range(0, size, step):
         block = slice(start, start + step)
-        law = target.teacher.law(followed[block, None]) if target.teacher is not None and followed is not None else None
+        probs = target.teacher.probs(followed[block, None]) if target.teacher and followed is not None else None
         wide = logits[block].float()
-        found.append(_loss_and_gradient(wide, law, ids[block] if ids is not None else None, target))
+        found.append(_loss_and_gradient(wide, probs, ids[block] if ids is not None else None, target))
         logits[block] = wide
     return torch.cat(found, 1)
 
 
-def _loss_and_gradient(logits: Tensor, law: Tensor | None, ids: Tensor | None, target: _Target) -> Tensor:
-    """(3, n, G): losses, agreement, overlap of `logits` (n, G, V) float32, which are overwritten with their gradient.
+def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target) -> Tensor:
+    """(4, n, G): losses, agreement, overlap, entering, of `logits` (n, G, V) float32, which become their gradient.
 
-    `law` (n, 1, V), the teacher's; `ids` (n, G), the true tokens.
+    `probs` of the teacher (n, 1, V); `ids` (n, G), the true tokens.
     """
     best = logits.argmax(-1, keepdim=True)
     losses = logits.gather(-1, best).squeeze(-1)
-    if law is not None:
-        losses -= target.share * (logits @ law.transpose(1, 2)).squeeze(-1)
+    if probs is not None:
+        losses -= target.share * (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)
     if ids is not None:
         losses -= (1 - target.share) * logits.gather(-1, ids[..., None]).squeeze(-1)
     student = torch.softmax(logits, -1, out=logits)
     losses -= student.gather(-1, best).squeeze(-1).log()
-    overlap = torch.minimum(student, law).sum(-1) if law is not None else torch.zeros_like(losses)
-    agrees = best.squeeze(-1).eq(law.argmax(-1) if law is not None else _given(ids)).float()
+    agrees, overlap, entered = _agreement(student, best.squeeze(-1), probs, ids, target)
     if target.divergence is Divergence.CROSS_ENTROPY:
-        if law is not None:
-            student.sub_(law, alpha=target.share)
+        if probs is not None:
+            student.sub_(probs.renormalised, alpha=target.share)
         if ids is not None:
             student.scatter_add_(-1, ids[..., None], torch.full_like(losses[..., None], target.share - 1))
     else:
-        assert law is not None
-        losses = _acceptance(student, law, losses, overlap, target)
-    return torch.stack([losses, agrees, overlap])
+        assert probs is not None
+        losses = _acceptance(student, probs, losses, overlap, target)
+    return torch.stack([losses, agrees, overlap, entered])
 
 
-def _acceptance(student: Tensor, law: Tensor, cross: Tensor, overlap: Tensor, target: _Target) -> Tensor:
+def _agreement(
+    student: Tensor, best: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n, G) each: whether the student's likeliest tokens `best` are the wanted ones, overlap, and what enters."""
+    entered = torch.ones_like(best, dtype=torch.float32)
+    if probs is None or target.teacher is None:
+        assert ids is not None, "a loss needs a teacher or ids"
+        return best.eq(ids).float(), torch.zeros_like(entered), entered
+    tokens = target.teacher.tokens
+    agrees = (best if tokens is None else tokens[best]).eq(probs.best).float()
+    if target.unknown is not None:
+        entered = entered.masked_fill(target.unknown[probs.best], 0.0)
+    return agrees, torch.minimum(student, probs.full).sum(-1), entered
+
+
+def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, target: _Target) -> Tensor:
     """The LK losses (n, G); `student` (n, G, V) is overwritten with the gradient of the logits."""
-    below = student < law
-    pull = torch.where(below, student, 0.0)
+    pull = torch.where(student < probs.full, student, 0.0)
     towards = pull - student * pull.sum(-1, keepdim=True)  # the gradient of the overlap
     if target.divergence is Divergence.LK_LOG:
         safe = overlap.clamp_min(1e-6)
         student.copy_(towards.div_(-safe[..., None]))
         return safe.log().neg()
     share = torch.exp(-target.decay * overlap)
-    entropy = torch.special.entr(law).sum(-1)
-    student.sub_(law).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
+    entropy = torch.special.entr(probs.renormalised).sum(-1)
+    student.sub_(probs.renormalised).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
     mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)
     return mixed
-
-
-def _given(ids: Tensor | None) -> Tensor:
-    assert ids is not None, "a loss needs a teacher or ids"
-    return ids

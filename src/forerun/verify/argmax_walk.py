@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Verdict
+from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import walk
 
 
@@ -20,8 +20,8 @@ class ArgmaxWalk:
     lossless: ClassVar[bool] = True
     summary: ClassVar[str] = "follow the target's argmax; T = 0 only (blockwise decoding, arXiv 1811.03115)"
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """Any tree: the target's choice does not depend on how the draft came about."""
+    def verifies(self, kind: DraftKind) -> bool:
+        """Any draft: the target's choice does not depend on how the draft came about."""
         return True
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import Drawn, NodeLaws, Source, Verdict
+from forerun.types import DraftKind, Drawn, NodeLaws, Source, Verdict
 
 RULES: dict[str, str] = {
     "argmax_walk": "forerun.verify.argmax_walk:ArgmaxWalk",
@@ -36,8 +36,8 @@ class Rule(Protocol):
     summary: ClassVar[str]
     """One line, with the paper."""
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """Whether the rule may judge a tree drawn this way."""
+    def verifies(self, kind: DraftKind) -> bool:
+        """Whether the rule uses all nodes of such drafts. Of others it leaves some out, which is lossless, too."""
         ...
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
@@ -86,19 +86,38 @@ def walk(tree: TokenTree, choose: Callable[[int, int], int]) -> Verdict:
         nodes, depth = below, depth + 1
 
 
-def default_rule(tree: TokenTree, *, greedy: bool) -> str:
-    """The best lossless rule for how the tree was drawn (DESIGN section 5).
+def kind_of(tree: TokenTree) -> DraftKind:
+    """The narrowest kind that holds for one tree. For tests: the engine asks the drafter, before anything is drawn."""
+    sampled = [sum(tree.drawn[child] is not Drawn.GIVEN for child in children) for children in tree.children]
+    return DraftKind(
+        sampled=max(sampled) > 0,
+        chain=all(len(children) <= 1 for children in tree.children),
+        multipath=max(sampled) <= 1,
+    )
 
-    Scouts do not count. A chain that mixes given and sampled nodes goes to block verification and a tree with more than
-    one sampled sibling beside given ones to traversal: both judge a given node as a draw from a point mass. A tree that
-    no law-reading rule may judge (a sampled scout, a law that was not recorded) is walked, which is exact for anything.
-    """
+
+def default_rule(kind: DraftKind, *, greedy: bool) -> str:
+    """The best lossless rule for drafts of a kind (docs/losslessness.md)."""
     if greedy:
         return "argmax_walk"
-    drawn = {tree.drawn[child] for children in tree.children for child in children}
-    if drawn <= {Drawn.GIVEN}:
+    if not kind.sampled:
         return "sample_walk"
-    for name in ("block", "greedy_k", "traversal"):
-        if (name != "greedy_k" or Drawn.GIVEN in drawn) and rule_named(name).accepts(tree):
-            return name
-    return "sample_walk"
+    if kind.chain:
+        return "block"
+    return "greedy_k" if kind.multipath else "traversal"
+
+
+def check_fits(name: str, kind: DraftKind, drafter: str) -> None:
+    """Refuse a rule that was asked for by name and cannot verify everything that a drafter may draft.
+
+    Raises:
+        ArgumentError: there is no such rule, or it is one for other drafts.
+    """
+    if rule_named(name).verifies(kind):
+        return
+    one = rule_named(name).verifies(DraftKind(sampled=True, multipath=True))
+    wanted = "trees with at most one sampled child a node" if one else "chains"
+    raise ArgumentError(
+        f"rule {name!r} verifies {wanted}, drafter {drafter!r} as configured drafts other trees; leave the rule out, "
+        f"which takes {default_rule(kind, greedy=False)!r}, or configure the drafter for {wanted}"
+    )

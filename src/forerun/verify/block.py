@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Source, Verdict
+from forerun.types import DraftKind, NodeLaws, Source, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, is_chain, laws_recorded, ratio, residual, share
+from forerun.verify.laws import Law, drafted_children, ratio, residual, share
 
 
 class BlockVerification:
@@ -24,9 +24,9 @@ class BlockVerification:
     lossless: ClassVar[bool] = True
     summary: ClassVar[str] = "block verification of a sampled chain, optimal there (Sun et al., arXiv 2403.10444)"
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """A chain whose sampled nodes have their laws recorded."""
-        return is_chain(tree) and laws_recorded(tree)
+    def verifies(self, kind: DraftKind) -> bool:
+        """Chains."""
+        return kind.chain
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
         """Weigh the chain downwards, then try the prefixes, the longest first."""

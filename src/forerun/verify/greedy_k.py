@@ -8,9 +8,9 @@ from torch import Tensor
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import Drawn, NodeLaws, Verdict
+from forerun.types import DraftKind, Drawn, NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, laws_recorded, ratio, residual
+from forerun.verify.laws import Law, drafted_children, ratio, residual
 
 
 class GreedyK:
@@ -26,10 +26,9 @@ class GreedyK:
     lossless: ClassVar[bool] = True
     summary: ClassVar[str] = "given siblings plus one drawn from the rest (greedy-k, Hu et al., arXiv 2502.18779)"
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """A tree with at most one sampled node among the children of any node."""
-        sampled = [[child for child in below if tree.drawn[child] is not Drawn.GIVEN] for below in tree.children]
-        return all(len(children) <= 1 for children in sampled) and laws_recorded(tree)
+    def verifies(self, kind: DraftKind) -> bool:
+        """Drafts with at most one sampled node among the children of any node."""
+        return kind.chain or kind.multipath or not kind.sampled
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
         """Judge the tree from the root down."""

@@ -83,7 +83,9 @@ def drafted_children(tree: TokenTree, node: int, target: Law) -> Iterator[tuple[
     children = tree.children[node]
     sampled = [child for child in children if tree.drawn[child] is not Drawn.GIVEN]
     if sampled:
-        yield from _sampled(tree, sampled, Law.of(tree.laws[node].to(target.values.device)))
+        values = tree.laws[node].to(target.values.device)
+        law = Law(values, tree.masses[node]) if node in tree.masses else Law.of(values)
+        yield from _sampled(tree, sampled, law)
     for child in children:
         if tree.drawn[child] is Drawn.GIVEN:
             point = torch.zeros_like(target.values)
@@ -101,17 +103,3 @@ def _sampled(tree: TokenTree, children: list[int], law: Law) -> Iterator[tuple[i
             law = law.without(token)
             if law.mass <= 0:
                 return
-
-
-def is_chain(tree: TokenTree) -> bool:
-    """Whether no node has two acceptable children."""
-    return all(len(children) <= 1 for children in tree.children)
-
-
-def laws_recorded(tree: TokenTree) -> bool:
-    """Whether every sampled node may be judged by its law: the law is there, and no sampled node is a scout.
-
-    A sampled scout is a draw that was looked at and not submitted: whether that biases, only its drafter knows.
-    """
-    sampled = [node for node, kind in enumerate(tree.drawn) if kind is not Drawn.GIVEN]
-    return all(tree.parents[node] in tree.laws and node not in tree.scouts for node in sampled)

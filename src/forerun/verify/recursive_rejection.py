@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Verdict
+from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, laws_recorded, ratio, residual
+from forerun.verify.laws import Law, drafted_children, ratio, residual
 
 
 class RecursiveRejection:
@@ -24,9 +24,9 @@ class RecursiveRejection:
     lossless: ClassVar[bool] = True
     summary: ClassVar[str] = "sibling after sibling (SpecInfer, arXiv 2305.09781; Sequoia, arXiv 2402.12374)"
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """Any tree whose sampled nodes have their laws recorded."""
-        return laws_recorded(tree)
+    def verifies(self, kind: DraftKind) -> bool:
+        """Any draft."""
+        return True
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
         """Judge the tree from the root down."""

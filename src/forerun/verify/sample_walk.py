@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Verdict
+from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import walk
 
 
@@ -25,8 +25,8 @@ class SampleWalk:
         "draw the target's token, walk while it is a child; any tree, plain decoding's text for a seed"
     )
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """Any tree."""
+    def verifies(self, kind: DraftKind) -> bool:
+        """Any draft."""
         return True
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:

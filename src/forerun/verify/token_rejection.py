@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Source, Verdict
+from forerun.types import DraftKind, NodeLaws, Source, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, is_chain, laws_recorded, ratio, residual
+from forerun.verify.laws import Law, drafted_children, ratio, residual
 
 
 class TokenRejection:
@@ -23,9 +23,9 @@ class TokenRejection:
     lossless: ClassVar[bool] = True
     summary: ClassVar[str] = "token-by-token rejection on a chain (Leviathan, arXiv 2211.17192; Chen, arXiv 2302.01318)"
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """A chain whose sampled nodes have their laws recorded."""
-        return is_chain(tree) and laws_recorded(tree)
+    def verifies(self, kind: DraftKind) -> bool:
+        """Chains."""
+        return kind.chain
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
         """Judge the chain from the root down."""

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Verdict
+from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, laws_recorded, ratio, residual, share
+from forerun.verify.laws import Law, drafted_children, ratio, residual, share
 
 
 class TraversalVerification:
@@ -26,9 +26,9 @@ class TraversalVerification:
     lossless: ClassVar[bool] = True
     summary: ClassVar[str] = "leaves first, for sampled trees; equals block on a chain (arXiv 2505.12398)"
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """Any tree whose sampled nodes have their laws recorded."""
-        return laws_recorded(tree)
+    def verifies(self, kind: DraftKind) -> bool:
+        """Any draft."""
+        return True
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
         """Judge the tree from its first leaf to the root."""

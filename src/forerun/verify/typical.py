@@ -9,7 +9,7 @@ import torch
 
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Verdict
+from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import ending
 
 
@@ -32,8 +32,8 @@ class TypicalAcceptance:
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         self.epsilon, self.delta = epsilon, delta
 
-    def accepts(self, tree: TokenTree) -> bool:
-        """Any tree: no draft law is read."""
+    def verifies(self, kind: DraftKind) -> bool:
+        """Any draft: no draft law is read."""
         return True
 
     def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:

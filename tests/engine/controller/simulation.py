@@ -9,16 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.guarded import Guarded
 from forerun.engine.controller import Arm, Controller, Deferred, Sizes, StepCosts
 from forerun.engine.controller.costs import READING
 from forerun.engine.controller.filling import Filling, Packed
 from forerun.engine.cost import DraftCost
-from forerun.step import Emitted, Group, Row, context_for, drafter_failed
+from forerun.step import Emitted, Group, Row, context_for
 from forerun.tree import TreeBuilder, gather, stack
 from forerun.types import Budget, Draft, Drawn, Source, StepTrace, empty_draft
 
@@ -146,11 +148,14 @@ class World:
             )
             for index, spec in enumerate(specs)
         ]
+        target = SimpleNamespace(vocab_size=VOCABULARY)
+        setup = DrafterSetup(target=target, tokenizer=None, rows=rows, slots=10**9)  # type: ignore[arg-type]
+        self._failures = setup.failures
         arms = [
             Arm(
                 name=spec.name,
                 key=spec.name,
-                drafter=Deferred(drafter),
+                drafter=Deferred(Guarded(drafter, spec.name, setup)),
                 copies=spec.copies,
                 limit=spec.limit,
                 sizes=Sizes(64),
@@ -158,9 +163,7 @@ class World:
             for spec, drafter in zip(specs, self.drafters, strict=True)
         ]
         costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs}, filling)
-        self.controller = Controller(
-            arms, costs, nodes=64, vocabulary=VOCABULARY, measure=measure, clock=lambda: 1e-3 * self._asking()
-        )
+        self.controller = Controller(arms, costs, nodes=64, measure=measure, clock=lambda: 1e-3 * self._asking())
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
@@ -206,8 +209,8 @@ class World:
         drafts, spent = [], asked - self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)
-            if group.members and (draft := self._propose(group)) is not None:
-                drafts.append((group.members, draft))
+            if group.members:
+                drafts.append((group.members, self._propose(group)))
                 spent += 0.0 if spec.copies else spec.cost.ms(max(group.depths))
         spent += sum(spec.cost.ms(1) for spec in self.specs if spec.copies) + self._reading()
         draft = self.controller.admit(gather(drafts, len(members)) if drafts else empty_draft(len(members)))
@@ -217,6 +220,8 @@ class World:
         emitted = [self._emit(index, draft, spent, verify) for index in members]
         self._teach(groups, emitted)
         self.controller.learn(emitted)
+        for row in self.rows:
+            row.drafter_errors += self._failures.take(row.row)
         names = {index: group.name for group in groups for index in group.members}
         self.steps.names.append([names.get(index) for index in members])
         self.steps.depths.append(draft.counts.tolist())
@@ -232,15 +237,11 @@ class World:
         """What asking has taken so far, ms."""
         return sum(spec.asking_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
-    def _propose(self, group: Group) -> Draft | None:
+    def _propose(self, group: Group) -> Draft:
         if group.draft is not None:
             return group.draft
         budget = Budget(nodes=[group.nodes] * len(group.members), depth=group.depths)
-        try:
-            return group.drafter.propose(context_for(self.rows, group.members, [0] * len(group.members), {}), budget)
-        except RuntimeError as error:
-            drafter_failed([self.rows[index] for index in group.members], group.name, "to propose", error)
-            return None
+        return group.drafter.propose(context_for(self.rows, group.members, [0] * len(group.members), {}), budget)
 
     def _emit(self, index: int, draft: Draft, spent: float, verify: float) -> Emitted:
         row, count = self.rows[index], int(draft.counts[index])
@@ -249,7 +250,7 @@ class World:
         while accepted < count and drafted[accepted] == truth(len(row.tokens) + accepted):
             accepted += 1
         tokens = [truth(len(row.tokens) + place) for place in range(accepted + 1)]
-        row.tokens.extend(tokens)
+        row.commit(tokens)
         row.room -= len(tokens)
         trace = StepTrace(
             step=self.count,

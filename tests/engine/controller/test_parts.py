@@ -15,7 +15,7 @@ from contract.harness import PROMPTS, as_prompts, eagle_head, llm, model, plain_
 from contract.test_greedy import NEUTRAL
 from forerun import LLM
 from forerun.drafters import DRAFTERS, Entry, drafter_class
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.ngram import NgramConfig
 from forerun.engine import drafting
 from forerun.engine.config import SpeculativeConfig
@@ -29,7 +29,6 @@ from forerun.engine.controller.costs import READING, Nominal
 from forerun.engine.controller.filling import Packed, Padded
 from forerun.engine.controller.survival import Survival
 from forerun.errors import ArgumentError
-from forerun.step import warn_drafter
 from forerun.tree import TreeBuilder, rebuild, stack
 from forerun.types import Budget, Draft, Drawn, Signal
 
@@ -422,6 +421,5 @@ def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
     wish = {"method": "failing", "adaptive": adaptive}
     output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=wish)[0].outputs[0]
     assert output.token_ids == plain_greedy(PROMPTS[0], NEUTRAL)
-    errors = output.speculation.drafter_errors
-    assert errors == 1 if adaptive else errors > 10
+    assert output.speculation.drafter_errors == 1, "it is not asked again in this answer"
     assert sum("out of ideas" in record.message for record in caplog.records) == 1

@@ -9,9 +9,9 @@ from statistics import median
 import pytest
 
 from engine.controller.simulation import Passes, Spec, World, optimum, rate_at
+from forerun.drafters.base import warn_drafter
 from forerun.engine.controller.filling import Filling, Packed, Padded
 from forerun.engine.cost import DraftCost
-from forerun.step import warn_drafter
 
 
 def level(ms: float) -> DraftCost:
@@ -249,7 +249,7 @@ def test_a_drafter_that_raises_is_left_out_logged_once_and_counted(caplog: pytes
     with caplog.at_level(logging.WARNING):
         steps = world.run(300)
     assert sum("simulated failure" in record.message for record in caplog.records) == 1
-    assert 1 <= world.rows[0].drafter_errors <= 6
+    assert world.rows[0].drafter_errors == 1
     assert all(row[0] == 0 for row in steps.depths[50:])
 
 
@@ -259,5 +259,5 @@ def test_a_copy_that_raises_is_left_out() -> None:
         Spec(name="m", alpha=0.8, cost=level(0.1)),
     )
     steps = world.run(200)
-    assert 1 <= world.rows[0].drafter_errors <= 4
+    assert world.rows[0].drafter_errors == 1
     assert Counter(names[0] for names in steps.names[60:])["m"] > 100

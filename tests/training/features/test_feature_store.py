@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.target.headers import read_header
 from forerun.training.features import manifest as manifests
@@ -170,12 +172,52 @@ def test_another_name_dtype_or_source_may_be_read_but_not_resumed(store: Feature
             FeatureWriter(store.directory, manifest_of(Documents(), **change))
 
 
+def test_a_changed_byte_anywhere_is_found_before_anybody_trains_on_it(store: FeatureStore) -> None:
+    tried = 0
+    for path in flipped(store.directory):
+        named = rf"{path.name} (has changed|is no JSON|does not|has format)"
+        with pytest.raises(DataError, match=named):
+            everywhere(FeatureStore.open(store.directory, manifest_of(Documents())))
+        tried += 1
+    assert tried > 900
+    everywhere(FeatureStore.open(store.directory))
+
+
+def everywhere(store: FeatureStore) -> None:
+    """Read all there is."""
+    for document in range(len(LENGTHS)):
+        store.read(document)
+
+
+def test_a_document_is_compared_when_it_is_read_and_a_deleted_shard_made_anew(store: FeatureStore) -> None:
+    path, given = store.directory / "shard-00001.bin", everything()
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    opened = FeatureStore.open(store.directory)
+    hurt = json.loads(path.with_suffix(".json").read_text())["documents"][-1]
+    for document in sorted(set(given) - {hurt}):
+        opened.read(document)
+    with pytest.raises(
+        DataError, match=rf"document {hurt} in .*shard-00001\.bin has changed.*delete shard-00001\.bin and"
+    ):
+        opened.read(hurt, 0, 1)
+    path.unlink(), path.with_suffix(".json").unlink()
+    with pytest.raises(DataError, match=r"unfinished: it holds \d of 7 documents"):
+        FeatureStore.open(store.directory)
+    fill(store.directory, given, store.manifest)
+    assert path.read_bytes() == good
+    assert all(torch.equal(FeatureStore.open(store.directory).read(d)[3], given[d][3]) for d in given)
+
+
 def test_another_version_and_a_broken_manifest_are_refused(store: FeatureStore) -> None:
     path = store.directory / "manifest.json"
     good = path.read_text()
-    path.write_text(good.replace('"version": 2', '"version": 3'))
-    with pytest.raises(DataError, match="format version 3, this forerun reads 2"):
-        FeatureStore.open(store.directory)
+    for version, why in ((4, "another forerun wrote it"), (2, "an older forerun wrote it, without")):
+        path.write_text(good.replace('"version": 3', f'"version": {version}'))
+        with pytest.raises(DataError, match=f"format version {version}, this forerun reads 3: {why}.*forerun features"):
+            FeatureStore.open(store.directory)
+        with pytest.raises(DataError, match=f"format version {version}, this forerun reads 3"):
+            FeatureWriter(store.directory, store.manifest)
     path.write_text(good[:40])
     with pytest.raises(DataError, match=r"manifest\.json is no JSON"):
         FeatureStore.open(store.directory)
@@ -195,7 +237,7 @@ def test_a_shard_cut_short_or_missing_is_refused_by_name_and_size(store: Feature
     with pytest.raises(DataError, match=rf"shard-00001\.bin.*: 0 bytes, expected {size}"):
         FeatureStore.open(store.directory)
     path.with_suffix(".json").unlink()
-    with pytest.raises(DataError, match=r"shard-00001\.json is missing"):
+    with pytest.raises(DataError, match=r"unfinished: it holds \d of 7 documents"):
         FeatureStore.open(store.directory)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -15,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forerun.errors import ArgumentError, CheckpointError, DataError
-from forerun.training.loop import files, randomness, state, train
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.training.loop import TrainResult, TrainSettings, files, randomness, state, train
 from training.loop.toy import Head, Numbers, Pressed, Toy, logged, run, settings, weights
 
 KEYS = ("loss", "accuracy", "learning_rate", "gradient_norm", "tokens")
@@ -73,7 +75,7 @@ def test_data_go_on_where_they_were_with_another_accumulation(tmp_path: Path) ->
             return super().batch(step, rank, world)
 
     train(Toy(), Watched(), settings(steps=2, accumulation=3), tmp_path)
-    train(Toy(), Watched(), settings(steps=4, accumulation=1), tmp_path)
+    train(Toy(), Watched(), settings(steps=4, accumulation=1), tmp_path, allow_changes=True)
     assert seen == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
@@ -87,7 +89,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(state, "save_file", full)
     with pytest.raises(CheckpointError) as caught:
-        run(tmp_path, steps=4)
+        run(tmp_path, steps=4, allow_changes=True)
     message = str(caught.value)
     assert "checkpoint-4 failed" in message
     assert "No space left" in message
@@ -95,7 +97,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()} == before
     assert not list(tmp_path.glob(".*")), "the half-written one does not keep the disk full"
     monkeypatch.undo()
-    assert run(tmp_path, steps=4).steps == 4
+    assert run(tmp_path, steps=4, allow_changes=True).steps == 4
 
 
 def test_a_kill_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +114,11 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, mon
 
     monkeypatch.setattr(state, "save_file", die)
     with pytest.raises(Killed):
-        run(tmp_path, steps=4)
+        run(tmp_path, steps=4, allow_changes=True)
     assert list(tmp_path.glob(".checkpoint-4.*.partial"))
     assert files.latest(tmp_path) == tmp_path / "checkpoint-2"
     monkeypatch.undo()
-    assert run(tmp_path, steps=4).steps == 4
+    assert run(tmp_path, steps=4, allow_changes=True).steps == 4
     assert not list(tmp_path.glob(".*"))
 
 
@@ -169,20 +171,133 @@ def test_resume_from_a_path_and_never(tmp_path: Path) -> None:
         train(Toy(), Numbers(), settings(steps=4), tmp_path / "three", resume=tmp_path / "nowhere")
 
 
-def test_other_data_are_refused(tmp_path: Path) -> None:
-    train(Toy(), Numbers(), settings(steps=1), tmp_path, data_hash="abc")
-    with pytest.raises(DataError, match=r"hash abc, these have xyz"):
-        train(Toy(), Numbers(), settings(steps=2), tmp_path, data_hash="xyz")
+CHANGED: dict[str, object] = {
+    "steps": 3,
+    "epochs": 2.0,
+    "optimizer": "muon",
+    "learning_rate": 2e-2,
+    "muon_learning_rate": 2e-2,
+    "muon_momentum": 0.5,
+    "weight_decay": 0.5,
+    "betas": (0.5, 0.5),
+    "schedule": "linear",
+    "warmup_steps": 1,
+    "warmup_share": 0.5,
+    "min_rate_share": 0.5,
+    "gradient_clip": 0.5,
+    "accumulation": 2,
+    "dtype": "bfloat16",
+    "seed": 1,
+    "best_metric": "a",
+}
+HARMLESS: dict[str, object] = {
+    "max_seconds": 1e9,
+    "gradient_checkpointing": True,
+    "save_every_s": 5.0,
+    "save_every_steps": 5,
+    "eval_every_steps": 5,
+    "keep_checkpoints": 5,
+    "log_every_steps": 5,
+}
+
+
+def test_every_setting_is_known_to_change_what_is_trained_or_not() -> None:
+    assert {*CHANGED, *HARMLESS} == {item.name for item in dataclasses.fields(TrainSettings)}
+    assert len(CHANGED) + len(HARMLESS) == len({*CHANGED, *HARMLESS})
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interrupted after the first of two steps."""
+    folder = tmp_path_factory.mktemp("begun")
+    train(Pressed(presses={0: [signal.SIGINT]}), Numbers(), settings(steps=2), folder, recipe={"data": "abc"})
+    assert files.latest(folder) == folder / "checkpoint-1"
+    return folder
+
+
+def again(begun: Path, output: Path, recipe: object = None, **values: object) -> TrainResult:
+    """Start again, in a copy."""
+    shutil.copytree(begun, output)
+    allow = bool(values.pop("allow_changes", False))
+    known = {"data": "abc"} if recipe is None else recipe
+    made = settings(**({"steps": 2} | values))
+    return train(Toy(), Numbers(), made, output, recipe=known, allow_changes=allow)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_setting_is_refused_by_name_unless_asked_for(begun: Path, tmp_path: Path, name: str) -> None:
+    value = CHANGED[name]
+    former, now = json.loads(json.dumps([getattr(settings(steps=2), name), value]))
+    words = re.escape(f"under another recipe: training.{name} was {former!r}, is {now!r}. ")
+    with pytest.raises(ArgumentError, match=f"{words}.*--allow-changes"):
+        again(begun, tmp_path / "refused", **{name: value})
+    assert files.latest(tmp_path / "refused") == tmp_path / "refused" / "checkpoint-1"
+    if name == "optimizer":  # whose state is of another kind
+        return
+    result = again(begun, tmp_path / "allowed", allow_changes=True, **{name: value})
+    assert result.reason == "finished" and result.steps == (3 if name == "steps" else 2)
+    assert run_again(tmp_path / "allowed", **{name: value}).reason == "already_finished", "the new recipe is kept"
+
+
+def run_again(output: Path, **values: object) -> TrainResult:
+    made = settings(**({"steps": 2} | values))
+    return train(Toy(), Numbers(), made, output, recipe={"data": "abc"})
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_setting_that_changes_nothing_may_change(begun: Path, tmp_path: Path, name: str) -> None:
+    assert again(begun, tmp_path / "run", **{name: HARMLESS[name]}).reason == "finished"
+
+
+def test_the_callers_recipe_is_kept_too(begun: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"data was 'abc', is 'xyz'; windows was not recorded, is 3\."):
+        again(begun, tmp_path / "one", {"data": "xyz", "windows": 3})
+    with pytest.raises(ArgumentError, match=r"data was 'abc', is not recorded"):
+        again(begun, tmp_path / "two", {})
+    result = again(begun, tmp_path / "three", {"data": "xyz"}, allow_changes=True)
+    assert result.steps == 2
+    assert state.read(result.checkpoint).recipe == {"data": "xyz", **json.loads(json.dumps(settings(steps=2).fixed()))}
+
+
+def test_a_checkpoint_without_a_recipe_needs_a_word(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path / "old")
+    path = tmp_path / "old" / "checkpoint-1" / state.STATE
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "recipe"}))
+    with pytest.raises(ArgumentError, match=r"forerun wrote it and did not record its recipe\. .*--allow-changes"):
+        run_again(tmp_path / "old")
+    assert train(Toy(), Numbers(), settings(steps=2), tmp_path / "old", allow_changes=True).steps == 2
+
+
+def test_another_evaluation_forgets_the_best_of_the_former(tmp_path: Path) -> None:
+    def trained(steps: int, prompts: str, value: float, **values: object) -> TrainResult:
+        made = settings(steps=steps, **values)
+        recipe = {"evaluation.prompts": prompts}
+        return train(
+            Toy(), Numbers(), made, tmp_path, recipe=recipe, allow_changes=True, evaluate=lambda step: {"a": value}
+        )
+
+    assert trained(1, "easy", 9.0).best == 9.0
+    assert trained(2, "easy", 8.0).best == 9.0
+    assert (trained(3, "hard", 2.0).best, trained(3, "hard", 3.0).best) == (2.0, 2.0)
+    assert trained(4, "hard", 1.0, best_metric="a").best == 1.0
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    first = run(tmp_path, steps=2)
+    second = run(tmp_path, steps=2)
+    assert (first.reason, second.reason) == ("finished", "already_finished")
+    assert first.loss is not None and second.loss is None
+    assert (second.steps, second.checkpoint) == (2, first.checkpoint)
 
 
 def test_a_checkpoint_of_another_optimizer_or_module_is_refused(tmp_path: Path) -> None:
     run(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match="another optimizer"):
-        run(tmp_path, steps=2, optimizer="muon")
+        run(tmp_path, steps=2, optimizer="muon", allow_changes=True)
     toy = Toy()
     toy.head.frozen = torch.nn.Identity()  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match=r"unknown tensors \['frozen\.bias', 'frozen\.weight'\]"):
-        run(tmp_path, toy, steps=2)
+        run(tmp_path, toy, steps=2, allow_changes=True)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -191,13 +306,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     model = load_file(folder / state.MODEL)
     save_file(model | {"norm.bias": torch.zeros(3)}, folder / state.MODEL)
     with pytest.raises(CheckpointError, match=r"norm\.bias has shape \(3,\), the module wants \(6,\)"):
-        run(tmp_path, steps=2)
+        run(tmp_path, steps=2, allow_changes=True)
     (folder / state.MODEL).write_bytes((folder / state.OPTIMIZER).read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-        run(tmp_path, steps=2)
+        run(tmp_path, steps=2, allow_changes=True)
     (folder / state.STATE).write_text("{")
     with pytest.raises(CheckpointError, match="no complete training checkpoint"):
-        run(tmp_path, steps=2)
+        run(tmp_path, steps=2, allow_changes=True)
     shutil.rmtree(folder)
     assert run(tmp_path, steps=1).steps == 1
 

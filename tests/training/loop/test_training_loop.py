@@ -223,13 +223,13 @@ def test_without_a_name_the_first_value_decides_and_nan_never_wins(tmp_path: Pat
 
 
 def test_run_json_says_what_the_run_was_made_of(tmp_path: Path) -> None:
-    train(Toy(), Numbers(), settings(steps=1, seed=5), tmp_path, data_hash="abc")
-    train(Toy(), Numbers(), settings(steps=2, seed=5), tmp_path, data_hash="abc")
+    train(Toy(), Numbers(), settings(steps=1, seed=5), tmp_path, recipe={"data": "abc"})
+    train(Toy(), Numbers(), settings(steps=2, seed=5), tmp_path, recipe={"data": "abc"}, allow_changes=True)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["seed"] == record["settings"]["seed"] == 5
     assert record["versions"].keys() == {"forerun", "torch", "transformers", "python"}
     assert record["versions"]["torch"] == torch.__version__.split("+")[0] or record["versions"]["torch"]
-    assert record["data_hash"] == "abc"
+    assert record["recipe"]["data"] == "abc" and record["recipe"]["training.seed"] == 5
     assert record["argv"]
     assert record["started"].endswith("+00:00")
     assert record["resumed_from"].endswith("checkpoint-1")

@@ -109,9 +109,9 @@ def settings(**values: object) -> TrainSettings:
     return TrainSettings(**(FLOAT | values))  # type: ignore[arg-type]
 
 
-def run(output: Path, objective: Toy | None = None, **values: object) -> TrainResult:
+def run(output: Path, objective: Toy | None = None, *, allow_changes: bool = False, **values: object) -> TrainResult:
     """Train a toy, by default a new one, for 6 steps; settings by name."""
-    return train(objective or Toy(), Numbers(), settings(**values), output)
+    return train(objective or Toy(), Numbers(), settings(**values), output, allow_changes=allow_changes)
 
 
 def weights(head: nn.Module) -> dict[str, Tensor]:

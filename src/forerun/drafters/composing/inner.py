@@ -33,7 +33,8 @@ class InnerCoins(Coins):
         """A token from `law` (V,), which is remembered as the law of its place."""
         place = self._place + depth
         self._row.laws[place] = law
-        return self._row.outer.drafted(law, place)
+        token = self._row.drawn[place] = self._row.outer.drafted(law, place)
+        return token
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,11 +47,19 @@ class InnerRow(Row):
     """Committed tokens when the draft began."""
     laws: dict[int, Tensor] = field(default_factory=dict)
     """Place in the chain -> (V,) the law that its token was drawn from; empty at temperature 0."""
+    drawn: dict[int, int] = field(default_factory=dict)
+    """Place in the chain -> that token."""
     certainty: list[float] = field(default_factory=list)
     """At temperature 0: the draft model's probability of each token of the chain."""
 
     def coins(self) -> Coins:
         return InnerCoins(self)
+
+    def end(self) -> None:
+        """The last step failed: the chain ends behind what it drew, whose fate may not depend on what followed."""
+        self.shorten(1)
+        while (token := self.drawn.get(len(self.chain))) is not None:
+            self.commit([token])
 
     @property
     def chain(self) -> list[int]:

@@ -6,15 +6,15 @@ in the text; deterministic ones are walked, and the text for a seed is plain dec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from forerun.drafters.base import DraftContext
 from forerun.sampling import Sampler
 
 
 class Seeds:
-    """Keeps the greedy twin of each row's sampler.
+    """Keeps the greedy twin of each sampler.
 
     Args:
         hide: off, every context is shown as it is.
@@ -22,28 +22,23 @@ class Seeds:
 
     def __init__(self, *, hide: bool) -> None:
         self._hide = hide
-        self._greedy: dict[int, tuple[Sampler, Sampler]] = {}
+        self._greedy = WeakKeyDictionary[Sampler, Sampler]()
 
     def hidden(self, context: DraftContext) -> DraftContext:
         """The context as a drafter is to see it when it proposes."""
-        if not self._hide or all(map(_free, context.samplers)):
-            return context
-        rows = zip(context.rows, context.samplers, strict=True)
-        return replace(context, samplers=[s if _free(s) else self._as_greedy(row, s) for row, s in rows])
+        seen = [self.seen(sampler) for sampler in context.samplers]
+        same = all(one is other for one, other in zip(seen, context.samplers, strict=True))
+        return context if same else replace(context, samplers=seen)
 
-    def forget(self, rows: Sequence[int]) -> None:
-        """These rows are free."""
-        for row in rows:
-            self._greedy.pop(row, None)
-
-    def _as_greedy(self, row: int, sampler: Sampler) -> Sampler:
-        known = self._greedy.get(row)
-        if known is None or known[0] is not sampler:
+    def seen(self, sampler: Sampler) -> Sampler:
+        """The sampler as a drafter is to see it."""
+        if not self._hide or _free(sampler):
+            return sampler
+        if sampler not in self._greedy:
             params = replace(sampler.params, temperature=0.0)
             banned, words = sampler.banned_until_min, sampler.bad_words
-            known = (sampler, Sampler(params, sampler.prompt, banned_until_min=banned, bad_words=words))
-            self._greedy[row] = known
-        return known[1]
+            self._greedy[sampler] = Sampler(params, sampler.prompt, banned_until_min=banned, bad_words=words)
+        return self._greedy[sampler]
 
 
 def _free(sampler: Sampler) -> bool:

@@ -55,18 +55,20 @@ class Drafted:
 
     Args:
         start: how many tokens the text had when this was drafted.
+        record: of the row's domain: says how far a token may be trusted, and is told.
     """
 
-    def __init__(self, start: int) -> None:
-        self.start = start
+    def __init__(self, start: int, record: Record) -> None:
+        self.start, self.record = start, record
         self.tree = TreeBuilder()
         self.expected = 0.0
         """Sum of the nodes' estimated survival: how many tokens of this draft are expected to be kept."""
         self._signs: list[Sign] = []
         self._survival = [1.0]
 
-    def add(self, token: int, parent: int, sign: Sign, confidence: float) -> int:
+    def add(self, token: int, parent: int, sign: Sign) -> int:
         """Add a copied token below `parent` and return its node; one that is there already stays as it is."""
+        confidence = self.record.estimate(sign)
         node = self.tree.add(token, parent, confidence=confidence)
         if node > len(self._signs):
             self._signs.append(sign)
@@ -74,7 +76,7 @@ class Drafted:
             self.expected += self._survival[-1]
         return node
 
-    def teach(self, record: Record, tokens: Sequence[int]) -> None:
+    def teach(self, tokens: Sequence[int]) -> None:
         """Compare the draft with `tokens`, the whole text by now, as far as that reaches."""
         places = {0: self.start}
         for node, (token, parent) in enumerate(zip(self.tree.tokens, self.tree.parents, strict=True), start=1):
@@ -82,7 +84,7 @@ class Drafted:
             if place is None or place >= len(tokens):
                 continue
             right = tokens[place] == token
-            record.learn(self._signs[node - 1], right)
+            self.record.learn(self._signs[node - 1], right)
             if right:
                 places[node] = place + 1
 

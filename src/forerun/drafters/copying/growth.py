@@ -42,19 +42,19 @@ def grow(
         nodes: most nodes.
         depth: most tokens on one path.
     """
-    drafted = Drafted(start)
-    heap: list[tuple[float, int, int, int, float, Branch]] = []
+    drafted = Drafted(start, record)
+    heap: list[tuple[float, int, int, int, Branch]] = []
     serial = 0
     parent, level, survival = 0, 0, 1.0
     while len(drafted.tree) < nodes:
         if level < depth:
             for branch in branches(place):
                 serial += 1
-                confidence = record.estimate(branch.sign)
-                heapq.heappush(heap, (-survival * confidence, serial, parent, level + 1, confidence, branch))
+                reached = survival * record.estimate(branch.sign)
+                heapq.heappush(heap, (-reached, serial, parent, level + 1, branch))
         if not heap:
             break
-        negative, _, above, level, confidence, branch = heapq.heappop(heap)
-        parent = drafted.add(branch.token, above, branch.sign, confidence)
+        negative, _, above, level, branch = heapq.heappop(heap)
+        parent = drafted.add(branch.token, above, branch.sign)
         survival, place = -negative, branch.place  # type: ignore[assignment]
     return drafted

@@ -59,6 +59,12 @@ class OutputStore:
         rest = 0 if self._reading is None else len(self._reading) - self._read
         return rest + sum(len(output) for output in self._waiting)
 
+    @property
+    def held(self) -> int:
+        """Tokens of all outputs, those that wait included."""
+        rest = 0 if self._reading is None else len(self._reading) - self._read
+        return sum(map(len, self.generations)) + rest + sum(map(len, self._waiting))
+
     def add(self, output: Sequence[int]) -> None:
         """Take in an output; of one longer than half the store, only the end."""
         kept = array("i", output[max(0, len(output) + 1 - self._tokens) :])

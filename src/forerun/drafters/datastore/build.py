@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from forerun.drafters.datastore.format import (
     write_manifest,
 )
 from forerun.errors import ArgumentError, DataError
+from forerun.manifests import digest_of
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.training.data.read import BadRecords, Record, read_records
 from forerun.writing import written_folder
@@ -64,7 +64,7 @@ def build(
     if not files:
         raise DataError("no data file was named")
     documents = _documents(files, tokenizer, bad or BadRecords(skip=False))
-    sources = [{"path": path.name, "sha256": _digest(path)} for path in files if path.is_file()]
+    sources = [{"path": path.name, "sha256": digest_of(path)} for path in files if path.is_file()]
     return write(documents, TokenizerIdentity.of(tokenizer, name), output, sources=sources, tell=tell)
 
 
@@ -182,8 +182,3 @@ def _text(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
         return str(tokenizer.apply_chat_template(list(record.messages), tools=tools, tokenize=False))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"the chat template refuses the conversation: {error}") from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,6 @@ Knows files. Does not know how the order is made or searched.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import DataError, VocabularyMismatchError
-from forerun.manifests import ManifestKind
+from forerun.manifests import ManifestKind, digest_of
 from forerun.training.data.identity import TokenizerIdentity
 
 KIND = ManifestKind(
-    format="forerun-datastore", version=1, what="a datastore", remedy="make one with: forerun datastore build"
+    format="forerun-datastore", version=2, what="a datastore", remedy="make one with: forerun datastore build"
 )
 TOKENS, SUFFIXES = "tokens.bin", "suffixes.bin"
 ITEM: np.dtype[np.uint32] = np.dtype("<u4")
@@ -47,9 +46,7 @@ class StoredFile:
     @classmethod
     def of(cls, path: Path) -> StoredFile:
         """Of a file that is there; reads all of it."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(bytes=path.stat().st_size, sha256=digest)
+        return cls(bytes=path.stat().st_size, sha256=digest_of(path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +105,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DataError: no datastore, another version, a manifest that is damaged, or files that are missing or cut short.
     """
-    try:
-        manifest = _parse(KIND.read(folder))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise KIND.damaged(folder, error) from error
+    value = KIND.read(folder)
+    files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
+    tokenizer = TokenizerIdentity(**value["tokenizer"])
+    manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
     _check_lengths(folder, manifest)
     return manifest
 
@@ -130,16 +127,6 @@ def verify(folder: Path, manifest: Manifest) -> None:
     for name, stored in manifest.files.items():
         if StoredFile.of(folder / name) != stored:
             raise DataError(f"{folder / name} has changed since it was written; {KIND.remedy}")
-
-
-def _parse(value: dict[str, Any]) -> Manifest:
-    files = {name: StoredFile(**value["files"][name]) for name in (TOKENS, SUFFIXES)}
-    tokenizer = TokenizerIdentity(**value["tokenizer"])
-    manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
-    for name in ("documents", "tokens", "places", "largest_token", "sorted_tokens"):
-        if not isinstance(getattr(manifest, name), int):
-            raise TypeError(f"{name} must be a whole number, got {getattr(manifest, name)!r}")
-    return manifest
 
 
 def _check_lengths(folder: Path, manifest: Manifest) -> None:

@@ -42,6 +42,10 @@ class EagleConfig:
     max_position_embeddings: int = 2048
     """Most positions of a sequence."""
     hidden_act: str = "silu"
+    sliding_window: int | None = None
+    """Positions that a layer looks back, itself included; None: to the beginning."""
+    full_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that look back to the beginning although the head has a window."""
     attention_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
@@ -63,7 +67,8 @@ class EagleConfig:
     initializer_range: float = 0.02
     """Standard deviation of fresh weights."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the file it came from that mean nothing to drafting (names, versions); written back."""
+    """Keys of the file it came from that mean nothing to drafting (names, versions), or of which nothing is known;
+    written back."""
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -74,6 +79,10 @@ class EagleConfig:
     def reduced_vocabulary(self) -> bool:
         """Whether token ids of the head differ from the target's."""
         return self.draft_vocab_size != self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """Positions that this layer looks back, itself included; None: to the beginning."""
+        return None if layer in self.full_layers else self.sliding_window
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
@@ -109,6 +118,17 @@ def _problem(config: EagleConfig) -> str | None:
         return f"an EAGLE-1 head reads the last hidden state alone, got boundaries {config.boundaries}"
     if any(boundary < 0 and boundary != LAST_HIDDEN for boundary in config.boundaries):
         return f"boundaries count layers from 0, got {config.boundaries}"
+    if config.sliding_window is not None and config.sliding_window < 1:
+        return f"sliding_window must be at least 1 position, got {config.sliding_window}"
+    if config.full_layers and not (
+        config.sliding_window is not None
+        and list(config.full_layers) == sorted(set(config.full_layers) & set(range(config.num_hidden_layers)))
+        and len(config.full_layers) < config.num_hidden_layers
+    ):
+        return (
+            f"full_layers are some, not all, of the {config.num_hidden_layers} layers of a head with a sliding_window, "
+            f"in order and counted from 0; got {config.full_layers} with the window {config.sliding_window}"
+        )
     if not config.own_lm_head and config.reduced_vocabulary:
         return "a reduced draft vocabulary needs its own lm_head"
     if config.generation == 3 and not config.own_lm_head and config.hidden_size != config.target_hidden_size:

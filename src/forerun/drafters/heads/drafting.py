@@ -6,24 +6,26 @@ catching up. Knows no rule and no file format beyond asking `checkpoints` for th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.calibration import Calibration
 from forerun.drafters.dynamic import DynamicTree, Expanded, columns
 from forerun.drafters.growth import DraftVocabulary, Draw, Shape, constant
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.drafters.heads.runner import HeadRunner
-from forerun.drafters.levels import FixedTree, Grown, Submitted
+from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
+from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
+from forerun.sampling import Sampler
 from forerun.target.fast import forwards, packing
 from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Signal, empty_draft
+from forerun.types import Budget, Draft, DraftKind, Signal, empty_draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,10 @@ class HeadDrafterConfig:
             (self.top_k is None or self.top_k >= 1, f"top_k must be at least 1, got {self.top_k}"),
             (self.nodes >= 1, f"nodes must be at least 1, got {self.nodes}"),
             (0 <= self.stop_below < 1, f"stop_below must be in [0, 1), got {self.stop_below}"),
-            (self.temperature is None or self.temperature > 0, f"temperature must be above 0, got {self.temperature}"),
+            (
+                self.temperature is None or GREEDY_BELOW <= self.temperature <= MAX_TEMPERATURE,
+                f"temperature must be in [{GREEDY_BELOW:g}, {MAX_TEMPERATURE:g}], got {self.temperature}",
+            ),
             (self.top_k is None or self.draw in ("auto", "given"), "the nodes of a dynamic tree are given, not drawn"),
         ]
         for passed, message in checks:
@@ -80,9 +85,7 @@ class _Row:
 
     ready: bool = False
     """The head has seen every committed token, the root included."""
-    submitted: Submitted | None = field(default=None)
-    calibration: Calibration | None = field(default=None)
-    """Of the tree that grew it."""
+    submitted: Submitted | None = None
 
 
 class HeadDrafter(Drafter):
@@ -104,6 +107,10 @@ class HeadDrafter(Drafter):
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
         self._rows: dict[int, _Row] = {}
 
+    def kind(self, sampler: Sampler) -> DraftKind:
+        tree = self.tree if sampler.greedy else self.sampled
+        return tree.kind(sampler) if isinstance(tree, FixedTree) else DraftKind()
+
     @property
     def requires(self) -> frozenset[Signal]:
         return frozenset(self.head.config.boundaries)
@@ -116,8 +123,8 @@ class HeadDrafter(Drafter):
         fed = list[int]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
-            if row.submitted is not None and row.calibration is not None:
-                row.submitted.learn(row.calibration, tokens[len(tokens) - fresh :])
+            if row.submitted is not None:
+                row.submitted.learn(tokens[len(tokens) - fresh :])
                 row.submitted = None
             count = min(fresh, len(tokens) - 1)
             row.ready = self.runner.lengths[row_id] == len(tokens) - 1 - count and count > 0
@@ -164,11 +171,12 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         grown = self.runner.unroll(rows, tree.run, grow, key=None if tree.stop_below else deepest)
         for index, row in zip(active, columns(grown), strict=True):
-            builders[index], submitted = tree.cut(row, budget.nodes[index], budget.depth[index])
-            self._submit(context.rows[index], submitted, tree.calibration)
-
-    def _submit(self, row: int, submitted: Submitted, calibration: Calibration) -> None:
-        self._rows[row].submitted, self._rows[row].calibration = submitted, calibration
+            if any(math.isnan(node[3]) for node in row):
+                context.fail(index, not_finite())
+                continue
+            salt = context.salt(index)
+            builders[index], submitted = tree.cut(row, budget.nodes[index], budget.depth[index], salt)
+            self._rows[context.rows[index]].submitted = submitted
 
     def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
         within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]
@@ -192,10 +200,9 @@ class HeadDrafter(Drafter):
         key = None if draws is None else (max(within), tree is self.sampled, draws.key)
         numbers = () if draws is None else draws.numbers
         grown = self.runner.unroll(rows, _size(tree), grow, *numbers, key=key)
-        cuts = tree.cut(grown, [within[index] for index in active])
+        cuts = tree.cut(context, active, grown, [within[index] for index in active])
         for index, (builder, submitted) in zip(active, cuts, strict=True):
-            builders[index] = builder
-            self._submit(context.rows[index], submitted, tree.calibration)
+            builders[index], self._rows[context.rows[index]].submitted = builder, submitted
 
 
 def _size(tree: FixedTree | DynamicTree) -> int:

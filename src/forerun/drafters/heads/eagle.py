@@ -51,7 +51,7 @@ class EagleHead(nn.Module):
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.rotary = _Rotary(_rotary_config(config))
+        self.rotary = Rotary(config)
         self._initialize()
 
     @property
@@ -107,11 +107,18 @@ class EagleHead(nn.Module):
                     nn.init.zeros_(module.bias)
 
 
-class _Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
-    """Frequencies stay float32 whatever the head is turned into: in bfloat16, far positions would fall together."""
+class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
+    """Frequencies stay float32 whatever the head is turned into: in bfloat16, far positions would fall together.
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
-        moved: _Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+    Raises:
+        KeyError, TypeError, ValueError: a parameter of `EagleConfig.rope_scaling` is missing or makes no sense.
+    """
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(_rotary_config(config))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        moved: Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
         return moved
 
 

@@ -18,15 +18,15 @@ from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.drafters.heads.recordings import Recordings
 from forerun.target import Target
 from forerun.target.cache import SlotCache, contiguous
-from forerun.target.fast.attention import fold_attention
+from forerun.target.fast.attention import attend
 from forerun.target.fast.packing import packed_bytes
+from forerun.target.fast.padding import Pass
 from forerun.target.inputs import Nodes
-from forerun.target.masks import FULL, Block, MaskStyle, build
+from forerun.target.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.types import Signal
 
 PIECE = 512
 """Most entries of a row in one pass over a prompt."""
-_PLAIN = MaskStyle(types=(FULL,), window=None)
 _LEAST_WIDTH = 256
 """Slots that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four times..."""
 _READING_ROPES = ("dynamic", "longrope")
@@ -41,7 +41,9 @@ class _Frontier:
     lengths: Tensor
     """(B,) committed entries."""
     sees: Tensor
-    """(B, F, M) bool: which of the M nodes run so far each node of the level looks at, itself included."""
+    """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
+    positions: Tensor
+    """(B, M) int64 of these nodes."""
     features: Tensor
     """(B, F, H)"""
     depth: int
@@ -57,6 +59,9 @@ class HeadRunner:
         self.lengths = [0] * rows
         """Entries with the target's own features, by row."""
         self._cache = SlotCache(rows, slots)
+        layers = range(head.config.num_hidden_layers)
+        self._kinds = [FULL if head.config.window(layer) is None else SLIDING for layer in layers]
+        self._style = MaskStyle(types=tuple(sorted(set(self._kinds))), window=head.config.sliding_window)
         weight = head.fc.weight
         size = head.config.hidden_size
         self._dtype = weight.dtype
@@ -76,6 +81,7 @@ class HeadRunner:
     def truncate(self, row: int, length: int) -> None:
         """Forget all but the first `length` entries of a row."""
         self.lengths[row] = min(self.lengths[row], length)
+        self._cache.clear(row, self.lengths[row])
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
         """Append entries: ``tokens[b][i]`` follows the token whose feature is ``signals[boundary][b, i]``.
@@ -116,6 +122,7 @@ class HeadRunner:
             self._begin(rows, index, lengths, width)
             return grow(self.logits(self._outputs[index].unsqueeze(1)), *numbers)
 
+        self._cache.touch(rows, [self.lengths[row] + run for row in rows])
         index = torch.tensor(rows, device=self.device)
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
         tree: Tree = self.recordings.run(key, work, index, lengths, *numbers)
@@ -139,9 +146,10 @@ class HeadRunner:
         positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)
         slots = last.lengths.unsqueeze(1) + run + torch.arange(width, device=self.device)
         self._cache.go_on(slots)
-        block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=positions)
-        advanced = self._advance(tokens, features, positions, build(block, _PLAIN, last.width, self._dtype))
-        self._frontier = replace(last, sees=sees, features=advanced.feature, depth=last.depth + 1)
+        reached = torch.cat([last.positions, positions], dim=1)
+        block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=reached)
+        advanced = self._advance(tokens, features, positions, self._mask(block, last.width))
+        self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=last.depth + 1)
         return self.logits(advanced.output)
 
     def logits(self, output: Tensor) -> Tensor:
@@ -155,7 +163,9 @@ class HeadRunner:
         none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
         self._cache.begin(rows, index.new_zeros(len(rows), 0), width, index=index)
         features = self._features[index].unsqueeze(1)
-        self._frontier = _Frontier(lengths=lengths, sees=none, features=features, depth=0, width=width)
+        self._frontier = _Frontier(
+            lengths=lengths, sees=none, positions=index.new_zeros(len(rows), 0), features=features, depth=0, width=width
+        )
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
         nodes = Nodes.of_prompt(pieces)
@@ -163,11 +173,12 @@ class HeadRunner:
         lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
         positions = lengths.unsqueeze(1) + nodes.depths.to(self.device)
         most = max(self.lengths[row] for row in rows) + nodes.fresh
+        self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most)
         sees = nodes.sees.to(self.device) & real.unsqueeze(2)
         block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
         fused = self.head.fuse([state.to(self.device, self._dtype) for state in states])
-        advanced = self._advance(nodes.ids.to(self.device), fused, positions, build(block, _PLAIN, most, self._dtype))
+        advanced = self._advance(nodes.ids.to(self.device), fused, positions, self._mask(block, most))
         place = torch.arange(len(rows), device=self.device)
         index = torch.tensor(rows, device=self.device)
         self._features[index] = advanced.feature[place, counts - 1]
@@ -175,15 +186,18 @@ class HeadRunner:
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
 
-    def _advance(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: object) -> Advanced:
-        embeds = self.embed(tokens)
+    def _mask(self, block: Block, width: int) -> dict[str, Tensor]:
+        """By kind of layer."""
+        mask = build(block, self._style, width, self._dtype)
+        return mask if isinstance(mask, dict) else {self._kinds[0]: mask}
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            assert isinstance(mask, Tensor)
-            keys, values = self._cache.update(key, value, layer)
-            return fold_attention(self.head, query, keys, values, mask)[0]
+    def _advance(self, tokens: Tensor, features: Tensor, positions: Tensor, masks: dict[str, Tensor]) -> Advanced:
+        embeds, this = self.embed(tokens), Pass()
 
-        return self.head.advance(embeds, features, self.head.angles(positions, embeds), attend)
+        def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(query, *self._cache.update(key, value, layer), masks[self._kinds[layer]], this)
+
+        return self.head.advance(embeds, features, self.head.angles(positions, embeds), attend_cached)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(..) -> (.., H), from the head's own table or the target's."""

@@ -117,7 +117,7 @@ class Collector:
         device = scores.logits.device
         rows, nodes = torch.tensor(places, device=device).unbind(1)
         heats = [_temperature(sampler) or 1.0 for sampler in context.samplers]
-        temperatures = torch.tensor([heats[index] for index, _ in places], device=device)
+        temperatures = torch.tensor([heats[index] for index, _ in places], dtype=torch.float32, device=device)
         logits = scores.logits[rows, nodes].float() / temperatures.unsqueeze(1)
         known = torch.log_softmax(logits, -1)[:, : self._readable]
         top, ids = known.topk(min(self._top_k, known.shape[-1]), dim=-1)

@@ -16,9 +16,10 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.adapting.collecting import Collector
 from forerun.engine.adapting.throttle import Throttle
 from forerun.engine.adapting.watching import Sentence, Watch
+from forerun.sampling import Sampler
 from forerun.scores import Scores
 from forerun.target.swapping import Weights, exchange
-from forerun.types import Budget, Draft, Signal, Verdict
+from forerun.types import Budget, Draft, DraftKind, Signal, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class AdaptedDrafter(Drafter):
         self._former: Weights | None = None
         self._changes = 0
         self._read_under: dict[int, int] = {}
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.drafter.kind(sampler)
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -85,9 +89,13 @@ class AdaptedDrafter(Drafter):
             self._roll_back()
         if self.failed:
             return
+        places = [place for place, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
+        if not places:
+            return
         try:
             with self._throttle.paced():
-                self._collector.observe(context, verdicts, scores)
+                kept = [verdicts[place] for place in places]
+                self._collector.observe(context.of(places), kept, scores.of(places))
         except Exception as error:
             self.failed = True
             log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)

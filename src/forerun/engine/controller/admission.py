@@ -64,7 +64,7 @@ class GivenTree:
         named, alive, held = list[tuple[int, int, float]](), [1.0], list[int]()
         for node in list(kept)[1:]:
             token, parent = nodes[node - 1]
-            stated = survival[node] / survival[parent]
+            stated = survival[node] / survival[parent] if survival[parent] > 0 else 0.0
             named.append((token, kept[parent], stated))
             alive.append(alive[kept[parent]] * estimate(holders[node], stated))
             held.append(holders[node])
@@ -147,13 +147,5 @@ def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:
     builders = [trees.rebuild(draft, row, widen=False) for row in range(len(draft.counts))]
     for row, nodes in keep.items():
         assert prunable(draft, row), "only given nodes may be pruned after they were drawn"
-        builders[row] = _kept(builders[row], sorted(nodes))
+        builders[row] = builders[row].only(nodes)
     return trees.stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)
-
-
-def _kept(builder: TreeBuilder, nodes: Sequence[int]) -> TreeBuilder:
-    ids, smaller = {0: 0}, TreeBuilder()
-    for node in nodes:
-        parent = ids[builder.parents[node - 1]]
-        ids[node] = smaller.add(builder.tokens[node - 1], parent, confidence=builder.confidence[node - 1])
-    return smaller

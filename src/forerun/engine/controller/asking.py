@@ -85,10 +85,6 @@ class Asking:
         """What it saves is another matter from now on."""
         self._gains.clear()
 
-    def failed(self, step: int) -> None:
-        """It raised."""
-        self._wake = step + _INTERVAL
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from forerun.drafters import build, entry_named
+from forerun.drafters import entry_named
 from forerun.drafters.base import Drafter, DrafterSetup
+from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.controller.arm import Arm, Sizes
 from forerun.engine.controller.auto import arms_of, repeats
@@ -51,20 +53,22 @@ def controller_for(
     Raises:
         ForerunError: whatever keeps a drafter from being built.
     """
+    setup = dataclasses.replace(setup, pass_ms=None)  # the controller itself chooses how much is drafted
     arms = [_arm(own, setup, nodes, reproducible=repeats(config)) for own in arms_of(config)]
-    passes = costs if costs is not None else _measured(setup.target)
+    passes = costs if costs is not None else measured(setup.target)
     filling = Padded() if setup.target.computes_padding else Packed()
     step_costs = StepCosts(passes, getattr(passes, "drafts", None), filling)
     for arm in arms:
         step_costs.expect(arm.key, COPY if arm.copies else _guess(arm.drafter, setup.target, passes))
-    return Controller(arms, step_costs, nodes=nodes, vocabulary=setup.target.vocab_size, measure=costs is None)
+    return Controller(arms, step_costs, nodes=nodes, measure=costs is None)
 
 
 def _arm(config: SpeculativeConfig, setup: DrafterSetup, nodes: int, *, reproducible: bool) -> Arm:
-    drafter = build(config.method, config.drafter_options, setup)
-    own = getattr(drafter, "config", None)
+    drafter = Guarded.built(config.method, config.drafter_options, setup)
+    own = getattr(drafter.drafter, "config", None)
     shape = getattr(own, "shape", None)
-    default = len(shape) if shape else getattr(own, "num_speculative_tokens", None) or _UNKNOWN_LIMIT
+    named = len(shape) if shape else getattr(own, "num_speculative_tokens", None)
+    default = drafter.depth or named or _UNKNOWN_LIMIT
     return Arm(
         name=config.method,
         key=config.key,
@@ -75,7 +79,7 @@ def _arm(config: SpeculativeConfig, setup: DrafterSetup, nodes: int, *, reproduc
     )
 
 
-def _measured(target: Target) -> PassCost:
+def measured(target: Target) -> PassCost:
     """From disk or by measuring on free rows; where none are free, a nominal figure that steps will correct."""
     try:
         return load_or_measure(target)

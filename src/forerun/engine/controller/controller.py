@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forerun import tree as trees
 from forerun.engine.controller.admission import GivenTree, prunable, prune
-from forerun.engine.controller.arm import Arm
+from forerun.engine.controller.arm import Arm, Sizes
 from forerun.engine.controller.asking import Reach, Turn, settle
 from forerun.engine.controller.chooser import PLAIN, Choice, Copy, choose
 from forerun.engine.controller.confidence import Confidence
-from forerun.engine.controller.costs import StepCosts
+from forerun.engine.controller.costs import FreeDrafts, StepCosts
 from forerun.engine.controller.goodput import Goodput
 from forerun.engine.controller.lessons import learn
 from forerun.engine.controller.moment import Asked, Moment
 from forerun.engine.controller.offers import offer_of
-from forerun.step import Emitted, Group, Row, context_for, drafter_failed
+from forerun.step import Emitted, Group, Row, context_for
 from forerun.types import Budget, Draft, Signal
 
 Clock = Callable[[], float]
@@ -38,7 +38,6 @@ class Controller:
         arms: the drafters to choose from; one where a drafter was named.
         costs: what passes and proposals cost.
         nodes: most drafted nodes of a row.
-        vocabulary: tokens that the target knows.
         measure: let what steps were seen to take correct `costs`. Off, decisions follow from the text and `costs`.
         clock: times what drafters that copy take.
     """
@@ -49,7 +48,6 @@ class Controller:
         costs: StepCosts,
         *,
         nodes: int,
-        vocabulary: int,
         measure: bool = True,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -58,8 +56,24 @@ class Controller:
         self.agreement = Confidence()
         self.steps = 0
         self._reach = Reach()
-        self._nodes, self._vocabulary, self._clock = nodes, vocabulary, clock
+        self._nodes, self._clock = nodes, clock
         self._moment: Moment | None = None
+
+    def with_free_drafts(self) -> Controller:
+        """The same drafters under a controller that has learned nothing yet and to which drafts are free."""
+        arms = [
+            Arm(
+                name=arm.name,
+                key=arm.key,
+                drafter=arm.drafter,
+                copies=arm.copies,
+                limit=arm.limit,
+                sizes=Sizes(self._nodes),
+            )
+            for arm in self.arms
+        ]
+        costs = FreeDrafts([arm.key for arm in arms], self.costs.filling)
+        return Controller(arms, costs, nodes=self._nodes, measure=False, clock=self._clock)
 
     def requires(self) -> frozenset[Signal]:
         """The hidden states that any of its drafters reads."""
@@ -144,13 +158,7 @@ class Controller:
             arm.drafter.idle = arm.copies and not arm.asking.due(self.steps)
             if not arm.copies or arm.drafter.idle:
                 continue
-            try:
-                asked = self._asked(moment, arm, index)
-            except Exception as error:
-                drafter_failed(moment.rows, arm.name, "to propose; its rows decode plainly", error)
-                arm.asking.failed(self.steps)
-                continue
-            if asked is not None:
+            if (asked := self._asked(moment, arm, index)) is not None:
                 moment.asked.append(asked)
 
     def _asked(self, moment: Moment, arm: Arm, index: int) -> Asked | None:
@@ -164,7 +172,6 @@ class Controller:
         dearest = bisect_right(moment.times, _DEAREST * moment.times[0]) - 1
         nodes = max(1, min(dearest, self._reach.nodes()))
         draft = arm.drafter.propose(context, Budget(nodes=[nodes] * len(wanted), depth=depths))
-        trees.check(draft, self._vocabulary)
         found = {
             member: self._tree(draft, place, arm, context.rows[place])
             for place, member in enumerate(wanted)

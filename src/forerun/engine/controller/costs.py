@@ -6,13 +6,14 @@ Knows no clock: times are handed in.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import overload
 
 from forerun.engine.controller.correction import Correction
 from forerun.engine.controller.filling import Filling, Packed
 from forerun.engine.cost import DraftCost, PassCost
+from forerun.engine.cost.model import FREE
 
 _WINDOW = 24
 """Figures of a kind that are kept."""
@@ -34,11 +35,17 @@ class Nominal:
     """A pass cost for where none could be measured: memory-bound, a node more costs little. Arbitrary unit.
 
     Ratios seen while running turn it into milliseconds.
+
+    Args:
+        slope: what each node adds, in passes over one.
     """
+
+    def __init__(self, slope: float = 0.04) -> None:
+        self._slope = slope
 
     def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
         """Wall time of one pass in units of one of a single node."""
-        return 1.0 + 0.04 * (nodes * rows - 1)
+        return 1.0 + self._slope * (nodes * rows - 1)
 
 
 class Times(Sequence[float]):
@@ -191,6 +198,17 @@ class StepCosts:
         if nodes == whole:
             return below
         return below + (nodes - whole) * (self._passes.pass_ms(whole + 2, rows, context) - below)
+
+
+class FreeDrafts(StepCosts):
+    """Drafts cost nothing, and a pass the same however many nodes."""
+
+    def __init__(self, keys: Iterable[str], filling: Filling) -> None:
+        """`keys`: of the drafters."""
+        super().__init__(Nominal(slope=0.0), dict.fromkeys(keys, FREE), filling)
+
+    def asking_ms(self, rows: int, ms: float) -> float:
+        return 0.0
 
 
 def _kind(size: int, rows: int) -> tuple[int, int]:

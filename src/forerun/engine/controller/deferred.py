@@ -6,8 +6,7 @@ aside, hidden states included, and shown in one go before the next proposal for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,8 +14,10 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.composing.seeds import Seeds
+from forerun.drafters.guarded import Guarded
+from forerun.sampling import Sampler
 from forerun.step import Scores
-from forerun.types import Budget, Draft, Signal, Verdict
+from forerun.types import Budget, Draft, DraftKind, Signal, Verdict
 
 _MOST_STATES = 512
 """Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded."""
@@ -39,15 +40,16 @@ class _Row:
 class Deferred(Drafter):
     """A drafter whose `extend` waits until it is asked for a proposal."""
 
-    def __init__(self, drafter: Drafter, *, reproducible: bool = False) -> None:
+    def __init__(self, drafter: Guarded, *, reproducible: bool = False) -> None:
         """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.drafter = drafter
         self._seeds = Seeds(hide=reproducible)
-        self.failed = False
-        """The drafter raised since this was last set to False."""
         self.idle = False
         """It is not asked for the time being, and does not watch."""
         self._rows: dict[int, _Row] = {}
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.drafter.kind(self._seeds.seen(sampler))
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -75,9 +77,7 @@ class Deferred(Drafter):
                 self._show([index], context)
         if now:
             self._mark_shown(context, now)
-            part = _part(context, now, [context.fresh[index] for index in now], _rows_of(context, now))
-            with self._noticing():
-                self.drafter.extend(part)
+            self.drafter.extend(context.of(now))
 
     def unread(self, row: int, length: int) -> int:
         """Tokens of a row's `length` that the drafter must be shown before its next proposal."""
@@ -96,18 +96,15 @@ class Deferred(Drafter):
             self._show(late, context)
         for index in wanted:
             self._rows[context.rows[index]].asked = True
-        with self._noticing():
-            return self.drafter.propose(self._seeds.hidden(context), budget)
+        return self.drafter.propose(self._seeds.hidden(context), budget)
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        with self._noticing():
-            self.drafter.observe(context, verdicts, scores)
+        self.drafter.observe(context, verdicts, scores)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 self._rows.pop(row_id, None)
-                self._seeds.forget([row_id])
             elif (row := self._rows.get(row_id)) is not None:
                 self._shorten(row, length)
         self.drafter.truncate(rows, lengths)
@@ -132,16 +129,7 @@ class Deferred(Drafter):
         for row in rows:
             row.states.clear()
         self._mark_shown(context, late)
-        with self._noticing():
-            self.drafter.extend(_part(context, late, fresh, signals))
-
-    @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self.failed = True
-            raise
+        self.drafter.extend(replace(context.of(late), fresh=fresh, signals=signals))
 
     def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:
@@ -157,24 +145,3 @@ class Deferred(Drafter):
 def _padded(parts: Sequence[Tensor]) -> Tensor:
     """(B, F, H), left aligned, from one (F', H) per row."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-
-
-def _rows_of(context: DraftContext, indices: Sequence[int]) -> Mapping[Signal, Tensor]:
-    whole = len(indices) == len(context.rows)
-    return context.signals if whole else {signal: states[list(indices)] for signal, states in context.signals.items()}
-
-
-def _part(
-    context: DraftContext, indices: Sequence[int], fresh: Sequence[int], signals: Mapping[Signal, Tensor]
-) -> DraftContext:
-    return replace(
-        context,
-        rows=[context.rows[index] for index in indices],
-        tokens=[context.tokens[index] for index in indices],
-        prompt_lengths=[context.prompt_lengths[index] for index in indices],
-        fresh=fresh,
-        samplers=[context.samplers[index] for index in indices],
-        coins=[context.coins[index] for index in indices],
-        signals=signals,
-        predictions=[context.predictions[index] for index in indices] if context.predictions else (),
-    )

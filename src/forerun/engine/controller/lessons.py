@@ -59,8 +59,8 @@ def _confidences(arms: Sequence[Arm], moment: Moment, own: Sequence[Emitted]) ->
 
 def _acceptance(arm: Arm, index: int, moment: Moment, own: Sequence[Emitted], costs: StepCosts) -> None:
     chosen = moment.chosen(arm, index)
-    if arm.drafter.failed:
-        arm.drafter.failed = False
+    if arm.drafter.drafter.failed:
+        arm.drafter.drafter.failed = False
         arm.switch.fail([moment.rows[member].row for member in chosen])
         return
     offer = next(offer for offer in moment.offers if offer.arm == index)

@@ -132,7 +132,7 @@ def _sample(
     """Wall times in seconds. The first round, with a warm-up of each size, decides what fits the budget."""
     deadline = time.perf_counter() + seconds
     samples: dict[Point, list[float]] = {}
-    drafts = {nodes: _chain(nodes) for nodes in grid.nodes}
+    drafts = {nodes: _chain(nodes, min(97, target.vocab_size)) for nodes in grid.nodes}
     rate = 0.0
     for point in grid.points():
         tokens = point[1] * point[2]
@@ -167,9 +167,9 @@ def _time(target: Target, rows: Sequence[int], point: Point, drafts: dict[int, D
     return time.perf_counter() - began
 
 
-def _chain(nodes: int) -> Draft:
+def _chain(nodes: int, vocabulary: int) -> Draft:
     builder = TreeBuilder()
-    builder.add_path([index % 97 for index in range(nodes - 1)])
+    builder.add_path([index % vocabulary for index in range(nodes - 1)])
     return stack([builder])
 
 

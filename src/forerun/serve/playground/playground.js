@@ -360,7 +360,13 @@ async function begin() {
     const model = (await call("v1/models")).data[0];
     at("model").textContent = model.id;
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
-    at("count").max = model.speculation.max_speculative_tokens;
+    const limit = () => { at("count").max = model.speculation.max_speculative_tokens[at("drafter").value]; };
+    at("drafter").addEventListener("change", limit);
+    limit();
+    if (!model.speculation.traces) {
+      at("run").disabled = true;
+      say("this page shows traces of answers, and this server gives none; start it with --allow-traces", true);
+    }
   } catch (error) {
     say(`${error.message}; reload the page when the server is ready`, true);
   }

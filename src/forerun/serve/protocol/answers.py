@@ -6,16 +6,20 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.engine.text import Detokenizer
 from forerun.types import CompletionOutput, OutputToken, RequestOutput, SpeculationStats, StepTrace, TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not know."""
+
+PromptLogprobs = Sequence[Mapping[int, TokenLogprob] | None]
+"""As the engine gives them: None for the first token."""
 
 
 def usage(outputs: Sequence[RequestOutput], *, predicted: bool, reasoning: int | None = None) -> dict[str, Any]:
@@ -23,11 +27,11 @@ def usage(outputs: Sequence[RequestOutput], *, predicted: bool, reasoning: int |
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     counts: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        **counted(prompt, completion),
     }
+    cached = [output.num_cached_tokens for output in outputs if output.num_cached_tokens is not None]
+    if len(cached) == len(outputs):
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
     details = {} if reasoning is None else {"reasoning_tokens": reasoning}
     if predicted:
         stats = pooled(outputs)
@@ -36,6 +40,11 @@ def usage(outputs: Sequence[RequestOutput], *, predicted: bool, reasoning: int |
     if details:
         counts["completion_tokens_details"] = details
     return counts
+
+
+def counted(prompt: int, completion: int) -> dict[str, int]:
+    """The counts alone, in tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def pooled(outputs: Iterable[RequestOutput]) -> SpeculationStats:
@@ -65,11 +74,60 @@ def metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(tokens: Sequence[OutputToken], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+class ScoredToken(NamedTuple):
+    """A token of a prompt or an answer, as log-probabilities are written of it."""
+
+    id: int
+    text: str
+    """What it adds to the text."""
+    logprob: TokenLogprob | None
+    """None for the first one of a prompt."""
+    best: Mapping[int, TokenLogprob]
+
+
+def scored_answer(tokens: Sequence[OutputToken]) -> list[ScoredToken]:
+    """The tokens of an answer whose log-probabilities were asked for."""
+    return [ScoredToken(token.id, token.text, token.logprob, token.top_logprobs or {}) for token in tokens]
+
+
+def scored_prompt(
+    ids: Sequence[int], logprobs: PromptLogprobs, tokenizer: PreTrainedTokenizerBase, top: int
+) -> list[ScoredToken]:
+    """The tokens of a prompt whose log-probabilities were asked for, with the `top` likeliest in their places."""
+    texts = Detokenizer(tokenizer, (), skip_special=True)
+    found = []
+    for token, entry in zip(ids, logprobs, strict=True):
+        best = {other: value for other, value in (entry or {}).items() if value.rank <= top}
+        found.append(ScoredToken(token, texts.add(token), None if entry is None else entry[token], best))
+    return found
+
+
+def prompt_logprobs(
+    ids: Sequence[int], logprobs: PromptLogprobs, tokenizer: PreTrainedTokenizerBase, top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: by token id, of each token and of the `top` likeliest in its place."""
+    return [
+        {
+            str(other): {"logprob": _finite(value), "rank": value.rank, "decoded_token": tokenizer.decode([other])}
+            for other, value in entry.items()
+            if other == token or value.rank <= top
+        }
+        if entry is not None
+        else None
+        for token, entry in zip(ids, logprobs, strict=True)
+    ]
+
+
+def token_namer(tokenizer: PreTrainedTokenizerBase, *, by_id: bool) -> Callable[[int], str]:
+    """How log-probabilities name a token: by its text, or by its id, which is never that of two."""
+    return (lambda token: f"token_id:{token}") if by_id else (lambda token: str(tokenizer.decode([token])))
+
+
+def chat_logprobs(tokens: Sequence[OutputToken], name: Callable[[int], str]) -> dict[str, Any]:
     """``logprobs`` of a chat choice."""
 
     def named(token: int, value: TokenLogprob) -> dict[str, Any]:
-        text = tokenizer.decode([token])
+        text = name(token)
         return {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8"))}
 
     content = []
@@ -80,20 +138,24 @@ def chat_logprobs(tokens: Sequence[OutputToken], tokenizer: PreTrainedTokenizerB
     return {"content": content}
 
 
-def completion_logprobs(
-    tokens: Sequence[OutputToken], tokenizer: PreTrainedTokenizerBase, offset: int
-) -> dict[str, Any]:
-    """``logprobs`` of a completion choice; `offset`: characters of the answer before the first token."""
+def completion_logprobs(tokens: Sequence[ScoredToken], name: Callable[[int], str], offset: int) -> dict[str, Any]:
+    """``logprobs`` of a completion choice; `offset`: characters of its text before the first token."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
-        assert token.logprob is not None, "asked for"
-        text = tokenizer.decode([token.id])
-        found["tokens"].append(text)
-        found["token_logprobs"].append(_finite(token.logprob))
-        best: Mapping[int, TokenLogprob] = token.top_logprobs or {}
-        found["top_logprobs"].append({tokenizer.decode([other]): _finite(value) for other, value in best.items()})
+        found["tokens"].append(name(token.id))
+        found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
+        found["top_logprobs"].append(None if token.logprob is None else _named_best(token, name))
         found["text_offset"].append(offset)
         offset += len(token.text)
+    return found
+
+
+def _named_best(token: ScoredToken, name: Callable[[int], str]) -> dict[str, float]:
+    """The likeliest and the token itself. Of those with the same text, such as parts of characters, the likeliest."""
+    assert token.logprob is not None
+    found: dict[str, float] = {}
+    for other, value in sorted({**token.best, token.id: token.logprob}.items(), key=lambda pair: pair[1].rank):
+        found.setdefault(name(other), _finite(value))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,27 @@ _CODES = {
 }
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
+_MOST = 1000
+"""Characters of a message."""
+_PATH = re.compile(
+    r"(?<![\w/#.:~-])(?:file://|~|\.{1,2})?(?:/[\w.@+~-]+){2,}/?(?::\d+)*|\b[\w./\\-]+\.(?:rs|py|c|cc|cpp|h)(?::\d+)+"
+)
+"""A path from the root with two names at least, or a place in a source file. Not a JSON pointer (``#/a/b``), no URL."""
+_PANIC = re.compile(r"panicked at|PanicException")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(ForerunError):
-    """What a client is told: an HTTP status and OpenAI's ``error`` object."""
+    """What a client is told: an HTTP status and OpenAI's ``error`` object.
+
+    Messages of libraries may name files of this machine, or places in their code; neither is told.
+    """
 
     def __init__(
         self,
@@ -29,7 +48,7 @@ class ApiError(ForerunError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(presentable(message))
         self.status, self.param = status, param
         self.code = code or _CODES.get(status)
         self.retry_after_s = retry_after_s
@@ -44,9 +63,32 @@ class ApiError(ForerunError):
         """To send along."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
-    def body(self) -> dict[str, Any]:
-        """The envelope."""
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's envelope, whose message names the parameter."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        named = self.param is None or self.param in str(self)
+        return {"type": "error", "error": {"type": kind, "message": str(self) if named else f"{self.param}: {self}"}}
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The envelope that clients of `path` know."""
+        if path.startswith("/v1/messages"):
+            return self.anthropic_body()
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def presentable(message: str) -> str:
+    """A message for strangers: without paths and places in source code, a panic's words, or more than it takes."""
+    if _PANIC.search(message):
+        return "what the request asks for is more than a library here can take; simplify it"
+    shown = _PATH.sub("(a file)", message[: 2 * _MOST])
+    return shown if len(shown) <= _MOST else f"{shown[:_MOST]}..."
+
+
+def refusal(error: Exception) -> ApiError:
+    """A 400 for what the engine does not take: our own words, but not those of a library."""
+    if isinstance(error, ForerunError):
+        return bad_request(str(error))
+    return bad_request(f"the model's libraries cannot read this request ({type(error).__name__})")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -73,4 +115,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if error["type"] == "missing":
         return bad_request(f"the parameter {param!r} is missing" if param else "the request has no body", param)
     message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "literal_error":
+        message = f"only {error['ctx']['expected']} is supported"
     return bad_request(f"{param}: {message}" if param else message, param)

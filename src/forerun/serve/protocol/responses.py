@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from forerun.serve.protocol.common import JsonSchema, ResponseFormat, Speculation, Strict
-from forerun.serve.protocol.requests import ChatRequest, Message
+from forerun.serve.protocol.common import MAX_PARTS, JsonSchema, Name, ResponseFormat, Salt, Speculation, Strict
+from forerun.serve.protocol.neutral import NeutralResponses
+from forerun.serve.protocol.requests import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort
 from forerun.serve.protocol.tools import (
+    MAX_TOOLS,
+    AllowedChoice,
+    AllowedTools,
     FunctionCall,
     FunctionDefinition,
     NamedChoice,
@@ -30,8 +34,11 @@ class Text(Strict):
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None
     logprobs: list[Any] | None = None
+
+
+Texts = Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class InputMessage(Strict):
@@ -39,18 +46,17 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Text]
+    content: str | Texts
     id: str | None = None
     status: Status | None = None
-    phase: None = None
 
 
 class InputCall(Strict):
     """A call of an earlier response."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
+    call_id: Name
+    name: Name
     arguments: str
     id: str | None = None
     status: Status | None = None
@@ -60,8 +66,8 @@ class InputCallOutput(Strict):
     """What a call brought."""
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[Text]
+    call_id: Name
+    output: str | Texts
     id: str | None = None
     status: Status | None = None
 
@@ -71,10 +77,9 @@ class InputReasoning(Strict):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[Text] | None = None
-    content: list[Text] | None = None
+    summary: Texts | None = None
+    content: Texts | None = None
     status: Status | None = None
-    encrypted_content: None = None
 
 
 Item = InputMessage | InputCall | InputCallOutput | InputReasoning
@@ -90,6 +95,14 @@ class ResponseChoice(NamedFunction):
     """A ``tool_choice`` that names the function to call, flat."""
 
     type: Literal["function"]
+
+
+class ResponseAllowed(Strict):
+    """A ``tool_choice`` that allows some of the tools, flat."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(JsonSchema):
@@ -110,42 +123,42 @@ class TextOptions(Strict):
     """What the text must look like."""
 
     format: TextFormat | None = None
+    verbosity: Literal["medium"] = "medium"
 
 
-class ResponsesRequest(Strict):
+class Reasoning(Strict):
+    """How much the model is to think."""
+
+    effort: ReasoningEffort | None = None
+
+
+class ResponsesRequest(NeutralResponses):
     """``POST /v1/responses``."""
 
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: TextOptions | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseChoice | ResponseAllowed | None = None
     parallel_tool_calls: bool = True
     stream: bool = False
-    store: bool | None = None
-    """Nothing is kept here: true is refused."""
-    metadata: dict[str, str] | None = None
-    """Comes back as it is."""
-    user: str | None = None
-    """Has no effect here."""
+    reasoning: Reasoning | None = None
+    user: Name | None = None
+    cache_salt: Salt | None = None
     speculative: Speculation | None = None
-
-    @field_validator("store")
-    @classmethod
-    def _nothing_is_stored(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("true is not supported: this server keeps no responses; send the whole conversation")
-        return value
 
     def chat(self) -> ChatRequest:
         """The same as a chat request."""
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChoice):
-            choice = NamedChoice(type="function", function=NamedFunction(name=choice.name))
+            choice = _named(choice)
+        elif isinstance(choice, ResponseAllowed):
+            tools = AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+            choice = AllowedChoice(type="allowed_tools", allowed_tools=tools)
         form = self.text.format if self.text is not None else None
         return ChatRequest(
             model=self.model,
@@ -155,10 +168,13 @@ class ResponsesRequest(Strict):
             top_p=self.top_p,
             response_format=None if form is None else form.chat(),
             tools=[_tool(tool) for tool in self.tools] if self.tools else None,
-            tool_choice=choice if self.tools or choice != "auto" else None,
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             stream=self.stream,
+            cache_salt=self.cache_salt,
             speculative=self.speculative,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            user=self.user,
         )
 
     def _messages(self) -> Iterator[Message]:
@@ -214,6 +230,10 @@ class _AssistantTurn:
 
 def _joined(content: str | list[Text]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _named(choice: ResponseChoice) -> NamedChoice:
+    return NamedChoice(type="function", function=NamedFunction(name=choice.name))
 
 
 def _tool(tool: ResponseTool) -> Tool:

@@ -57,6 +57,6 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
 
 
 def folds(model: Any, base: Any) -> bool:
-    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which is told by `RUNNING` where
-    tokens stand; in compiled passes it is not."""
+    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which asks the running `Pass`
+    where tokens stand; in compiled passes it does not."""
     return attention.installed(model) and not isinstance(base.forward, compiling.CompiledForward)

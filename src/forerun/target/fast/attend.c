@@ -3,9 +3,10 @@
 // Flash attention (online softmax, arXiv 2205.14135) over blocks of BLOCK keys. What one query row gets depends on that
 // row, the keys it sees and their slots alone, to the bit: every row does the same operations in the same order however
 // many rows, sequences or masked keys there are. So a token scored in a tree's chain has the bits that plain decoding
-// gives it. Blocks that nobody in a tile of rows sees are not even read.
+// gives it. Blocks that nobody in a tile of rows sees are not even read. What is computed from NaN or infinity is NaN.
 //
 // Knows pointers and strides (in elements). Depths are multiples of 32, at most MOST_DEPTH; the innermost stride is 1.
+// Sizes that it cannot work with, and rows that are not there, are refused before anything is read or written.
 
 #include <math.h>
 #include <string.h>
@@ -20,7 +21,7 @@ typedef struct {
     const uint16_t *query, *key, *value, *mask;
     const int64_t *rows;        // (batch,) which row of the keys and values each sequence has; NULL: its own number
     uint16_t *out;              // (batch, count, heads, value_depth), contiguous
-    int64_t batch, heads, key_heads, count, width, depth, value_depth;
+    int64_t batch, held, heads, key_heads, count, width, depth, value_depth;    // `held` rows of keys and values
     int64_t query_batch, query_head, query_row;
     int64_t key_batch, key_head, key_slot;
     int64_t value_batch, value_head, value_slot;
@@ -150,7 +151,7 @@ INLINE float weigh(const Problem *p, const uint16_t *mask, int64_t size, int64_t
     highest = highest > before ? highest : before;
     for (int64_t group = 0; group < groups; group++) {
         __m512 found = _mm512_load_ps(s->scores[row] + group * LANES);
-        __mmask16 seen = _mm512_cmp_ps_mask(found, _mm512_set1_ps(UNSEEN), _CMP_GT_OQ);
+        __mmask16 seen = _mm512_cmp_ps_mask(found, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);    // NaN, too
         __m512 weight = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(found, _mm512_set1_ps(highest))));
         sum = _mm512_add_ps(sum, weight);
         _mm256_store_si256((__m256i *)(s->weights[row] + group * LANES), (__m256i)_mm512_cvtneps_pbh(weight));
@@ -222,7 +223,7 @@ static void finish(const Problem *p, int64_t batch, int64_t key_head, int64_t fi
     for (int64_t row = 0; row < rows; row++) {
         int64_t head = key_head * group + (first + row) / p->count, place = (first + row) % p->count;
         uint16_t *out = p->out + ((batch * p->count + place) * p->heads + head) * p->value_depth;
-        __m512 total = _mm512_set1_ps(s->total[row] > 0.0f ? s->total[row] : 1.0f);
+        __m512 total = _mm512_set1_ps(s->total[row] == 0.0f ? 1.0f : s->total[row]);
         for (int64_t column = 0; column < p->value_depth; column += LANES) {
             __m512 found = _mm512_div_ps(_mm512_load_ps(s->sums[row] + column), total);
             store(out + column, found);
@@ -258,7 +259,16 @@ static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int6
 
 int64_t forerun_problem_size(void) { return sizeof(Problem); }
 
-void forerun_attend(const Problem *p) {
+INLINE int fits(int64_t depth) { return depth > 0 && depth <= MOST_DEPTH && depth % 32 == 0; }
+
+// 0, or what is wrong: 1 the sizes, 2 the rows.
+int32_t forerun_attend(const Problem *p) {
+    if (p->batch < 1 || p->count < 1 || p->width < 1 || p->key_heads < 1 || p->heads < 1 || p->heads % p->key_heads) return 1;
+    if (!fits(p->depth) || !fits(p->value_depth) || p->threads < 1) return 1;
+    for (int64_t batch = 0; batch < p->batch; batch++) {
+        int64_t row = p->rows ? p->rows[batch] : batch;
+        if (row < 0 || row >= p->held) return 2;
+    }
     int64_t rows = p->heads / p->key_heads * p->count, chunks = (rows + CHUNK - 1) / CHUNK;
 #pragma omp parallel num_threads(p->threads)
     {
@@ -270,4 +280,5 @@ void forerun_attend(const Problem *p) {
             attend_chunk(p, task / chunks / p->key_heads, task / chunks % p->key_heads, first, some, &scratch);
         }
     }
+    return 0;
 }

@@ -20,17 +20,15 @@ from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
 from forerun.target.fast import native
-from forerun.target.fast.padding import RUNNING
+from forerun.target.fast.padding import Pass, current
 
 NAME = "forerun_fold"
 """Under which transformers knows it."""
 MIN_ROWS = 4
 """From this many rows on, every row's bits are the same on every processor that was tried."""
 
-CACHE = "forerun_cache"
-"""The keyword that brings the cache's name to `fold_attention` in a compiled pass."""
-CACHES: dict[str, Any] = {}
-"""The caches of compiled passes, by name."""
+COMPILED = "forerun_compiled"
+"""The keyword that tells `fold_attention` of a compiled pass: keys and values have not been through the cache."""
 
 
 def fold_attention(
@@ -54,7 +52,7 @@ def fold_attention(
         attention_mask: (B, 1, N, W), additive or boolean.
         scaling: of the scores.
         dropout: probability.
-        kwargs: what else the model says; `CACHE` only inside a compiled pass.
+        kwargs: what else the model says; `COMPILED` only inside a compiled pass.
 
     Returns:
         (B, N, heads, D') or (1, M, heads, D'), and no weights.
@@ -64,9 +62,9 @@ def fold_attention(
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")
-    if CACHE in kwargs:
+    if COMPILED in kwargs:
         traced: Tensor = torch.ops.forerun.attend(
-            query, key, value, attention_mask, scaling=scaling, layer=module.layer_idx, cache=kwargs[CACHE]
+            query, key, value, attention_mask, scaling=scaling, layer=module.layer_idx
         )
         return traced, None
     if attention_mask is None or attention_mask.shape[1] != 1:
@@ -76,32 +74,35 @@ def fold_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    flat, rows = RUNNING.flat, RUNNING.rows
-    if flat is None:
-        return _attention(query, key, value, attention_mask, scaling, dropout=dropout, rows=rows), None
-    query = flat.restore(query.transpose(1, 2)).transpose(1, 2)
-    return flat.flatten(_attention(query, key, value, attention_mask, scaling, dropout=dropout, rows=rows)), None
+    this = current()
+    if this.flat is None:
+        return attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout), None
+    query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
+    return this.flat.flatten(attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)), None
 
 
-def _attention(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scaling: float | None,
+    this: Pass,
     *,
+    scaling: float | None = None,
     dropout: float = 0.0,
-    rows: Tensor | None = None,
 ) -> Tensor:
-    """(B, N, heads, D'); `rows` (B,) selects among keys and values."""
+    """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
     if not dropout and native.takes(query, key, value, mask):
-        return native.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling, rows)
-    if rows is not None:
-        key, value = key.index_select(0, rows), value.index_select(0, rows)
-    return _fold(query, key, value, mask, scaling, dropout)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return native.attend(query, key, value, mask, scale, this.rows)
+    if this.rows is not None:
+        key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
+    return _fold(query, key, value, mask, this, scaling=scaling, dropout=dropout)
 
 
-def _fold(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
+def _fold(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, this: Pass, *, scaling: float | None, dropout: float
+) -> Tensor:
     """(B, N, heads, D') as a view."""
     batch, heads, count, width = query.shape
     groups = heads // key.shape[1]
@@ -109,7 +110,7 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: floa
     rows = query.reshape(batch, key.shape[1], groups * count, width)
     if copies > 1:
         rows = torch.cat([rows] * copies, dim=2)
-    mask = _MASKS.repeated(mask, groups * copies)
+    mask = this.repeated(mask, groups * copies)
     seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     seen = seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1])
     return seen.transpose(1, 2)
@@ -117,44 +118,23 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: floa
 
 _LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, *, float? scaling, int layer, str cache) -> Tensor"
+    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, *, float? scaling, int layer) -> Tensor"
 )
 
 
 @torch.library.impl(_LIBRARY, "attend", "CPU")
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int, cache: str
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int) -> Tensor:
     """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
-    keys, values = CACHES[cache].update(key, value, layer)
-    return _attention(query, keys, values, mask, scaling).contiguous()
+    this = current()
+    keys, values = this.cache.update(key, value, layer)
+    return attend(query, keys, values, mask, this, scaling=scaling).contiguous()
 
 
 @torch.library.register_fake("forerun::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _attend_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int, cache: str
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int
 ) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-
-
-class _Repeated:
-    """The last mask and what became of it: all layers of a pass share one."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, int, Tensor] | None = None
-
-    def repeated(self, mask: Tensor, times: int) -> Tensor:
-        """(B, 1, N, W) -> (B, 1, times * N, W)."""
-        if times == 1 or torch.compiler.is_compiling():
-            return mask.repeat(1, 1, times, 1) if times > 1 else mask
-        last = self._last
-        if last is None or last[0] is not mask or last[1] != times:
-            last = (mask, times, mask.repeat(1, 1, times, 1))
-            self._last = last
-        return last[2]
-
-
-_MASKS = _Repeated()
 
 
 def suits(model: Any) -> bool:

@@ -9,11 +9,9 @@ Knows `forerun.target.fast`'s own operations. Does not capture hidden states: pa
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from forerun.target.fast.attention import CACHE, CACHES, NAME
+from forerun.caching import cache_root
+from forerun.target.fast.attention import COMPILED, NAME
+from forerun.target.fast.padding import Pass, running
+from forerun.target.parts import base_of
 
 log = logging.getLogger(__name__)
-_NAMES = itertools.count()
 
 
 class _PassThrough:
@@ -57,7 +57,6 @@ class CompiledForward:
         self.base = base
         self.layers = layers
         self.watched = list(base.modules())
-        self.name = str(next(_NAMES))
         self.compiled = torch.compile(self._trace, dynamic=True, fullgraph=True)
         self.failed = False
         self._seen: set[tuple[bool, ...]] = set()
@@ -67,18 +66,16 @@ class CompiledForward:
         if self.failed or args or not self._fits(kwargs):
             return self.plain(*args, **kwargs)
         cache = _Counted(kwargs["past_key_values"])
-        CACHES[self.name] = cache
         inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
         try:
-            result = self._run(inputs)
+            with running(Pass(cache=cache)):
+                result = self._run(inputs)
         except Exception as error:
             log.warning(
                 "compilation failed, going on without: %s", (str(error) or type(error).__name__).splitlines()[0]
             )
             log.debug("compilation failed", exc_info=error)
             self.failed = True
-        finally:
-            del CACHES[self.name]
         if not self.failed and cache.updates != self.layers:
             log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
             self.failed = True
@@ -110,7 +107,7 @@ class CompiledForward:
             attention_mask=attention_mask,
             past_key_values=_PassThrough(),
             use_cache=True,
-            **{CACHE: self.name},
+            **{COMPILED: True},
         )
 
 
@@ -121,7 +118,7 @@ def compile_forward(model: Any) -> bool:
         log.warning("not compiled: %s", reason)
         return False
     _keep_on_disk()
-    base = getattr(model, model.base_model_prefix)
+    base: Any = base_of(model)
     base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
     return True
 
@@ -131,8 +128,7 @@ def _keep_on_disk() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(base / "forerun" / "inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "inductor")
 
 
 def _obstacle(model: Any) -> str | None:

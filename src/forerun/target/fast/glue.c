@@ -3,13 +3,14 @@
 // transformers' modules round it.
 //
 // What a token gets depends on that token alone, to the bit. Knows pointers; everything is contiguous, widths are
-// multiples of 16, a head's of 32; a vocabulary is as large as it likes.
+// multiples of 16, a head's of 32; a vocabulary is as large as it likes. Slots that are not there are refused before
+// anything is written.
 
 #include <math.h>
 
 #include "lanes.h"
 
-enum { WORTH = 1 << 15 };    // entries from which on several threads share the work
+enum { WORTH = 1 << 15, MOST_DEPTH = 512 };    // entries from which on several threads share the work; of a head
 
 // (rows, width) / root mean square of each row * weight (width,).
 INLINE void norm(const uint16_t *in, const uint16_t *weight, uint16_t *out, int64_t width, float epsilon) {
@@ -52,7 +53,7 @@ typedef struct {
     const int64_t *places;                     // (tokens,) slots of the cache, counted through all its rows
     uint16_t *query;                           // (tokens, heads, depth)
     uint16_t *keys, *values;                   // (slots, key_heads, depth)
-    int64_t tokens, heads, key_heads, depth;
+    int64_t tokens, slots, heads, key_heads, depth;
     float query_epsilon, key_epsilon;
     int32_t threads;
 } Placing;
@@ -74,7 +75,7 @@ static void place(const Placing *p, int64_t token) {
     uint16_t *query = p->query + token * p->heads * p->depth;
     uint16_t *key = p->keys + p->places[token] * p->key_heads * p->depth;
     uint16_t *value = p->values + p->places[token] * p->key_heads * p->depth;
-    uint16_t normed[512];
+    uint16_t normed[MOST_DEPTH];
     for (int64_t head = 0; head < p->heads + p->key_heads; head++, in += p->depth) {
         int asks = head < p->heads;
         const uint16_t *weight = asks ? p->query_norm : p->key_norm;
@@ -87,10 +88,15 @@ static void place(const Placing *p, int64_t token) {
 
 int64_t forerun_placing_size(void) { return sizeof(Placing); }
 
-void forerun_place(const Placing *p) {
+// 0, or 1 where sizes or places are out of range.
+int32_t forerun_place(const Placing *p) {
+    if (p->heads < 1 || p->key_heads < 1 || p->depth < 32 || p->depth > MOST_DEPTH || p->depth % 32) return 1;
+    for (int64_t token = 0; token < p->tokens; token++)
+        if (p->places[token] < 0 || p->places[token] >= p->slots) return 1;
     int64_t entries = (p->heads + 2 * p->key_heads) * p->depth;
 #pragma omp parallel for num_threads(p->threads) if (p->tokens > 1 && p->tokens * entries >= WORTH)
     for (int64_t token = 0; token < p->tokens; token++) place(p, token);
+    return 0;
 }
 
 INLINE __m512 load_some(const uint16_t *from, int64_t left) {

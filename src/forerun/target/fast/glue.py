@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from forerun.errors import ArgumentError
 from forerun.target.fast import building
 
 LANES = 16
@@ -34,7 +35,7 @@ class _Placing(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("states", "cosine", "sine", "query_norm", "key_norm", "places")),
         *((name, _POINTER) for name in ("query", "keys", "values")),
-        *((name, _COUNT) for name in ("tokens", "heads", "key_heads", "depth")),
+        *((name, _COUNT) for name in ("tokens", "slots", "heads", "key_heads", "depth")),
         ("query_epsilon", ctypes.c_float),
         ("key_epsilon", ctypes.c_float),
         ("threads", ctypes.c_int32),
@@ -51,6 +52,7 @@ def kernels() -> ctypes.CDLL | None:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = None, arguments
+    library.forerun_place.restype = ctypes.c_int32
     return library
 
 
@@ -68,8 +70,14 @@ def takes(states: Tensor) -> bool:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,)."""
+    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,).
+
+    Raises:
+        ArgumentError: the sizes differ, or are no multiples of `LANES`.
+    """
     size = states.shape[-1]
+    if weight.shape != (size,) or size % LANES:
+        raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")
     result = torch.empty_like(states)
     _library().forerun_norm(
         *(tensor.data_ptr() for tensor in (states, weight, result)),
@@ -79,8 +87,14 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def gated(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size)."""
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size).
+
+    Raises:
+        ArgumentError: the size is no multiple of `LANES`.
+    """
     size = both.shape[-1] // 2
+    if both.shape[-1] % (2 * LANES):
+        raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
     result = both.new_empty(*both.shape[:-1], size)
     rows = result.numel() // size
     _library().forerun_gate(both.data_ptr(), result.data_ptr(), rows, size, torch.get_num_threads())
@@ -131,14 +145,38 @@ def place(
 
     Returns:
         the queries (.., queries, D)
+
+    Raises:
+        ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
     """
+    tokens, size = places.numel(), heads.keys * heads.depth
+    slots = stores[0].numel() // size
+    fitting = (
+        states.numel() == tokens * (heads.queries + 2 * heads.keys) * heads.depth
+        and all(part.numel() == tokens * heads.depth for part in angles)
+        and all(store.numel() == slots * size and store.dtype == states.dtype for store in stores)
+        and all(norm is None or norm.weight.numel() == heads.depth for norm in (heads.query_norm, heads.key_norm))
+        and places.dtype == torch.int64
+        and places.is_contiguous()
+    )
+    if not fitting:
+        raise _refusal(states, heads, stores, places)
     query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
     tensors = (states, *angles, *map(_weight, (heads.query_norm, heads.key_norm)), places, query, *stores)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     epsilons = (0.0 if norm is None else norm.epsilon for norm in (heads.query_norm, heads.key_norm))
-    sizes = (places.numel(), heads.queries, heads.keys, heads.depth)
-    _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads())))
+    sizes = (tokens, slots, heads.queries, heads.keys, heads.depth)
+    if _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads()))):
+        raise _refusal(states, heads, stores, places)
     return query
+
+
+def _refusal(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor) -> ArgumentError:
+    return ArgumentError(
+        f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
+        f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below rows "
+        "* slots for each token, with an angle for each of its entries"
+    )
 
 
 def _weight(norm: HeadNorm | None) -> Tensor | None:

@@ -19,9 +19,9 @@ INLINE void store(uint16_t *to, __m512 values) { _mm256_storeu_si256((__m256i *)
 // To the nearest bf16.
 INLINE __m512 rounded(__m512 values) { return widen((__m256i)_mm512_cvtneps_pbh(values)); }
 
-// exp of x <= 0.
+// exp of x <= 0; of NaN, which the second operand of max keeps, NaN.
 INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
     __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
     __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);
     rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), rest);

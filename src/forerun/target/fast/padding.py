@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 WORTH = 16
@@ -45,24 +48,41 @@ class Flat:
         return whole.view(self.rows, self.nodes, *values.shape[2:])
 
 
-class Running:
-    """The pass that is running; passes of a process run one after the other."""
+@dataclass(kw_only=True, slots=True)
+class Pass:
+    """What the attention of all layers has to know of one pass."""
 
-    def __init__(self) -> None:
-        self.flat: Flat | None = None
-        self.rows: Tensor | None = None
+    flat: Flat | None = None
+    """How its tokens stand; None: as a rectangle."""
+    rows: Tensor | None = None
+    """(B,) rows that attention selects among those of the cache; None: it is handed theirs."""
+    cache: Any = None
+    """Of a compiled pass, whose graph holds none."""
+    _repeated: tuple[Tensor, int, Tensor] | None = None
 
-    @contextmanager
-    def of(self, flat: Flat | None, rows: Tensor | None) -> Iterator[None]:
-        """While the block runs, tokens of the pass stand as `flat` says (None: as a rectangle), and attention selects
-        their `rows` (B,) among those of the cache (None: it is handed theirs)."""
-        before = self.flat, self.rows
-        self.flat, self.rows = flat, rows
-        try:
-            yield
-        finally:
-            self.flat, self.rows = before
+    def repeated(self, mask: Tensor, times: int) -> Tensor:
+        """(B, 1, N, W) -> (B, 1, times * N, W); once for all layers, which share a mask."""
+        if times == 1:
+            return mask
+        last = self._repeated
+        if last is None or last[0] is not mask or last[1] != times:
+            last = self._repeated = (mask, times, mask.repeat(1, 1, times, 1))
+        return last[2]
 
 
-RUNNING = Running()
-"""What attention asks."""
+_RUNNING: ContextVar[Pass | None] = ContextVar("forerun_pass", default=None)
+
+
+@contextmanager
+def running(this: Pass) -> Iterator[None]:
+    """While the block runs, `this` is the pass of this thread: other engines run theirs in other threads."""
+    token = _RUNNING.set(this)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def current() -> Pass:
+    """The pass that runs in this thread; a plain one where somebody else calls the model."""
+    return Pass() if torch.compiler.is_compiling() else _RUNNING.get() or Pass()

@@ -23,7 +23,6 @@ from forerun.checkpoints.export import Exported, export_head
 from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.training.batch import FeatureBatch
 from forerun.training.convert import files
 from forerun.training.convert.inputs import token_batch
 from forerun.training.convert.regression import Eagle1Objective
@@ -198,16 +197,13 @@ class EagleModel:
         self._check_ready()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
-        settings, head = self._eagle_settings, self.eagle_module
+        settings = self._eagle_settings
         batch = token_batch(given["input_ids"], **{name: given.get(name) for name in OTHER_INPUTS})
         self._eagle_reading = True
         try:
             found = self._eagle_source.features(batch)
         finally:
             self._eagle_reading = False
-        if not torch.is_autocast_enabled(head.fc.weight.device.type):
-            states = {boundary: states.to(head.fc.weight.dtype) for boundary, states in found.features.items()}
-            found = FeatureBatch(batch=found.batch, features=states)
         # transformers' own switch; its property changes its name between versions.
         saving = any(getattr(module, "gradient_checkpointing", False) for module in cast(Any, self).modules())
         wanted = Eagle3Settings(

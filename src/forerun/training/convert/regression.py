@@ -32,14 +32,13 @@ class Eagle1Objective(Eagle3Objective):
         if head.config.generation != 1:
             raise ArgumentError("this is the objective of EAGLE-1 heads; the head is EAGLE-3's")
         self.head, self.target, self.settings, self.regression = head, target, settings, regression
-        self._reachable: Tensor | None = None
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
         found = super()._loss(steps, weights, last)
         if not self.regression:
             return found
         loss = TOKEN_SHARE * found.loss
-        for step, weight in zip(steps, weights, strict=True):
+        for step, weight in zip(steps, found.weights, strict=True):
             # What comes around at the end of a row is not counted.
             wanted = torch.roll(last, -(step.step + 1), dims=1)
             distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, DataError
+from forerun.manifests import digest_of
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.training.data.mask import Encoded, Encoder
 from forerun.training.data.read import BadRecords, Record, read_records
@@ -109,9 +109,7 @@ def prepare(
                 _store(encoded, options, writer, counts)
                 if on_record is not None:
                     on_record(counts.records)
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            sources.append({"path": path.name, "sha256": digest, "records": counts.records - before})
+            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts.records - before})
         counts.skipped = bad.count
         if not writer.documents:
             raise DataError(_nothing(files, bad, counts))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedModelError
 from forerun.target.headers import read_header, weight_files
-from forerun.target.parts import base_of, norm_after_layers
+from forerun.target.parts import base_name, base_of, norm_after_layers
 
 
 class FinalNorm:
@@ -41,7 +41,7 @@ class FinalNorm:
             name, norm = norm_after_layers(base, config.get_text_config(decoder=True).num_hidden_layers)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}; use --source transformers") from None
-        prefixes = (f"{model.base_model_prefix}.{name}.", f"{name}.")
+        prefixes = (f"{base_name(model)}.{name}.", f"{name}.")
         stored = _stored(directory, prefixes, set(norm.state_dict()))
         self._norm = norm.to_empty(device="cpu").eval().requires_grad_(False)
         self._norm.load_state_dict(stored, assign=True)

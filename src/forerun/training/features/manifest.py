@@ -21,10 +21,9 @@ from forerun.manifests import ManifestKind
 from forerun.target.headers import weight_files
 from forerun.target.load import check_directory, explained
 from forerun.types import Signal
-from forerun.writing import written
 
 KIND = ManifestKind(
-    format="forerun-features", version=2, what="a feature store", remedy="make one with: forerun features"
+    format="forerun-features", version=3, what="a feature store", remedy="make one with: forerun features"
 )
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -97,13 +96,10 @@ class FeatureManifest:
         """The manifest of a store.
 
         Raises:
-            DataError: there is none, it is broken, or it was written by another version.
+            DataError: there is none, it is broken or changed, or it was written by another version.
         """
         stored = KIND.read(directory)
-        try:
-            return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
-        except (KeyError, TypeError) as error:
-            raise KIND.damaged(directory, error) from error
+        return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
 
     def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
         """Compare this stored manifest with the one that is wanted.
@@ -184,12 +180,6 @@ def human(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """A reader never sees half of it."""
-    with written(path) as fresh:
-        fresh.write_text(json.dumps(value), encoding="utf-8")
-
-
 # --- the target's hash ----------------------------------------------------------------------------------------------
 
 
@@ -210,6 +200,19 @@ def checkpoint_directory(target: str | Path) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
     except Exception as error:
         raise explained(name, error) from error
+
+
+def loaded_from(target: str | Path) -> Path:
+    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot; fetches nothing new.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    name = demo.resolve(target)
+    found = None if Path(name).expanduser().is_dir() else try_to_load_from_cache(str(name), "config.json")
+    return Path(found).parent if isinstance(found, str) else checkpoint_directory(target)
 
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096

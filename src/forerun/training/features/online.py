@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
 from forerun.target.capture import captured
-from forerun.target.masks import SLIDING, AttentionMask, MaskStyle
+from forerun.target.masks import FULL, AttentionMask, MaskStyle
 from forerun.target.parts import base_of, device_of, layers_of
 from forerun.target.support import context_length, refuse_stateful, text_config
-from forerun.training.batch import FeatureBatch, TokenBatch
+from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
 from forerun.types import LAST_HIDDEN, Signal
 
 
@@ -33,7 +33,7 @@ class OnlineFeatures:
             boundaries: 0 .. layers; `LAST_HIDDEN` is always added.
 
         Raises:
-            UnsupportedModelError: recurrent state, or a layer that is neither full nor sliding attention.
+            UnsupportedModelError: recurrent state, or a layer that is neither full, sliding nor chunked attention.
             ArgumentError: a boundary that the model does not have, or one named twice.
         """
         refuse_stateful(type(model), model.config.model_type)
@@ -74,7 +74,7 @@ class OnlineFeatures:
         inputs = {
             "input_ids": batch.tokens,
             "position_ids": batch.positions,
-            "attention_mask": packed_mask(batch, self._style, self._mask_dtype(device.type)),
+            "attention_mask": packed_mask(batch, self._style, working_dtype(device, self.model.dtype)),
             "use_cache": False,
         }
         with _evaluating(self._base), captured(self._layers, frozenset(self.boundaries)) as caught:
@@ -104,10 +104,6 @@ class OnlineFeatures:
         finally:
             handle.remove()
         return kept[0]
-
-    def _mask_dtype(self, device: str) -> torch.dtype:
-        dtype: torch.dtype = self.model.dtype
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def check_boundaries(boundaries: Sequence[Signal], num_layers: int) -> tuple[Signal, ...]:
@@ -159,8 +155,8 @@ def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> Atte
     masks = {}
     for name in style.types:
         seen = visible
-        if name == SLIDING and style.window is not None:
-            seen = visible & (batch.positions.unsqueeze(2) - batch.positions.unsqueeze(1) < style.window)
+        if name != FULL:
+            seen = visible & style.within(name, batch.positions.unsqueeze(2), batch.positions.unsqueeze(1))
         masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -2,15 +2,20 @@
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
-second names the shard's documents, their lengths in tokens, and its size in bytes; a shard counts once it is there.
-Knows no model and no window: documents go in and come out whole or in part.
+second names the shard's documents, their lengths in tokens and their CRC-32; a shard counts once it is there. Knows no
+model and no window: documents go in and come out whole or in part.
+
+Each document is compared with its CRC-32 when it is first read. One checksum for a whole shard would read a gigabyte
+for the first token of it. Disks and transfers make errors, they do not forge: CRC-32 finds those, at 2.1 GiB/s on one
+core where SHA-256 reaches 1.4 and BLAKE2b 0.6.
 """
 
 from __future__ import annotations
 
 import errno
-import json
+import itertools
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +27,12 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, NumericError
+from forerun.manifests import read_sealed, write_sealed
 from forerun.training.features.manifest import (
     DTYPES,
     SCALE_BYTES,
     FeatureManifest,
     human,
-    write_json,
 )
 from forerun.types import LAST_HIDDEN, Signal
 
@@ -46,6 +51,8 @@ class Shard:
     """In the order in which they stand in the file."""
     lengths: tuple[int, ...]
     """Tokens of each."""
+    checksums: tuple[int, ...]
+    """CRC-32 of each document's records."""
     size: int
     """Bytes."""
 
@@ -56,10 +63,11 @@ class _Place:
     offset: int
     """Tokens before it in the shard."""
     length: int
+    checksum: int
 
 
 class FeatureWriter:
-    """Adds documents to a store, shard by shard; opening an unfinished one goes on after its last finished shard.
+    """Adds documents to a store, shard by shard; opening an unfinished one goes on with what no finished shard holds.
 
     A context manager: leaving it, also by Ctrl-C, finishes the shard at the last whole document.
     """
@@ -87,13 +95,14 @@ class FeatureWriter:
         self.done: set[int] = {document for shard in self._shards for document in shard.documents}
         """Documents in finished shards and in the open one."""
         self._file: BinaryIO | None = None
-        self._open: list[tuple[int, int]] = []
+        self._open: list[tuple[int, int, int]] = []
+        """Document, length and checksum of what the open shard holds."""
 
     @property
     def tokens(self) -> int:
         """Tokens in finished shards and in the open one."""
         finished = sum(sum(shard.lengths) for shard in self._shards)
-        return finished + sum(length for _, length in self._open)
+        return finished + sum(length for _, length, _ in self._open)
 
     @property
     def shards(self) -> int:
@@ -117,7 +126,7 @@ class FeatureWriter:
         except OSError as error:
             raise self._explained(error) from error
         # One statement, so that Ctrl-C finds the document either counted or not.
-        self._open.append((document, len(records)))
+        self._open.append((document, len(records), zlib.crc32(records.data)))
         self.done.add(document)
         if self._open_bytes() >= self._shard_bytes:
             self._seal()
@@ -137,15 +146,18 @@ class FeatureWriter:
             self._path(".bin.partial").unlink(missing_ok=True)
 
     def _path(self, suffix: str) -> Path:
-        return self.directory / f"shard-{len(self._shards):05d}{suffix}"
+        """Of the open shard, which takes the first number that is free: a damaged one may have been deleted."""
+        names = {shard.path.stem for shard in self._shards}
+        stem = next(stem for stem in map("shard-{:05d}".format, itertools.count()) if stem not in names)
+        return self.directory / f"{stem}{suffix}"
 
     def _open_bytes(self) -> int:
-        return sum(length for _, length in self._open) * self.manifest.record_bytes
+        return sum(length for _, length, _ in self._open) * self.manifest.record_bytes
 
     def _seal(self) -> None:
         """Finish the open shard: first its bytes are on the disk, then its record says so."""
         assert self._file is not None
-        size, documents, lengths = self._open_bytes(), *zip(*self._open, strict=True)
+        size, documents, lengths, checksums = self._open_bytes(), *zip(*self._open, strict=True)
         try:
             # An interrupted write may have left part of a document behind the last whole one.
             self._file.truncate(size)
@@ -154,11 +166,11 @@ class FeatureWriter:
             self._file.close()
             path = self._path(".bin")
             self._path(".bin.partial").replace(path)
-            write_json(self._path(".json"), {"documents": documents, "lengths": lengths, "bytes": size})
+            write_sealed(self._path(".json"), {"documents": documents, "lengths": lengths, "crc32": checksums})
         except OSError as error:
             raise self._explained(error) from error
         self._file, self._open = None, []
-        self._shards.append(Shard(path=path, documents=documents, lengths=lengths, size=size))
+        self._shards.append(Shard(path=path, documents=documents, lengths=lengths, checksums=checksums, size=size))
 
     def _explained(self, error: OSError) -> Exception:
         if not _is_full(error):
@@ -179,6 +191,8 @@ class FeatureStore:
         self._shards = tuple(shards)
         self._places = dict(_places(shards))
         self._maps: dict[int, np.memmap[tuple[int, int], np.dtype[np.uint8]]] = {}
+        self._compared: set[int] = set()
+        """Documents whose checksum was found right."""
 
     @classmethod
     def open(cls, directory: str | Path, wanted: FeatureManifest | None = None) -> FeatureStore:
@@ -220,7 +234,7 @@ class FeatureStore:
             dtype: of the result; by default as stored, and bfloat16 for float8.
 
         Raises:
-            DataError: no such document, or it ends before ``offset + length``.
+            DataError: no such document, or it ends before ``offset + length``, or it has changed since it was written.
         """
         place = self._place(document)
         length = place.length - offset if length is None else length
@@ -229,6 +243,8 @@ class FeatureStore:
                 f"document {document} has {place.length} tokens of features, tokens {offset}..{offset + length} were "
                 f"asked for: {self.directory} is of other data"
             )
+        if document not in self._compared:
+            self._compare(document, place)
         start = place.offset + offset
         return decode(np.array(self._map(place.shard)[start : start + length]), self.manifest, dtype)
 
@@ -240,6 +256,21 @@ class FeatureStore:
         if document not in self._places:
             raise DataError(f"{self.directory} holds no document {document}; it has {len(self._places)} documents")
         return self._places[document]
+
+    def _compare(self, document: int, place: _Place) -> None:
+        """Read all of a document once.
+
+        Raises:
+            DataError: it is not what was written.
+        """
+        records = self._map(place.shard)[place.offset : place.offset + place.length]
+        if zlib.crc32(records.data) != place.checksum:
+            path = self._shards[place.shard].path
+            raise DataError(
+                f"document {document} in {path} has changed since it was written: its checksum does not fit; "
+                f"{_remedy(path)}"
+            )
+        self._compared.add(document)
 
     def _map(self, shard: int) -> np.memmap[tuple[int, int], np.dtype[np.uint8]]:
         if shard not in self._maps:
@@ -305,31 +336,29 @@ def finished_shards(directory: Path, manifest: FeatureManifest) -> list[Shard]:
         DataError: a shard is missing, cut short or changed; named with both sizes.
     """
     shards: list[Shard] = []
-    for index, path in enumerate(sorted(directory.glob("shard-*.json"))):
-        if path.stem != f"shard-{index:05d}":
-            raise DataError(f"{directory}: shard-{index:05d}.json is missing, {path.name} is there")
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            documents, lengths, size = tuple(record["documents"]), tuple(record["lengths"]), int(record["bytes"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is corrupt: {error}") from error
+    for path in sorted(directory.glob("shard-*.json")):
         data = path.with_suffix(".bin")
-        actual = data.stat().st_size if data.exists() else 0
-        expected = sum(lengths) * manifest.record_bytes
-        if actual != size or size != expected or len(documents) != len(lengths):
-            raise DataError(
-                f"{data} is cut short or was changed: {actual} bytes, expected {expected}; delete it and {path.name} "
-                "and all later shards, then run the same forerun features command again"
-            )
-        shards.append(Shard(path=data, documents=documents, lengths=lengths, size=size))
+        record = read_sealed(path, _remedy(data))
+        documents, lengths, checksums = (tuple(record[name]) for name in ("documents", "lengths", "crc32"))
+        actual, expected = data.stat().st_size if data.exists() else 0, sum(lengths) * manifest.record_bytes
+        if actual != expected:
+            raise DataError(f"{data} is cut short or was changed: {actual} bytes, expected {expected}; {_remedy(data)}")
+        shards.append(Shard(path=data, documents=documents, lengths=lengths, checksums=checksums, size=expected))
     return shards
+
+
+def _remedy(path: Path) -> str:
+    return (
+        f"delete {path.name} and {path.with_suffix('.json').name} and run the same forerun features command again, "
+        "which makes these documents anew"
+    )
 
 
 def _places(shards: Sequence[Shard]) -> Iterator[tuple[int, _Place]]:
     for index, shard in enumerate(shards):
         offset = 0
-        for document, length in zip(shard.documents, shard.lengths, strict=True):
-            yield document, _Place(shard=index, offset=offset, length=length)
+        for document, length, checksum in zip(shard.documents, shard.lengths, shard.checksums, strict=True):
+            yield document, _Place(shard=index, offset=offset, length=length, checksum=checksum)
             offset += length
 
 

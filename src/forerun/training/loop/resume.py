@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from forerun.errors import ArgumentError, CheckpointError, DataError
+from forerun.errors import ArgumentError, CheckpointError
 from forerun.training.loop import files, state
 from forerun.training.loop.distributed import Parallel
 from forerun.writing import tidy
 
 
 def start_from(
-    output: Path, resume: Path | Literal["auto", "never"], data_hash: str, parallel: Parallel
+    output: Path,
+    resume: Path | Literal["auto", "never"],
+    recipe: Mapping[str, Any],
+    parallel: Parallel,
+    *,
+    allow_changes: bool = False,
 ) -> state.Saved | None:
     """The checkpoint to go on from, as the first process sees it, on all; none: begin anew.
 
-    Removes what an earlier run left half-written in `output`.
+    Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
+    best value so far is forgotten.
 
     Raises:
-        ArgumentError: "never", but `output` holds checkpoints; or a path, but `output` holds later ones.
+        ArgumentError: "never", but `output` holds checkpoints; or a path, but `output` holds later ones; or the
+            checkpoint was trained under another recipe.
         CheckpointError: no such checkpoint, or it is incomplete.
-        DataError: it was trained on other data.
     """
 
     def look() -> state.Saved | None:
@@ -30,14 +37,34 @@ def start_from(
         if path is None:
             return None
         saved = state.read(path)
-        if data_hash and saved.data_hash and data_hash != saved.data_hash:
-            raise DataError(
-                f"{path} was trained on data with hash {saved.data_hash}, these have {data_hash}: its position in the "
-                "data means nothing here. Give the former data, or another output directory."
+        changed = _changes(saved.recipe, recipe)
+        if changed and not allow_changes:
+            raise ArgumentError(
+                f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
+                "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
             )
+        if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
+            saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
         return saved
 
     return parallel.on_first(look)
+
+
+def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> what has become of it, in words."""
+    if former is None:
+        return {"": "an older forerun wrote it and did not record its recipe"}
+    keys = [*former, *(key for key in recipe if key not in former)]
+    missing = object()
+    return {
+        key: f"{key} was {_shown(former, key)}, is {_shown(recipe, key)}"
+        for key in keys
+        if former.get(key, missing) != recipe.get(key, missing)
+    }
+
+
+def _shown(recipe: Mapping[str, Any], key: str) -> str:
+    return repr(recipe[key]) if key in recipe else "not recorded"
 
 
 def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | None:

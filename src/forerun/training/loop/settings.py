@@ -56,6 +56,21 @@ CHECKS: dict[str, Check] = {
 """field -> (test, what is allowed in words)."""
 
 
+MAY_CHANGE = frozenset(
+    {
+        "max_seconds",
+        "gradient_checkpointing",
+        "save_every_s",
+        "save_every_steps",
+        "eval_every_steps",
+        "keep_checkpoints",
+        "log_every_steps",
+    }
+)
+"""What a resumed run may set anew: when something is written, and how memory is saved. The rest decides what is
+trained."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
     """How long, how fast and how carefully to train.
@@ -131,8 +146,12 @@ class TrainSettings:
         return self.warmup_steps if self.warmup_steps is not None else round(self.warmup_share * total)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for ``run.json`` and checkpoints."""
+        """Plain values, for ``run.json``."""
         return asdict(self)
+
+    def fixed(self) -> dict[str, Any]:
+        """``training.<field>`` -> value, of what a resumed run must keep."""
+        return {f"training.{name}": value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
 
 def _holds(allowed: Callable[[Any], bool], value: object) -> bool:

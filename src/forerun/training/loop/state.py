@@ -54,8 +54,8 @@ class Saved:
     progress: Progress
     random: list[str]
     """Per process that wrote it, the text of `randomness.capture`."""
-    data_hash: str
-    """Of the data it was trained on; empty if none was given."""
+    recipe: Mapping[str, Any] | None
+    """What decided what was trained, by key; none in checkpoints of an older forerun."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def save(
         optimizers: theirs too.
         progress: where training stands.
         parallel: the first process writes.
-        notes: plain values kept in ``state.json``: settings and the hash of the data.
+        notes: plain values kept in ``state.json``: the recipe.
 
     Raises:
         CheckpointError: the disk is full, or refuses; earlier checkpoints are intact.
@@ -155,7 +155,7 @@ def read(path: Path) -> Saved:
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {record.get('format')!r}; this version of forerun reads {FORMAT}.")
     progress = Progress(**record["progress"])
-    return Saved(path=path, progress=progress, random=states, data_hash=record.get("data_hash", ""))
+    return Saved(path=path, progress=progress, random=states, recipe=record.get("recipe"))
 
 
 def load_weights(path: Path, module: nn.Module) -> None:

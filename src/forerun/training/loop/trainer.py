@@ -6,12 +6,13 @@ number of processes nor the accumulation changes anything but rounding.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
 
 Evaluate = Callable[[int], Mapping[str, float]]
-Reason = Literal["finished", "interrupted", "time"]
+Reason = Literal["finished", "already_finished", "interrupted", "time"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +38,14 @@ class TrainResult:
     """How training ended."""
 
     reason: Reason
-    """"finished": all steps are done; "interrupted": Ctrl-C or SIGTERM; "time": `max_seconds` have passed."""
+    """"finished": all steps are done; "already_finished": an earlier run had done them all; "interrupted": Ctrl-C or
+    SIGTERM; "time": `max_seconds` have passed."""
     steps: int
     """Optimizer steps done since the very first."""
     tokens: int
     """Tokens seen, padding not counted."""
-    loss: float
-    """Nats per counted prediction in the last step of this run; NaN if it made none."""
+    loss: float | None
+    """Nats per counted prediction in the last step of this run that had any; none if none had."""
     best: float | None
     """Best value of the deciding metric; none without evaluation."""
     best_step: int | None
@@ -69,7 +71,8 @@ def train(
     trackers: Sequence[Tracker] = (),
     evaluate: Evaluate | None = None,
     resume: Path | Literal["auto", "never"] = "auto",
-    data_hash: str = "",
+    recipe: Mapping[str, Any] | None = None,
+    allow_changes: bool = False,
 ) -> TrainResult:
     """Train the objective's module in place. Every process of a group must call it with the same arguments.
 
@@ -86,19 +89,23 @@ def train(
             the first one's values count. Random draws in it do not touch training.
         resume: "auto": from the newest checkpoint in `output`, if any; "never": refuse if there is one; or the path of
             a checkpoint.
-        data_hash: of the data; a checkpoint of other data is refused, as its position would mean nothing.
+        recipe: what else decides what is trained, by key, as plain values: data, target, ... It is kept in checkpoints
+            beside the settings, and one that was trained under another recipe is refused. Keys that begin with
+            ``evaluation.`` say what `evaluate` measures.
+        allow_changes: go on from a checkpoint of another recipe.
 
     Raises:
         NumericError: a loss or gradient is not finite; earlier checkpoints are intact.
         CheckpointError: nothing could be written or read; earlier checkpoints are intact.
-        ArgumentError: nothing to train, or `resume` contradicts what `output` holds.
-        DataError: the checkpoint was trained on other data.
+        ArgumentError: nothing to train, `resume` contradicts what `output` holds, or that was trained under another
+            recipe.
     """
     began = time.monotonic()
     module = objective.parameters_module()
     _make_masters(module)
     parallel = parallel or Parallel(device=next(module.parameters()).device)
-    start = start_from(output, resume, data_hash, parallel)
+    fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
+    start = start_from(output, resume, fixed, parallel, allow_changes=allow_changes)
     if start:
         weights = start.path
         parallel.on_first(lambda: state.load_weights(weights, module))
@@ -116,7 +123,7 @@ def train(
         output=output,
         parallel=parallel,
         evaluate=evaluate,
-        data_hash=data_hash,
+        recipe=fixed,
         total=settings.total_steps(batches.steps_per_epoch),
         progress=progress,
         began=began,
@@ -136,7 +143,7 @@ def train(
 
 
 def _record(loop: _Loop) -> None:
-    record = {"data_hash": loop.data_hash, "steps": loop.total, "resumed_from": loop.saved}
+    record = {"recipe": loop.recipe, "steps": loop.total, "resumed_from": loop.saved}
     provenance.write(loop.output, provenance.describe(loop.settings, loop.parallel, record))
 
 
@@ -160,13 +167,13 @@ class _Loop:
     output: Path
     parallel: Parallel
     evaluate: Evaluate | None
-    data_hash: str
+    recipe: Mapping[str, Any]
     total: int
     progress: state.Progress
     began: float
     saved: Path | None
     trackers: list[Tracker] = field(default_factory=list)
-    loss: float = math.nan
+    loss: float | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
     window: Sums = field(default_factory=Sums)
     saved_step: int = -1
@@ -174,7 +181,8 @@ class _Loop:
 
     def run(self) -> Reason:
         """Step until there is a reason to stop."""
-        self.saved_step = self.progress.step if self.saved else -1
+        first = self.progress.step
+        self.saved_step = first if self.saved else -1
         self.module.train()
         with self.interrupts:
             while True:
@@ -184,7 +192,7 @@ class _Loop:
                 if reason or save_due:
                     self._save()
                 if reason:
-                    return reason
+                    return "already_finished" if reason == "finished" and self.progress.step == first else reason
                 self._step()
 
     def result(self, reason: Reason) -> TrainResult:
@@ -260,7 +268,7 @@ class _Loop:
         return (
             f"The {what} of step {self.progress.step + 1} is not finite: {places}, of {self.parallel.world}. This "
             f"step changed no weight, nothing was overwritten, and {kept}. Look at that batch, or lower the learning "
-            "rate, and start again: it resumes."
+            "rate (with --allow-changes), and start again: it resumes."
         )
 
     def _evaluation_due(self) -> bool:
@@ -295,7 +303,7 @@ class _Loop:
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
             return
-        notes = {"settings": self.settings.to_json(), "data_hash": self.data_hash}
+        notes = {"recipe": self.recipe}
         self.saved = state.save(self.output, self.module, self.optimizers, self.progress, self.parallel, notes)
         self.saved_step, self.saved_at = self.progress.step, time.monotonic()
         if self.parallel.first:

@@ -7,18 +7,17 @@ Only predictions of counted tokens of the same document enter. Knows no optimise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, TokenBatch
+from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
 from forerun.training.loop.objective import LossReport
 from forerun.training.unrolled import Block, blocks_of, unrolled_attention
 from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, soft_loss
@@ -103,7 +102,6 @@ class Eagle3Objective:
             raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
         self.head, self.target = head, target
         self.settings = settings or Eagle3Settings()
-        self._reachable: Tensor | None = None
 
     def parameters_module(self) -> nn.Module:
         """What is trained."""
@@ -112,34 +110,34 @@ class Eagle3Objective:
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The weighted sum over all steps and counted predictions, and acceptance by step."""
         last = batch.features[LAST_HIDDEN]
-        reachable = self._reachable_rows(last) if self.settings.skip_unreachable else None
         steps = list(self.unroll(batch))
-        counted = [step.counted for step in steps]
-        if reachable is not None:
-            counted = [
-                mask & _ahead(reachable, step.step + 1, False) for mask, step in zip(counted, steps, strict=True)
-            ]
         shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
-        weights = torch.stack(counted) * shares
-        found = self._loss(steps, weights, last)
+        found = self._loss(steps, torch.stack([step.counted for step in steps]) * shares, last)
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        survives = torch.ones(last.shape[:2], device=last.device)
-        parts = zip(steps, found.agrees, found.overlap, strict=True)
-        for step, agrees, overlap in parts:
-            survives = survives * agrees
-            # A token that the head cannot name counts as missed.
-            count = step.counted.sum().float()
-            metrics[f"acceptance_{step.step}"] = ((survives * step.counted).sum(), count)
-            metrics[f"overlap_{step.step}"] = (overlap.sum(), count)
-        return LossReport(loss=found.loss, weight=weights.sum(), metrics=metrics)
+        drafted = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
+        survives = drafted.float()
+        for step, agrees, overlap in zip(steps, found.agrees, found.overlap, strict=True):
+            # A chain that begins before the answer has steps that nobody judged: it is no chain that was drafted.
+            drafted, survives = drafted & step.counted, survives * agrees
+            metrics[f"acceptance_{step.step}"] = (survives.sum(), drafted.sum().float())
+            metrics[f"overlap_{step.step}"] = (overlap.sum(), step.counted.sum().float())
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
 
     def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
         """The head's outputs, step by step."""
         tokens = batch.batch
-        features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
+        # A target, a store and a head have each a dtype of their own.
+        states = [batch.features[boundary] for boundary in self.head.config.boundaries]
+        dtype = working_dtype(states[0].device, self.head.fc.weight.dtype)
+        features = self.head.fuse([state.to(dtype) for state in states])
         past: list[tuple[Tensor, ...]] = []
-        blocks = blocks_of(tokens.documents)
+        windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
+        everything = blocks_of(tokens.documents) if None in windows else []
         for step in range(self.settings.steps):
+            blocks = {
+                window: everything if window is None else blocks_of(tokens.documents, window - step)
+                for window in windows
+            }
             ids = _ahead(tokens.tokens, step + 1, 0)
             result = self._advance(ids, features, tokens.positions + step, blocks, past)
             past.append(tuple(result[2:]))
@@ -147,9 +145,14 @@ class Eagle3Objective:
             yield Unrolled(step=step, output=result[1], counted=_counted(tokens, step))
 
     def _advance(
-        self, ids: Tensor, features: Tensor, positions: Tensor, blocks: Sequence[Block], past: list[tuple[Tensor, ...]]
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        blocks: Mapping[int | None, Sequence[Block]],
+        past: list[tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step."""
+        """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step; `blocks` by window."""
         flat = [tensor for step in past for tensor in step]
 
         def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -160,7 +163,9 @@ class Eagle3Objective:
             def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                 own.extend((key, value))
                 line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
-                return unrolled_attention(query, line[0][0], line[0][1], line[1:], blocks)
+                window = self.head.config.window(layer)
+                near = line[1:] if window is None else line[1:][-window:]
+                return unrolled_attention(query, line[0][0], line[0][1], near, blocks[window])
 
             embeds = self.embed(ids).to(features.dtype)
             result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
@@ -185,11 +190,11 @@ class Eagle3Objective:
 
         Arranged by the predicted token: there all steps follow the same law of the target.
         """
-        rows = self.head.token_ids if self.head.config.reduced_vocabulary else slice(None)
         teacher = Teacher(
             hidden=last.flatten(0, 1),
-            weight=self.target.lm_head.detach()[rows],
-            bias=None if self.target.bias is None else self.target.bias.detach()[rows],
+            weight=self.target.lm_head.detach(),
+            tokens=self.head.token_ids if self.head.config.reduced_vocabulary else None,
+            bias=None if self.target.bias is None else self.target.bias.detach(),
             scale=self.target.scale,
             softcap=self.target.softcap,
         )
@@ -197,26 +202,19 @@ class Eagle3Objective:
         outputs = torch.stack([_behind(step.output, step.step + 1) for step in steps], 2)
         shares = torch.stack([_behind(weights[step.step], step.step + 1) for step in steps], 2)
         found = soft_loss(
-            outputs.flatten(0, 2), student, shares.flatten(), teacher, self.settings.divergence, self.settings.lk_decay
+            outputs.flatten(0, 2),
+            student,
+            shares.flatten(),
+            teacher,
+            self.settings.divergence,
+            self.settings.lk_decay,
+            skip_unknown=self.settings.skip_unreachable,
         )
-        agrees, overlap = (
+        entered, agrees, overlap = (
             torch.stack([_ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
-            for values in (found.agrees, found.overlap)
+            for values in (found.weights, found.agrees, found.overlap)
         )
-        return VocabularyLoss(loss=found.loss, agrees=agrees, overlap=overlap)
-
-    @torch.no_grad()
-    def _reachable_rows(self, last: Tensor) -> Tensor | None:
-        """(B, S) bool: the target's likeliest token after this one is in the draft vocabulary; None: all are."""
-        if not self.head.config.reduced_vocabulary:
-            return None
-        if self._reachable is None:
-            self._reachable = torch.zeros(len(self.target.lm_head), dtype=torch.bool, device=last.device)
-            self._reachable[self.head.token_ids] = True
-        weight = self.target.lm_head
-        flat = last.flatten(0, 1).to(weight.dtype)
-        best = [functional.linear(rows, weight, self.target.bias).argmax(-1) for rows in torch.split(flat, 256)]
-        return self._reachable[torch.cat(best)].view(last.shape[:2])
+        return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap)
 
 
 def _ahead(values: Tensor, steps: int, fill: float) -> Tensor:

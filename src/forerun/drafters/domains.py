@@ -1,0 +1,62 @@
+"""What a drafter knows beyond a row, kept apart by isolation domain: one user's text never shapes another's drafts.
+
+A draft shows what its drafter has read: through a trace, through the number of accepted tokens, through time. So
+everything that is learned from text, counts included, is one of these. Knows no method and no engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+MOST_DOMAINS = 256
+"""Domains that a drafter remembers; a request with a salt of its own makes one."""
+
+
+class PerDomain(Generic[T]):
+    """One memory for each isolation domain; the least recently used one is forgotten where they are too many.
+
+    Args:
+        make: a memory that knows nothing yet.
+        most: domains kept.
+        size: of a memory, in any unit.
+        most_size: of all memories together, in that unit; the last one used stays whatever its size.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], T],
+        *,
+        most: int = MOST_DOMAINS,
+        size: Callable[[T], int] = lambda _: 0,
+        most_size: int = 0,
+    ) -> None:
+        self._make, self._most, self._size, self._most_size = make, most, size, most_size
+        self._kept = OrderedDict[str | None, T]()
+
+    def of(self, salt: str | None) -> T:
+        """The memory of a domain, which is now the last one used."""
+        if salt in self._kept:
+            self._kept.move_to_end(salt)
+        else:
+            self._kept[salt] = self._make()
+            self.trim()
+        return self._kept[salt]
+
+    def trim(self) -> None:
+        """Forget what is too much. For whoever made a memory grow; a new one is seen to by `of`."""
+        while len(self._kept) > 1 and (len(self._kept) > self._most or self._total() > self._most_size):
+            self._kept.popitem(last=False)
+
+    def all(self) -> Iterable[T]:
+        """Every memory, the last one used at the end."""
+        return self._kept.values()
+
+    def _total(self) -> int:
+        return sum(map(self._size, self._kept.values()))
+
+    def __len__(self) -> int:
+        return len(self._kept)

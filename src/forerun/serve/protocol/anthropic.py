@@ -1,0 +1,282 @@
+"""Anthropic's ``/v1/messages``: the body, as a chat request.
+
+Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from forerun.serve.protocol.common import MAX_PARTS, MAX_STOPS, JsonSchema, Name, ResponseFormat, Speculation, Strict
+from forerun.serve.protocol.neutral import Nothing
+from forerun.serve.protocol.requests import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort, Thinking
+from forerun.serve.protocol.tools import (
+    MAX_TOOLS,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
+    NamedFunction,
+    Schema,
+    Tool,
+    ToolCall,
+)
+
+
+class CacheControl(Strict):
+    """A hint about prompts that begin alike, which are found without it."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class Cached(Strict):
+    """What may bear the hint."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cached):
+    """Text of either side."""
+
+    type: Literal["text"]
+    text: str
+    citations: Nothing = None
+
+
+Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ThinkingBlock(Strict):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+    """Empty here: nothing is signed."""
+
+
+class ToolUseBlock(Cached):
+    """A call that the model made earlier in the conversation."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Cached):
+    """What a call brought."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | Texts = ""
+    is_error: bool = False
+    """The model reads ``Error:`` before the content: chat templates have no other word for it."""
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class Turn(Strict):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The content as blocks, also where it is one text."""
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Turn:
+        own = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock)}
+        wrong = next((block for block in self.blocks if not isinstance(block, own.get(self.role, TextBlock))), None)
+        if wrong is not None:
+            raise ValueError(f"a message of role {self.role!r} has no block of type {wrong.type!r}")
+        return self
+
+
+class InputTool(Cached):
+    """A function that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: FunctionName
+    description: str | None = None
+    input_schema: Schema
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    """Arguments are streamed as they come in any case."""
+
+    def chat(self) -> Tool:
+        """As chat requests have it."""
+        described = {} if self.description is None else {"description": self.description}
+        function = FunctionDefinition(name=self.name, parameters=self.input_schema, strict=self.strict, **described)
+        return Tool(type="function", function=function)
+
+
+class InputChoice(Strict):
+    """``tool_choice``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    """Of the tool to call, with the type ``tool``."""
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> InputChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("type 'tool' needs a name, and no other has one")
+        return self
+
+    def chat(self) -> Any:
+        """As chat requests have it."""
+        if self.name is not None:
+            return NamedChoice(type="function", function=NamedFunction(name=self.name))
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class OutputFormat(Strict):
+    """``output_config.format``."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    def chat(self) -> ResponseFormat:
+        """As chat requests have it."""
+        schema = JsonSchema.model_validate({"name": "output", "schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class OutputConfig(Strict):
+    """How the answer is to be written."""
+
+    effort: ReasoningEffort | None = None
+    format: OutputFormat | None = None
+
+
+class UserMetadata(Strict):
+    """Who asks."""
+
+    user_id: Name | None = None
+
+
+class CountRequest(Cached):
+    """``POST /v1/messages/count_tokens``: a conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Texts | None = None
+    tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: InputChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    speed: Literal["standard"] = "standard"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer continues the last message: it is an assistant's."""
+        return self.messages[-1].role == "assistant"
+
+    @model_validator(mode="after")
+    def _ends_where_an_answer_can_begin(self) -> CountRequest:
+        last = self.messages[-1].blocks[-1:]
+        if self.goes_on and not (last and isinstance(last[0], TextBlock)):
+            raise ValueError("messages: an assistant's last message is continued, so it has to end with text")
+        return self
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """The same as a chat request.
+
+        Args:
+            more: its fields that are not about the conversation.
+        """
+        output, choice = self.output_config or OutputConfig(), self.tool_choice
+        return ChatRequest(
+            model=self.model,
+            messages=list(self._messages()),
+            tools=[tool.chat() for tool in self.tools or ()],
+            tool_choice=None if choice is None else choice.chat(),
+            parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+            thinking=self.thinking,
+            reasoning_effort=output.effort,
+            response_format=None if output.format is None else output.format.chat(),
+            continue_final_message=self.goes_on,
+            **more,
+        )
+
+    def _messages(self) -> Iterator[Message]:
+        if self.system is not None:
+            yield Message(role="system", content=_text(self.system))
+        for role, turns in groupby(self.messages, key=lambda turn: turn.role):
+            blocks = [block for turn in turns for block in turn.blocks]
+            if role == "assistant":
+                yield _said(blocks)
+            else:
+                yield from _heard(role, blocks)
+
+
+class MessagesRequest(CountRequest):
+    """``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=0)]
+    """0 only reads the prompt."""
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stream: bool = False
+    metadata: UserMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] = "auto"
+    speculative: Speculation | None = None
+
+    def chat(self, **more: Any) -> ChatRequest:
+        return super().chat(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+            stream=self.stream,
+            user=None if self.metadata is None else self.metadata.user_id,
+            speculative=self.speculative,
+            **more,
+        )
+
+
+def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
+    """A turn of the client: what calls brought, and text."""
+    for is_text, found in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
+        some = list(found)
+        if is_text:
+            yield Message(role=role, content=_text(some))
+        for block in some:
+            if isinstance(block, ToolResultBlock):
+                content = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
+                yield Message(role="tool", content=content, tool_call_id=block.tool_use_id)
+
+
+def _said(blocks: Sequence[Block]) -> Message:
+    """A turn of the model: reasoning, text and calls."""
+    calls = [
+        ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=json.dumps(block.input)))
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    return Message(
+        role="assistant", content=_text(blocks), tool_calls=calls or None, reasoning_content=reasoning or None
+    )
+
+
+def _text(content: str | Sequence[Block]) -> str:
+    """The text of it, in one piece."""
+    if isinstance(content, str):
+        return content
+    return "".join(block.text for block in content if isinstance(block, TextBlock))

@@ -1,0 +1,286 @@
+"""What a user gets, exactly: composition, join, the policy's pruning, grammar, rule choice and both cuts, enumerated.
+
+Every registered drafter that can sample, under control and without; then a planted bug at each stage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
+from contract.harness import SAMPLED, Variant, kind_for, variants
+from contract.tongues import retold, tongue
+from forerun import step as stepping
+from forerun.drafters import first_of, levels, merge
+from forerun.drafters.composing.joining import join
+from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.levels import FixedTree, Grown, Submitted
+from forerun.engine import core
+from forerun.engine.answer import Answer
+from forerun.engine.drafting import Drafting
+from forerun.sampling import Sampler
+from forerun.scores import Scores
+from forerun.step import Row
+from forerun.tree import TokenTree, TreeBuilder
+from forerun.types import LAST_HIDDEN, Draft, Drawn, Source
+from forerun.verify.base import default_rule, kind_of
+from forerun.verify.enumeration import TOLERANCE
+
+LETTERS, OTHERS = ("a", "b", "c", "d"), ("d", "x", "a", "b")
+
+
+@functools.cache
+def _relative() -> Any:
+    return toy(noise=0.1)
+
+
+def _member(method: str, **options: Any) -> dict[str, Any]:
+    model = {"model": _relative()} if method in ("draft_model", "cascade") else {}
+    return {"method": method, **model, **options}
+
+
+def _draft_model(label: str, **options: Any) -> Variant:
+    return Variant("draft_model", label, {"model": _relative(), **options})
+
+
+def _tli(label: str, **options: Any) -> Variant:
+    tokenizers = {"target_tokenizer": tongue(LETTERS), "tokenizer": tongue(OTHERS)}
+    return Variant("tli", label, {"model": retold(_relative(), LETTERS, OTHERS), **tokenizers, **options})
+
+
+@functools.cache
+def _head(generation: int) -> EagleHead:
+    torch.manual_seed(generation)
+    own = generation == 3
+    config = EagleConfig(
+        generation=generation,
+        hidden_size=8,
+        target_hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=3 if own else VOCABULARY,
+        boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
+        own_lm_head=own,
+        initializer_range=0.3,
+    )
+    head = EagleHead(config).eval().to(torch.float64)
+    if own:
+        head.set_vocabulary(torch.tensor([0, 1, 3]))
+    return head
+
+
+CHAIN = {"num_speculative_tokens": 3}
+NOVEL = (3,)
+"""Nothing to copy."""
+COPIES = _member("ngram", max_branches=2, num_speculative_tokens=3)
+FEW = _member("recycling", top_k=2, nodes=3)
+ONE_COPY = _member("prediction", num_speculative_tokens=2, text=[FIRST, 0, 1])
+SAMPLING = [
+    _draft_model("chain", **CHAIN),
+    _draft_model("hot", temperature=1.7, **CHAIN),
+    _draft_model("tree", shape=(2, 1, 1)),
+    _draft_model("iid-tree", shape=(2, 1, 1), draw="iid"),
+    _draft_model("greedy-k", shape=(1, 1, 2), draw="greedy_k"),
+    _draft_model("greedy-k-wide", shape=(2, 2, 1), draw="greedy_k"),
+    _draft_model("irregular", tree=(0, 1, 1, 2)),
+    _draft_model("stopping", stop="confidence", stop_threshold=0.5, **CHAIN),
+    _draft_model("stopping-tree", stop="confidence", stop_threshold=0.5, shape=(2, 1, 1)),
+    _tli("chain", temperature=1.7, **CHAIN),
+    _tli("tree", temperature=1.7, shape=(2, 1, 1)),
+    Variant("quantized_self", "chain", CHAIN),
+    Variant("skip_layers", "chain", {"skip": ["1.mlp"], **CHAIN}),
+    Variant("skip_layers", "stopping-tree", {"skip": ["1.mlp"], "shape": (2, 1), "adapt_threshold": True}),
+    Variant("early_exit", "chain", {"exit_layer": 1, **CHAIN}),
+    Variant("early_exit", "tree", {"exit_layer": 1, "tree": (0, 1, 1, 2)}),
+    Variant("eagle3", "chain", {"model": _head(3), **CHAIN}),
+    Variant("eagle3", "dynamic", {"model": _head(3), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
+    Variant("eagle", "tree", {"model": _head(1), "shape": (2, 1, 1)}),
+    Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
+    Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
+    Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),
+    Variant("first_of", "copy-or-model", {"drafters": [COPIES, _member("draft_model", **CHAIN)], "min_tokens": 2.5}),
+    Variant("first_of", "model-or-copy", {"drafters": [_member("draft_model", **CHAIN), COPIES], "min_tokens": 0.5}),
+    Variant("merge", "path-beside-2", {"drafters": [ONE_COPY, _member("draft_model", num_speculative_tokens=2)]}),
+    Variant("merge", "path-beside-3", {"drafters": [ONE_COPY, _member("draft_model", **CHAIN)]}),
+    Variant("merge", "copies-beside-tree", {"drafters": [_member("draft_model", shape=(2, 1)), COPIES], "nodes": 7}),
+    Variant("merge", "few-nodes", {"drafters": [_member("draft_model", num_speculative_tokens=2), COPIES], "nodes": 4}),
+]
+CONTROLLED = [
+    *(variant for variant in SAMPLING if variant.method not in ("tli", "quantized_self", "skip_layers")),
+    Variant(
+        "auto", "several", {"drafters": [_member("draft_model", shape=(2, 1, 1)), COPIES, FEW], "reproducible": False}
+    ),
+]
+OTHER_RULES = [
+    *(
+        (SAMPLING[0], rule)
+        for rule in ("sample_walk", "token_rejection", "recursive_rejection", "traversal", "greedy_k")
+    ),
+    *((SAMPLING[2], rule) for rule in ("sample_walk", "recursive_rejection")),
+    *((SAMPLING[4], rule) for rule in ("traversal", "recursive_rejection")),
+    *((SAMPLING[-1], rule) for rule in ("sample_walk", "recursive_rejection")),
+]
+CASES = [
+    *(Case(variant=variant) for variant in SAMPLING),
+    *(Case(variant=variant, prompt=NOVEL) for variant in SAMPLING if variant.method == "first_of"),
+    *(Case(variant=variant, rule=rule) for variant, rule in OTHER_RULES),
+    *(Case(variant=variant, room=2) for variant in SAMPLING[::2]),
+    *(Case(variant=variant, stop=1) for variant in SAMPLING[1::2]),
+    *(Case(variant=variant, grammar=True) for variant in SAMPLING),
+    *(Case(variant=variant, controlled=True) for variant in CONTROLLED),
+    *(Case(variant=variant, prompt=NOVEL, controlled=True) for variant in CONTROLLED[-3:]),
+    *(Case(variant=variant, room=3, controlled=True, grammar=True) for variant in CONTROLLED[::3]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_emits_the_targets_distribution(case: Case) -> None:
+    found = enumerate_step(case)
+    assert found.error <= TOLERANCE
+    copied = case.variant.label in ("copy-or-model", "several") and case.prompt != NOVEL
+    assert found.drafts > 1 or copied or case.grammar, "something was to be drawn"
+
+
+def test_every_drafter_that_can_sample_is_enumerated() -> None:
+    can = {variant.method for variant in variants() if kind_for(variant, replace(SAMPLED, seed=None)).sampled}
+    assert can == {variant.method for variant in SAMPLING}
+
+
+# --- planted bugs, one for each stage -------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+NAMED = {str(variant): variant for variant in [*SAMPLING, *CONTROLLED]}
+
+
+def _bias(name: str, **how: Any) -> float:
+    """Total variation between what comes out and what should."""
+    return enumerate_step(Case(variant=NAMED[name], **how)).distance
+
+
+def by_the_drawn_tree(judge: Callable[..., Any]) -> Callable[..., Any]:
+    """`judge` with the rule that this engine once chose, after everything was drawn; a rule asked for stays."""
+
+    def chosen(tree: TokenTree) -> str:
+        kind = kind_of(tree)
+        if kind.chain or not kind.sampled:
+            return default_rule(kind, greedy=False)
+        given = any(drawn is Drawn.GIVEN for drawn in tree.drawn[1:])
+        return "greedy_k" if kind.multipath and given else "traversal"
+
+    def judged(row: Row, scores: Scores, index: int, rule: str, **more: Any) -> Any:
+        return judge(row, scores, index, rule if row.rule is not None else chosen(scores.trees[index]), **more)
+
+    return judged
+
+
+@pytest.mark.parametrize("name", ["merge-path-beside-2", "merge-path-beside-3", "cascade-tail", "draft_model-greedy-k"])
+def test_a_rule_that_is_chosen_by_the_drawn_tree(monkeypatch: Patch, name: str) -> None:
+    assert _bias(name) < TOLERANCE
+    monkeypatch.setattr(stepping, "judge", by_the_drawn_tree(stepping.judge))
+    assert _bias(name) > 0.05
+
+
+def test_a_drafter_that_takes_back_what_it_drew(monkeypatch: Patch) -> None:
+    cut = FixedTree._cut
+
+    def likely_only(self: FixedTree, grown: Grown, place: int, row: Any, nodes: int) -> tuple[TreeBuilder, Submitted]:
+        builder, _ = cut(self, grown, place, row, nodes)
+        last = len(builder)
+        while last and float(builder.laws[builder.parents[last - 1]][builder.tokens[last - 1]]) < 0.4:
+            last -= 1
+        return cut(self, grown, place, row, last)
+
+    monkeypatch.setattr(levels.FixedTree, "_cut", likely_only)
+    assert _bias("draft_model-chain") > 0.01
+
+
+def test_a_composition_that_looks_at_drawn_values(monkeypatch: Patch) -> None:
+    def promises(draft: Draft, place: int, threshold: float) -> bool:
+        if draft.laws is None or not int(draft.counts[place]):
+            return int(draft.counts[place]) > 0
+        return int(draft.tokens[place, 0]) == int(draft.laws[place, 0].argmax())
+
+    monkeypatch.setattr(first_of, "_promises", promises)
+    assert _bias("first_of-model-or-copy") > 0.01
+
+
+def test_a_join_that_drops_drawn_twins(monkeypatch: Patch) -> None:
+    def merged(base: TreeBuilder, others: Sequence[TreeBuilder], nodes: int) -> TreeBuilder:
+        copied = {other.tokens[0] for other in others if other.tokens}
+        return join(TreeBuilder() if base.tokens and base.tokens[0] in copied else base, others, nodes)
+
+    monkeypatch.setattr(merge, "join", merged)
+    assert _bias("merge-path-beside-3") > 0.01
+
+
+def _withdrawn(draft: Draft) -> Draft:
+    """Without the rows whose first token is not their law's likeliest."""
+    if draft.laws is None:
+        return draft
+    first = draft.laws[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
+    unlikely = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.GIVEN)
+    return replace(draft, counts=torch.where(unlikely, 0, draft.counts))
+
+
+@pytest.mark.parametrize("name", ["draft_model-chain", "merge-path-beside-3", "auto-several"])
+def test_a_policy_that_looks_at_drawn_values(monkeypatch: Patch, name: str) -> None:
+    admit = Drafting.admit
+    assert _bias(name, prompt=NOVEL, controlled=True) < TOLERANCE
+    monkeypatch.setattr(Drafting, "admit", lambda self, draft: _withdrawn(admit(self, draft)))
+    assert _bias(name, prompt=NOVEL, controlled=True) > 0.01
+
+
+def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
+    """Drafting without the grammar is lossless as long as nobody looks at what was drawn."""
+    neutral = FixedTree._grower
+
+    def ungrammatical(self: FixedTree, context: Any, index: int) -> Any:
+        grower = neutral(self, context, index)
+        return replace(grower, sampler=Sampler(replace(grower.sampler.params, logits_processors=()), ()))
+
+    monkeypatch.setattr(levels.FixedTree, "_grower", ungrammatical)
+    assert _bias("draft_model-chain", grammar=True) < TOLERANCE
+
+    def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
+        first = draft.tokens[:, 0]
+        forbidden = first == torch.tensor([row.tokens[-1] for row in rows])
+        return replace(draft, counts=torch.where(forbidden, 0, draft.counts))
+
+    monkeypatch.setattr(core, "permitted", permitted)
+    assert _bias("draft_model-chain", grammar=True) > 0.01
+
+
+def test_a_cut_at_a_stop_token_that_loses_it(monkeypatch: Patch) -> None:
+    judge = stepping.judge
+
+    def judged(row: Row, scores: Scores, index: int, rule: str) -> Any:
+        found = judge(row, scores, index, rule)
+        verdict = found.verdict
+        if verdict.kind is not Source.DRAFT:
+            return found
+        return found._replace(verdict=replace(verdict, next_token=2))
+
+    monkeypatch.setattr(stepping, "judge", judged)
+    assert _bias("draft_model-chain") < TOLERANCE, "the stop token is never accepted"
+    assert _bias("draft_model-chain", stop=1) > 0.01
+
+
+def test_a_cut_at_max_tokens_that_comes_late(monkeypatch: Patch) -> None:
+    check = Answer._check_end
+
+    def counted(self: Answer, token: int, piece: str, length: int) -> None:
+        self.row.room += length == 3
+        check(self, token, piece, length)
+
+    monkeypatch.setattr(Answer, "_check_end", counted)
+    assert _bias("draft_model-chain", room=3) > 0.01

@@ -1,0 +1,65 @@
+"""The kernels in C and the packed linear layers of bf16, on a processor that has neither: slow, and near enough.
+
+Where the processor has them they run as they are, so that a test which asks for them is skipped nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.target.fast import building, glue, native, packing
+from forerun.target.fast.packing import Contents, PackedWeight
+
+HEADERS = Path(__file__).parent / "emulated"
+FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "-Wno-psabi", f"-I{HEADERS}")
+
+
+def forget_kernels() -> None:
+    """Let the next that asks for a kernel load it anew."""
+    for known in (native.kernel, glue.kernels, building._known):
+        known.cache_clear()
+
+
+@contextmanager
+def kernels_in_c() -> Iterator[None]:
+    """While open, `attend.c` and `glue.c` run, compiled against `emulated/immintrin.h` where that is needed."""
+    if native.kernel() is not None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "FLAGS", FLAGS)
+        patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        forget_kernels()
+        if native.kernel() is None:
+            pytest.skip("no C compiler")
+        yield
+    forget_kernels()
+
+
+@contextmanager
+def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """While open, linear layers of that dtype are packed and grouped; each row is summed in float64 by itself, so that
+    its bits depend on nothing else, as in oneDNN's layout."""
+    if packing.cpu_packs(dtype):
+        yield
+        return
+
+    def ready(self: PackedWeight, weights: list[Tensor], biases: list[Tensor]) -> Contents:
+        bias = torch.cat([*biases]).detach().to(self.dtype) if biases else None
+        return Contents(packed=torch.cat([*weights]).detach().to(self.dtype), bias=bias)
+
+    def product(self: PackedWeight, rows: Tensor) -> Tensor:
+        bias = 0 if self.bias is None else self.bias.double()
+        return (rows.double() @ self.packed.double().T + bias).to(self.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "cpu_packs", dtype.__eq__)
+        patch.setattr(PackedWeight, "ready", ready)
+        patch.setattr(PackedWeight, "_product", product)
+        yield

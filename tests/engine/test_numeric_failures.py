@@ -1,0 +1,184 @@
+"""A token whose keys and values are NaN harms no later occupant of its row, and no request that only drafted it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from contract.harness import installed
+from emulation import kernels_in_c, packed_linears
+from engine.two_engines import VOCABULARY, model
+from forerun import LLM, SamplingParams
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.errors import NumericError
+from forerun.target import Plan
+from forerun.target.fast.compiling import CompiledForward
+from forerun.tree import TreeBuilder, stack
+from forerun.types import LAST_HIDDEN, Budget, Draft
+
+POISON = 77
+"""The embedding of this token is not finite."""
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 9, 8, 7, 9, 8], [50, 60, 70]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False)
+SOUND = [token for token in range(VOCABULARY) if token != POISON]
+DRAWN = SamplingParams(temperature=0.8, seed=4, max_tokens=16, allowed_token_ids=SOUND, detokenize=False)
+PATHS = ["torch-float16", "torch-float32", "folded-float32", "c-bfloat16", "compiled-bfloat16"]
+
+
+@dataclass
+class Path:
+    """One way in which attention is computed."""
+
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.name.partition("-")[2])
+
+    def engine(self, value: float, **options: Any) -> LLM:
+        """On a model in which `POISON` is `value`."""
+        made = model(1, self.dtype)
+        with torch.no_grad():
+            made.model.embed_tokens.weight[POISON] = value
+        fast = not self.name.startswith("torch")
+        options = {"tokenizer": False, "self_check": False, "max_model_len": 200, "max_num_seqs": 3} | options
+        return LLM(made, repack=fast, compile=self.name.startswith("compiled"), **options)
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    found = Path(request.param)
+    with ExitStack() as around:
+        if not found.name.startswith("torch"):
+            around.enter_context(packed_linears(found.dtype))
+            around.enter_context(kernels_in_c())
+        # What the compiler is handed, and not what it makes of it: to compile takes a minute.
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+        yield found
+
+
+def answers(llm: LLM, params: SamplingParams = GREEDY, speculative: Any = False) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, speculative=speculative)]
+
+
+class Poisonous(Drafter):
+    """Drafts the right answer, and the token that fails."""
+
+    name: ClassVar[str] = "poisonous"
+    answers: ClassVar[dict[int, list[int]]] = {}
+    """By the first token of the prompt."""
+    form: ClassVar[str] = ""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Config:
+        """None."""
+
+    def __init__(self, config: Any, setup: DrafterSetup) -> None:
+        self.target = setup.target
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        builders = [TreeBuilder() for _ in context.rows]
+        for builder, tokens, start, room in zip(
+            builders, context.tokens, context.prompt_lengths, budget.depth, strict=True
+        ):
+            right = self.answers[tokens[0]][len(tokens) - start :][: min(room, 3)]
+            wrong = [POISON] * min(room, 2)
+            paths = {"sibling": [wrong, right], "behind": [[*right, POISON][:room]], "alone": [wrong]}
+            for path in paths.get(self.form, []):
+                builder.add_path(path)
+        if self.form == "run":
+            self._run_early(context)
+        return stack(builders)
+
+    def _run_early(self, context: DraftContext) -> None:
+        """As a method that drafts with the target's own layers, and then thinks better of it."""
+        builder = TreeBuilder()
+        builder.add_path([POISON] * 3)
+        draft = stack([builder] * len(context.rows))
+        self.target.run(context.rows, [tokens[-1] for tokens in context.tokens], draft, Plan(stop=1))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
+    """As many as there are, each after a longer prompt that failed somewhere, with and without drafts."""
+    expected = answers(path.engine(value))
+    llm = path.engine(value)
+    assert path.name.startswith("compiled") == isinstance(llm.target._base.forward, CompiledForward)
+    for speculative in (False, {"method": "ngram"}, {"method": "suffix"}):
+        for place in (0, 20, 39):
+            bad = [*range(place), POISON, *range(place, 39)]
+            with pytest.raises(NumericError):
+                llm.generate([bad] * 3, GREEDY, speculative=speculative)
+        assert answers(llm, GREEDY, speculative) == expected
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("form", ["sibling", "behind", "alone", "run"])
+def test_a_drafted_token_that_fails(
+    path: Path, form: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(path.engine(torch.inf), params)
+    right = {prompt[0]: answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    monkeypatch.setattr(Poisonous, "answers", right)
+    monkeypatch.setattr(Poisonous, "form", form)
+    with installed("poisonous", Poisonous):
+        llm = path.engine(torch.inf, speculative_config={"method": "poisonous", "adaptive": False})
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert answers(llm, params, False) == expected, "the rows are clean"
+    stats = [output.outputs[0].speculation for output in outputs]
+    if form != "run" and path.name.startswith("torch"):
+        assert all(each.drafter_errors for each in stats), "a draft that is lost is counted"
+
+
+class Reading(Poisonous):
+    """Keeps the hidden states that it is shown."""
+
+    requires = frozenset({LAST_HIDDEN})
+    shown: ClassVar[dict[int, list[torch.Tensor]]] = {}
+    """By the first token of the prompt."""
+
+    def extend(self, context: DraftContext) -> None:
+        for tokens, states, fresh in zip(context.tokens, context.signals[LAST_HIDDEN], context.fresh, strict=True):
+            self.shown[tokens[0]].append(states[:fresh].clone())
+
+
+@pytest.mark.parametrize("form", ["sibling", "behind", "alone"])
+def test_what_drafters_read_of_it_is_sound(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = Path("torch-float32"), []
+    right = {prompt[0]: answer for prompt, answer in zip(PROMPTS, answers(path.engine(torch.inf)), strict=True)}
+    monkeypatch.setattr(Poisonous, "answers", right)
+    for drafted in (form, "nothing"):
+        monkeypatch.setattr(Poisonous, "form", drafted)
+        monkeypatch.setattr(Reading, "shown", {prompt[0]: [] for prompt in PROMPTS})
+        with installed("reading", Reading):
+            path.engine(torch.inf, speculative_config={"method": "reading", "adaptive": False}).generate(
+                PROMPTS, GREEDY
+            )
+        found.append([torch.cat(Reading.shown[prompt[0]]) for prompt in PROMPTS])
+    for poisoned, plain in zip(*found, strict=True):
+        torch.testing.assert_close(poisoned, plain)
+
+
+def test_a_token_that_fails_when_it_is_said_fails_with_a_draft_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third token of the answer is the one; the draft names it beforehand."""
+    whole = answers(path.engine(0.0))
+    monkeypatch.setitem(globals(), "POISON", whole[0][2])
+    monkeypatch.setattr(
+        Poisonous, "answers", {prompt[0]: answer for prompt, answer in zip(PROMPTS, whole, strict=True)}
+    )
+    monkeypatch.setattr(Poisonous, "form", "sibling")
+    assert whole[0][2] not in [*PROMPTS[0], *whole[0][:2]]
+    with installed("poisonous", Poisonous):
+        for speculative in (False, {"method": "poisonous", "adaptive": False}):
+            llm = path.engine(torch.inf)
+            said: list[int] = []
+            with pytest.raises(NumericError):
+                for chunk in llm.stream(PROMPTS[0], GREEDY, speculative=speculative):
+                    said += [token.id for token in chunk.tokens]
+            assert said == whole[0][:3]

@@ -1,0 +1,80 @@
+"""The seed of an engine and of a request: a run repeats, its answers differ, and a request's own seed is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM, AsyncLLM, SamplingParams
+from forerun.sampling import request_seed
+
+PROMPT = "the cat sat"
+PARAMS = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+
+
+def engine(checkpoint: Path, **keywords: Any) -> LLM:
+    return LLM(str(checkpoint), dtype="float32", max_num_seqs=4, max_model_len=64, **keywords)
+
+
+def answers(llm: LLM, copies: int, params: SamplingParams = PARAMS) -> list[tuple[int, ...]]:
+    outputs = llm.generate([PROMPT] * copies, params)
+    return [tuple(answer.token_ids) for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize("drafter", [None, {"method": "ngram"}, "draft_model"])
+@pytest.mark.parametrize("seed", [0, 7, None])
+def test_copies_of_one_prompt_have_answers_of_their_own(
+    checkpoint: Path, draft_checkpoint: Path, drafter: Any, seed: int | None
+) -> None:
+    config = {"method": drafter, "model": str(draft_checkpoint)} if isinstance(drafter, str) else drafter
+    llm = engine(checkpoint, seed=seed, speculative_config=config)
+    found = answers(llm, 20)
+    assert len(set(found)) == 20
+    again = answers(engine(checkpoint, seed=seed, speculative_config=config), 20)
+    assert (found == again) == (seed is not None)
+    assert not set(answers(llm, 5)) & set(found), "what comes later has numbers of its own"
+
+
+def test_another_seed_gives_another_run(checkpoint: Path) -> None:
+    runs = [answers(engine(checkpoint, seed=seed), 5) for seed in (0, 1, -1, 2**63, 2**64 - 2)]
+    assert len({one for run in runs for one in run}) == 25
+
+
+def test_the_answers_of_a_request_differ(checkpoint: Path) -> None:
+    many = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, n=4)
+    assert len(set(answers(engine(checkpoint, seed=0), 3, many))) == 12
+
+
+def test_engines_do_not_share_a_counter(checkpoint: Path) -> None:
+    alone = answers(engine(checkpoint, seed=0), 6)
+    one, other = engine(checkpoint, seed=0), engine(checkpoint, seed=0)
+    pairs = [(answers(one, 1), answers(other, 1)) for _ in range(6)]
+    assert [found for found, _ in pairs] == [found for _, found in pairs] == [[answer] for answer in alone]
+
+
+def test_a_seed_of_its_own_means_what_it_means_in_vllm(checkpoint: Path) -> None:
+    """Whatever the engine's is, and however many came before; answer i of n has the seed plus i."""
+    own = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=5)
+    seeded, other = engine(checkpoint, seed=0), engine(checkpoint)
+    assert len({*answers(seeded, 2, own), *answers(other, 2, own)}) == 1
+    several = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=4, n=2)
+    assert answers(other, 1, several)[1] == answers(seeded, 1, own)[0]
+
+
+def test_asyncio_counts_alike(checkpoint: Path) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=4, max_model_len=64, seed=0) as llm:
+            outputs = await llm.generate([PROMPT] * 8, PARAMS)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    assert asyncio.run(run()) == answers(engine(checkpoint, seed=0), 8)
+
+
+def test_derived_seeds_do_not_meet() -> None:
+    """Nor do those of the several answers of a request, which follow each other."""
+    seeds = sorted(request_seed(seed, number) for seed in range(20) for number in range(500))
+    assert min(high - low for low, high in itertools.pairwise(seeds)) > 1000

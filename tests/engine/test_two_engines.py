@@ -1,0 +1,115 @@
+"""Engines of one process do not harm each other: not by module state, by a model that they share, or by loading."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from threading import Lock
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from emulation import kernels_in_c, packed_linears
+from engine.two_engines import ROWS, head, jobs, model, together
+from forerun import LLM
+from forerun.target import Target
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own-models", "one-model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16-in-c", "float32-in-torch"])
+def test_two_engines_at_once(dtype: torch.dtype, shared: bool) -> None:
+    with kernels_in_c(), packed_linears(dtype):
+        assert together(48, dtype, shared=shared) == []
+
+
+PLAIN = (
+    str,
+    bytes,
+    int,
+    float,
+    tuple,
+    frozenset,
+    type(None),
+    Path,
+    torch.dtype,
+    torch.device,
+    ModuleType,
+    FunctionType,
+)
+
+
+def held(value: Any) -> Any:
+    """What can be changed about it, two levels deep."""
+    if isinstance(value, dict):
+        return {str(key): id(item) for key, item in value.items()}
+    if isinstance(value, list | set):
+        return [id(item) for item in value]
+    own = {name: getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+    return {name: id(item) for name, item in (own | getattr(value, "__dict__", {})).items()}
+
+
+def module_state() -> Iterator[tuple[str, Any]]:
+    """Everything that threads share: names of modules and of their classes, and what hangs on these."""
+    for name in [name for name in sys.modules if name.startswith("forerun.")]:
+        module = sys.modules[name]
+        for key, value in vars(module).items():
+            if isinstance(value, type) and value.__module__ == name:
+                yield from (
+                    (f"{name}.{key}.{own}", id(of)) for own, of in vars(value).items() if own != "__abstractmethods__"
+                )
+            elif not key.startswith("__") and not isinstance(value, (*PLAIN, ContextVar, torch.library.Library)):
+                yield f"{name}.{key}", (id(value), held(value))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16-in-c", "float32-in-torch"])
+def test_nothing_that_threads_share_changes_in_a_pass(dtype: torch.dtype) -> None:
+    """Looked at from inside passes of all kinds, before and after attention, once everything has been made."""
+    seen: list[dict[str, Any]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(dict(module_state()))
+
+    with kernels_in_c(), packed_linears(dtype):
+        engine = LLM(model(1, dtype), repack=True, tokenizer=False, max_num_seqs=ROWS, max_model_len=200)
+        made = head(1, dtype)
+        for repetition in range(2):
+            if repetition:
+                engine.target._layers[1].register_forward_pre_hook(look)
+                engine.target._layers[1].self_attn.register_forward_hook(look)
+            for speculative in {str(job.speculative): job.speculative for job in jobs(8, 1, made)}.values():
+                some = [job for job in jobs(24, 1, made) if job.speculative == speculative][:2]
+                engine.generate([job.prompt for job in some], [job.params for job in some], speculative=speculative)
+    assert len(seen) > 50
+    for state in seen[1:]:
+        assert {name for name in state if state[name] != seen[0].get(name)} == set()
+
+
+def test_models_are_loaded_one_after_the_other(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers sets torch's default dtype while it loads; two at once would leave the one's to the other."""
+    before, counting, inside, most = transformers.AutoModelForCausalLM.from_pretrained, Lock(), 0, 0
+
+    def slow(*args: Any, **keywords: Any) -> Any:
+        nonlocal inside, most
+        with counting:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.05)
+        try:
+            return before(*args, **keywords)
+        finally:
+            with counting:
+                inside -= 1
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", slow)
+    with ThreadPoolExecutor(3) as threads:
+        dtypes = ("bfloat16", "float32", "bfloat16")
+        targets = list(threads.map(lambda dtype: Target.load(str(checkpoint), dtype=dtype, self_check=False), dtypes))
+    assert most == 1 and torch.get_default_dtype() == torch.float32
+    assert [str(target.dtype) for target in targets] == [f"torch.{dtype}" for dtype in dtypes]

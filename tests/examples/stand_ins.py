@@ -1,0 +1,118 @@
+"""What takes the place of what a document cannot know: the reader's models and files, and an hour of time.
+
+The one table for `test_printed_commands`: a command is run with these, or is named here with the reason why not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import forerun
+from forerun import LLM, SamplingParams
+from forerun.demo import resolve
+
+HEAD = str(resolve("demo-eagle3"))
+WORDS = {
+    **dict.fromkeys(("MODEL", "TARGET"), "demo"),
+    **dict.fromkeys(("SMALL_MODEL", "SMALL-1", "SMALL-2", "SMALL-3"), "demo-draft"),
+    **dict.fromkeys(("HEAD", "SOMEBODY/HEAD", "RedHatAI/SOME-HEAD"), HEAD),
+    "DIR": "exported",
+    "--drafter X": "--drafter ngram",
+    "http://localhost:8000/v1": "{endpoint}",
+    # A run of its own for each line that trains by the same recipe.
+    "eagle3 recipe.yaml": "eagle3 recipe.yaml output=runs/{line}",
+    # What costs minutes at the printed size, or has no room in the demo model.
+    "--scale 0.4": "--scale 0.1",
+    "draft.vocab_size=32000": "draft.vocab_size=400",
+    "--draft-vocab-size 4096": "--draft-vocab-size 400",
+    "[:600]": "[:3]",
+    "1_000_000": "5_000",
+}
+"""What is printed -> what it is run with."""
+
+QUICK: dict[str, dict[str, str]] = {
+    "generate": {"--max-tokens -n": "8"},
+    "demo": {"--max-tokens -n": "8", "--repeats": "1"},
+    "certify": {"--prompts": "1", "--max-tokens": "8", "--detect": "0.6"},
+    "calibrate": {"--seconds": "0.5", "--contexts": "64"},
+    "plan demo": {"--max-tokens": "8"},
+    "data regenerate": {"--max-tokens -n": "8"},
+    "train eagle3": {"training.steps=": "1", "windows.length=": "64", "objective.steps=": "2"},
+    "tune skip-layers": {"--iterations": "1", "--tokens": "4", "--limit": "1", "--prompt-tokens": "16"},
+}
+"""Verb -> options that keep it short: in place of what is printed, or beside it."""
+
+ONLY_PARSED = {
+    r"^docker run ": "needs Docker; behind the image's name stand options of forerun serve",
+    r"python -m forerun\.bench": "measures for an hour; tests/bench runs its parts",
+    r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
+}
+"""Pattern of a command -> why it is given to its parser and to nobody else."""
+
+NOT_OURS = {
+    r"^pip install ": "sets up an environment, as `make` has done for these tests",
+    r"^docker build ": "needs Docker",
+    r"^forerun VERB ": "says what a command looks like",
+    r"-m pytest\b": "these very tests",
+    r"^lm_eval ": "needs lm-evaluation-harness and a data set; tests/serve/test_client_features.py asks as it does",
+    r"bin/(ruff|mypy|zensical)\b|tests_vllm/run\.py": "other people's tools, and vLLM's environment",
+}
+"""Pattern of a command -> why there is nothing to try in it."""
+
+
+def talk(question: str, answer: str) -> str:
+    """A line of a JSONL file of conversations."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+CODE = "import os\n\n\ndef add(a, b):\n    return a + b\n" * 12
+TALKS = talk("Write f.", "import os\nprint(os.sep)\n" * 8) + talk("Write g.", CODE)
+TEXTS = {
+    **dict.fromkeys(("prompts.jsonl", "answers.jsonl", "chats.jsonl", "corpus.jsonl"), TALKS),
+    **dict.fromkeys(("notes.txt", "question.txt", "task.txt", "old.py"), CODE),
+    "recipe.yaml": "target: demo\ndata: data/train\noutput: runs/recipe\n",
+}
+"""A file that a command reads and none before it on its page has written -> what is in it."""
+
+Run = Callable[[list[str]], None]
+
+
+def _prepared(folder: Path, run: Run) -> None:
+    source = folder.with_suffix(".jsonl")
+    source.write_text(TALKS)
+    run(["data", "prepare", str(source), "--target", "demo", "--output", str(folder)])
+
+
+FOLDERS: dict[str, Callable[[Path, Run], object]] = {
+    "data/train": _prepared,
+    "runs/first/head": lambda folder, run: shutil.copytree(HEAD, folder),
+    "learned/latest": lambda folder, run: shutil.copytree(resolve("demo-draft"), folder),
+}
+"""The same for folders -> what makes it."""
+
+
+def _transformers() -> Mapping[str, Any]:
+    folder = resolve("demo")
+    inputs = AutoTokenizer.from_pretrained(folder)("import os", return_tensors="pt")
+    return {"forerun": forerun, "model": AutoModelForCausalLM.from_pretrained(folder), "inputs": inputs}
+
+
+def _files() -> Mapping[str, Any]:
+    messages = [{"role": "user", "content": "Write f."}]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    return {"LLM": LLM, "model": "demo", "task": CODE, "old_file": CODE, "messages": messages, "params": params}
+
+
+NAMES: dict[str, Callable[[], Mapping[str, Any]]] = {
+    "README.md": _transformers,
+    "docs/copying.md": _files,
+    "docs/control.md": lambda: {"LLM": LLM},
+}
+"""Page -> what the Python on it takes for granted."""

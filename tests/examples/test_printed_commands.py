@@ -1,0 +1,368 @@
+"""Every command and every block of Python that a document prints is run, or given to the parser that would read it.
+
+A page is one session: what it prints is typed in order, in a fresh folder, in this process. `stand_ins` says what takes
+the place of the reader's models and files, and what is only parsed, and why; a line that it does not know is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from cyclopts import MissingArgumentError
+
+from assistant import assistant
+from conftest import loggers_restored
+from examples import stand_ins
+from examples.printed import ROOT, Printed, markdown, pages, printed
+from forerun.bench.__main__ import app as bench_app
+from forerun.certify import run as certifying
+from forerun.cli import build_app, demo, main
+from forerun.drafters import DRAFTERS, Entry
+from forerun.drafters.skipping.measure import Probe
+from forerun.engine.cost import drafts, store
+from forerun.serve import running
+from forerun.serve.session import Session, State
+from ports import free_ports
+
+PAGES = [page for page in pages() if printed(page)]
+WRITES = ("--output", "--adapt-dir", "--plot")
+"""Options that name what a command makes."""
+Request = tuple[str, str, dict[str, str], str | None]
+"""Method, path, headers, body."""
+
+
+class _ParsedError(Exception):
+    """A script's parser has read its arguments, and nothing else is wanted of it."""
+
+
+def programs(command: str) -> list[list[str]]:
+    """The words of each program of a line, patterns of the repository's files filled in."""
+    reader = shlex.shlex(command, posix=True, punctuation_chars="|&")
+    reader.whitespace_split = True
+    found: list[list[str]] = [[]]
+    for word in reader:
+        if set(word) <= {"|", "&"}:
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def known(command: str, table: dict[str, str]) -> bool:
+    return any(re.search(pattern, command) for pattern in table)
+
+
+def quick(words: list[str]) -> list[str]:
+    """The words with the options that keep their verb short."""
+    words = list(words)
+    for verb, options in stand_ins.QUICK.items():
+        for names, value in options.items() if words[: len(verb.split())] == verb.split() else ():
+            _set(words, names.split(), value)
+    return words
+
+
+def _set(words: list[str], names: list[str], value: str) -> None:
+    for index, word in enumerate(words):
+        if word in names:
+            words[index + 1] = value
+            return
+        if names[0].endswith("=") and word.startswith(names[0]):
+            words[index] = names[0] + value
+            return
+    words += [names[0] + value] if names[0].endswith("=") else [names[0], value]
+
+
+def parse(words: list[str], *, inline: bool) -> None:
+    """Give the words to the command line's own parser. In a sentence a part may stand for the whole."""
+    words = [word for word in words if not inline or word != "..."]
+    with contextlib.suppress(*[MissingArgumentError] if inline else []):
+        build_app().parse_args(words, exit_on_error=False, print_error=False)
+
+
+def parse_script(words: list[str]) -> None:
+    """Run a script up to the point where its own parser has read the words."""
+    whole, before, script = argparse.ArgumentParser.parse_args, set(sys.modules), ROOT / words[0]
+
+    def parse_and_stop(self: argparse.ArgumentParser, *given: object, **more: object) -> None:
+        whole(self, *given, **more)
+        raise _ParsedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "path", [str(script.parent), *sys.path])
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        try:
+            with pytest.raises(_ParsedError):
+                runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as error:
+            raise ValueError(f"{script.name} does not take {words[1:]}") from error
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(script.parent)):
+            del sys.modules[name]
+
+
+def served(session: Session, *, host: str, port: int, asked: Request = ("GET", "/health", {}, None)) -> int:
+    """In place of serving until SIGTERM: until the model is there and one request has been answered."""
+    [port] = free_ports(1)
+    answers = list[httpx.Response]()
+
+    def ask() -> None:
+        while session.state not in (State.READY, State.FAILED):
+            time.sleep(0.01)
+        if session.state is State.READY:  # else the server ends by itself, and the command with 2
+            method, path, headers, body = asked
+            url = f"http://127.0.0.1:{port}{path}"
+            answers.append(httpx.request(method, url, headers=headers, content=body, timeout=60))
+            session.state = State.DRAINING
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    asyncio.run(running.server(session, host="127.0.0.1", port=port).serve())
+    thread.join()
+    assert all(answer.status_code == 200 for answer in answers), answers
+    return 0 if session.failure is None else 2
+
+
+@dataclass(kw_only=True)
+class Reader:
+    """Somebody who types what a page says, in a folder of their own."""
+
+    folder: Path
+    endpoint: str
+    """A server that answers."""
+    done: set[tuple[str, ...]]
+    """Commands that need no files and have been run, on this page or another."""
+    patch: pytest.MonkeyPatch
+    shown: Callable[[], str]
+    """What was written to stderr since the last time."""
+    module: ModuleType = field(default_factory=lambda: ModuleType("page"))
+    """Where Python is run."""
+    serving: list[str] = field(default_factory=list)
+    """The last server that was started."""
+
+    def type(self, found: Printed) -> None:
+        """Run it, or parse it where it stands in a sentence or the table says so."""
+        text = found.text
+        for word, instead in stand_ins.WORDS.items():
+            text = re.sub(rf"(?<![\w/.-]){re.escape(word)}(?![\w/-])", lambda _, to=instead: to, text)
+        if found.python:
+            self._python(text)
+            return
+        text = text.replace("{line}", str(found.line)).replace("{endpoint}", self.endpoint)
+        if not known(text, stand_ins.NOT_OURS):
+            piped = ""
+            for words in programs(text):
+                self._lay(words, found)
+                piped = self._program(words, found, piped, found.inline or known(text, stand_ins.ONLY_PARSED))
+
+    def _program(self, words: list[str], found: Printed, piped: str, parsing: bool) -> str:
+        """One program, which prints for the next what is returned."""
+        match Path(words[0]).name, words[1:]:
+            case "cat", [name]:
+                return (self.folder / name).read_text()
+            case "forerun", options:
+                self._forerun(options, found, piped, parsing)
+            case "torchrun", options:  # here as one process
+                self._forerun(options[options.index("forerun.cli") + 1 :], found, piped, parsing)
+            case "docker", options:
+                self._forerun(["serve", *options[options.index("forerun") + 1 :]], found, piped, parsing)
+            case "python", ["-m", "forerun.bench", *options]:
+                bench_app.parse_args(options, exit_on_error=False, print_error=False)
+            case "python", options:
+                parse_script(options)
+            case "make", options:
+                self._make(options, found)
+            case "curl", options:
+                self._ask(options)
+            case name, _:
+                raise AssertionError(f"nobody knows what to do with {name!r}: see tests/examples/stand_ins.py")
+        return ""
+
+    def _forerun(self, options: list[str], found: Printed, piped: str, parsing: bool) -> None:
+        parse(options, inline=found.inline)
+        alone = not any((self.folder / word.rpartition("=")[2]).exists() or word in WRITES for word in options)
+        key = (*options, piped)
+        if not parsing and not (alone and key in self.done):
+            self.run(quick(options), piped)
+            self.done.add(key)
+
+    def run(self, words: list[str], piped: str = "") -> None:
+        """The command line in this process, with what is piped into it."""
+        if words[0] == "serve":
+            self.serving = words
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stdin", io.StringIO(piped))
+            code = main(words)
+        answers = (0, 1) if words[0] == "doctor" else (0,)  # of a head, 1 says that an engine cannot read it
+        assert code in answers, f"exit code {code}: {self.shown()[-1500:]}"
+
+    def _python(self, text: str) -> None:
+        if re.match(r'"\w+": Entry\(', text):  # a line for the registry, about the drafter above it
+            for name, entry in eval(f"{{{text}}}", {"Entry": Entry}).items():
+                self.patch.setitem(sys.modules, entry.path.partition(":")[0], self.module)
+                self.patch.setitem(DRAFTERS, name, entry)
+        else:
+            exec(compile(text, "a page", "exec"), self.module.__dict__)
+
+    def _lay(self, words: list[str], found: Printed) -> None:
+        """Put the files where the words look for them, unless an earlier command of the page has made them."""
+        made = {words[index + 1] for index, word in enumerate(words[:-1]) if word in WRITES}
+        read = {word.rpartition("=")[2] for word in words} - made
+        for name in sorted(read | ({"data/train"} if "recipe.yaml" in read else set())):
+            target = self.folder / name
+            if not name or name.startswith("/") or target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name in stand_ins.TEXTS:
+                target.write_text(stand_ins.TEXTS[name])
+            elif name in stand_ins.FOLDERS:
+                stand_ins.FOLDERS[name](target, self.run)
+            for place in (ROOT / name, (ROOT / found.page).parent / name):
+                if place.is_file():
+                    shutil.copy(place, target)
+
+    def _make(self, options: list[str], found: Printed) -> None:
+        """Type the lines that make would run; what sets up environments is taken as done."""
+        marks = [*(f".venv/{name}" for name in (".ready", ".docs-ready")), ".venv-vllm/.ready"]
+        command = ["make", "-n", *(word for mark in marks for word in ("-o", mark)), *options]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # we run in it
+        asked = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert asked.returncode == 0 and asked.stdout, asked.stderr
+        for line in asked.stdout.splitlines():
+            self.type(Printed(page=found.page, line=found.line, text=line))
+
+    def _ask(self, options: list[str]) -> None:
+        """Send a request to the last server that was started."""
+        parser = argparse.ArgumentParser(prog="curl")
+        parser.add_argument("url", type=urlsplit)
+        parser.add_argument("-H", type=lambda header: header.split(": "))
+        parser.add_argument("-d")
+        asked = parser.parse_args(options)
+        request = ("POST", asked.url.path, dict([asked.H]), asked.d)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running, "run", functools.partial(served, asked=request))
+            self.run(self.serving)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with assistant() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ...]]]:
+    """What has been run; what costs seconds and is the same for all of it is done once."""
+    enumerated = functools.cache(lambda names: list(check_rules(names)))
+    check_rules = certifying.check_rules
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(certifying, "check_rules", lambda names: enumerated(tuple(names)))
+        patch.setattr(demo, "PROMPT_CHARACTERS", 120)
+        patch.setitem(store.load_or_measure.__kwdefaults__, "seconds", 0.3)
+        patch.setitem(drafts.measure_draft.__kwdefaults__, "steps", 8)
+        patch.setitem(Probe.costs.__kwdefaults__, "repeats", 1)
+        yield set()
+
+
+@pytest.fixture
+def reader(
+    endpoint: str,
+    done: set[tuple[str, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Reader]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running, "run", served)
+    made = Reader(
+        folder=tmp_path, endpoint=endpoint, done=done, patch=monkeypatch, shown=lambda: capsys.readouterr().err
+    )
+    monkeypatch.setitem(sys.modules, made.module.__name__, made.module)
+    with loggers_restored():
+        yield made
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_works_as_printed(page: str, reader: Reader) -> None:
+    reader.module.__dict__.update(stand_ins.NAMES.get(page, dict)())
+    failed = []
+    for found in printed(page):
+        try:
+            reader.type(found)
+        except Exception as error:  # all of a page's failures are told, each with its place
+            failed.append(f"{found}\n    {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+def test_nothing_is_overlooked() -> None:
+    found = [item for page in PAGES for item in printed(page)]
+    assert len(found) > 220 and sum(item.python for item in found) > 6 and sum(item.inline for item in found) > 60
+    assert {"README.md", "CONTRIBUTING.md", "benchmarks/README.md", "deploy/README.md", "docs/cli.md"} <= set(PAGES)
+
+
+WRONG = [
+    "forerun demos",
+    "forerun generate demo --promt x",
+    "forerun generate demo --prompt x --drafter ngram --drafter-option window=4",
+    "forerun serve demo --drafter nobody",
+    "forerun demo --prompt-name nothing.py",
+    "forerun train eagle3 recipe.yaml objective.stepps=3",
+    "forerun datastore info nowhere",
+    "torchrun --nproc-per-node 2 -m forerun.cli train eagle3 recipe.yaml --paralel fsdp",
+    "docker run forerun MODEL --drafter suffix --prt 8000",
+    "python -m forerun.bench --parts nothing",
+    "python benchmarks/serving/soak.py --hours 20",
+    "python benchmarks/nothing.py",
+    "make nothing",
+    "make demo ARGS=--scales",
+    "kubectl apply -f forerun.yaml",
+    "forerun drafters && forerun nothing",
+]
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_what_does_not_work_is_noticed(command: str, reader: Reader) -> None:
+    [found] = markdown("README.md", f"Say:\n```\n{command}\n```\n")
+    with pytest.raises(Exception, match=r"\w"):
+        reader.type(found)
+
+
+@pytest.mark.parametrize("text", ["`forerun serve --adaptt`", "`forerun data prepar ...`", "`make nothing`"])
+def test_a_part_of_a_command_in_a_sentence_is_checked_too(text: str, reader: Reader) -> None:
+    [found] = markdown("README.md", f"With {text} it works.")
+    assert found.inline
+    with pytest.raises(Exception, match=r"\w"):
+        reader.type(found)
+
+
+def test_python_that_does_not_work_is_noticed(reader: Reader) -> None:
+    [found] = markdown("README.md", '```python\nfrom forerun import LLM\n\nLLM("demo", speculate="ngram")\n```\n')
+    with pytest.raises(TypeError, match="speculate"):
+        reader.type(found)
+
+
+@pytest.mark.parametrize("text", ["  ```\n  forerun nothing\n  ```\n", "```powershell\nforerun nothing\n```\n"])
+def test_a_block_that_would_be_overlooked_is_refused(text: str) -> None:
+    with pytest.raises(AssertionError, match="README"):
+        list(markdown("README.md", text))

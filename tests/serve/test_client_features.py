@@ -1,0 +1,287 @@
+"""What the answers to clients' special wishes hold: log-probabilities of prompts, token ids, counts as they grow,
+prompts cut or continued, calls that are named. With the official client where it knows the wish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM
+
+from forerun.serve.dialect import dialect_of
+from forerun.serve.protocol.answers import ScoredToken, completion_logprobs
+from forerun.serve.protocol.requests import ChatRequest
+from forerun.types import TokenLogprob
+from serve.conftest import NAME, Live, serving, with_template
+from serve.test_probes import ASK, CALL, NAMED, OTHER, TEMPLATE, TOOL, allowed
+
+PROMPT = "the cat sat on the mat and the dog"
+
+
+@pytest.fixture(scope="module")
+def templated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = with_template(checkpoint, tmp_path_factory.mktemp("templated"), TEMPLATE)
+    with serving(model, max_tokens=150, max_n=3) as running:
+        yield running
+
+
+@pytest.fixture
+def official(templated: Live) -> Iterator[OpenAI]:
+    with templated.client() as client:
+        yield client
+
+
+def ids_of(live: Live, text: str) -> list[int]:
+    tokenizer = live.session.engine.llm.tokenizer
+    assert tokenizer is not None
+    return list(tokenizer.encode(text))
+
+
+def laws(live: Live, ids: list[int]) -> torch.Tensor:
+    """transformers' own log-probabilities in float32."""
+    model = AutoModelForCausalLM.from_pretrained(live.session.engine.llm.target.name_or_path, dtype=torch.float32)
+    found: torch.Tensor = model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+    return found
+
+
+class TestPromptLogprobs:
+    def test_echo_gives_those_of_the_prompt_and_of_the_answer(self, live: Live, client: OpenAI) -> None:
+        text = PROMPT * 4
+        asked: dict[str, Any] = {"model": NAME, "prompt": text, "temperature": 0, "max_tokens": 3}
+        asked["extra_body"] = {"cache_salt": "mine"}
+        hits = live.session.engine.llm.engine.prefix_hits
+        for _ in range(2):
+            client.completions.create(**asked)
+        assert live.session.engine.llm.engine.prefix_hits > hits, "the prompt is in the prefix cache"
+        answer = client.completions.create(**asked, echo=True, logprobs=2).choices[0]
+        found, prompt = answer.logprobs, ids_of(live, text)
+        assert found is not None and found.token_logprobs and found.top_logprobs and found.tokens and found.text_offset
+        assert answer.text.startswith(text) and len(found.tokens) == len(prompt) + 3
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        whole = prompt + ids_of(live, answer.text)[len(prompt) :]
+        expected = laws(live, whole)
+        for place, value in enumerate(found.token_logprobs[1 : len(prompt)]):
+            assert value == pytest.approx(float(expected[place, whole[place + 1]]), abs=1e-4)
+            best = found.top_logprobs[place + 1]
+            assert max(best.values()) == pytest.approx(float(expected[place].max()), abs=1e-4)
+            assert len(best) in (2, 3) and found.tokens[place + 1] in best
+        ends = [*found.text_offset[1:], len(answer.text)]
+        parts = [answer.text[at:end] for at, end in zip(found.text_offset, ends, strict=True)]
+        assert all(part == token or "\ufffd" in token for part, token in zip(parts, found.tokens, strict=True))
+
+    def test_a_stream_says_the_same(self, client: OpenAI) -> None:
+        asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "n": 2}
+        asked |= {"echo": True, "logprobs": 2}
+        for choice in client.completions.create(**asked).choices:
+            text, parts = "", dict[str, list[Any]]()
+            for chunk in client.completions.create(**asked, stream=True):
+                for own in (own for own in chunk.choices if own.index == choice.index):
+                    text += own.text
+                    for name, values in (own.logprobs.model_dump() if own.logprobs else {}).items():
+                        parts.setdefault(name, []).extend(values)
+            assert choice.logprobs is not None and text == choice.text
+            assert parts == choice.logprobs.model_dump()
+
+    def test_no_token_is_written_where_none_is_wanted(self, live: Live, client: OpenAI) -> None:
+        """As lm-eval-harness asks for scores; several prompts at once, one of them as long as the context."""
+        longest = live.session.engine.llm.max_model_len
+        prompts = [ids_of(live, PROMPT), ids_of(live, "the cat"), (ids_of(live, PROMPT) * longest)[:longest]]
+        answer = client.completions.create(
+            model=NAME, prompt=prompts, max_tokens=0, echo=True, logprobs=1, temperature=0
+        )
+        for choice, ids in zip(answer.choices, prompts, strict=True):
+            assert choice.finish_reason == "length" and choice.logprobs is not None and choice.logprobs.token_logprobs
+            expected = laws(live, ids)
+            scores = [float(expected[place, token]) for place, token in enumerate(ids[1:])]
+            assert choice.logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-4)
+        assert answer.usage is not None and answer.usage.completion_tokens == 0
+        streamed = client.completions.create(model=NAME, prompt="the cat", max_tokens=0, echo=True, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == "the cat"
+
+    def test_vllms_shape(self, live: Live, client: OpenAI) -> None:
+        text = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 1})
+        chat = client.chat.completions.create(
+            model=NAME,
+            messages=ASK,
+            max_tokens=1,
+            extra_body={"prompt_logprobs": 1, "return_token_ids": True},  # type: ignore[arg-type]
+        )
+        extra: Any = chat.model_extra
+        pairs: list[Any] = [(ids_of(live, PROMPT), text.choices[0].model_extra["prompt_logprobs"])]  # type: ignore[index]
+        pairs.append((extra["prompt_token_ids"], extra["prompt_logprobs"]))
+        for ids, found in pairs:
+            expected = laws(live, ids)
+            assert found[0] is None and len(found) == len(ids)
+            for place, entry in enumerate(found[1:]):
+                own = entry[str(ids[place + 1])]
+                assert own["logprob"] == pytest.approx(float(expected[place, ids[place + 1]]), abs=1e-4)
+                assert own["rank"] == 1 + int((expected[place] > expected[place, ids[place + 1]]).sum())
+                assert own["decoded_token"] and 1 in {value["rank"] for value in entry.values()} and len(entry) <= 2
+
+    def test_of_tokens_with_the_same_text_the_likeliest_counts(self) -> None:
+        best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in (1, 2, 3)}
+        token = ScoredToken(3, "", best[3], best)
+        found = completion_logprobs([token], lambda token: "odd" if token % 2 else "even", 0)
+        assert found["top_logprobs"] == [{"odd": -1.0, "even": -2.0}] and found["token_logprobs"] == [-3.0]
+
+
+def test_counts_grow_with_the_stream(live: Live, client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "max_tokens": 9,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": options,
+    }
+    for chunks in (
+        list(client.completions.create(prompt=PROMPT, extra_body={"ignore_eos": True}, **asked)),
+        list(client.chat.completions.create(messages=ASK, extra_body={"ignore_eos": True}, **asked)),
+    ):
+        usage = [chunk.usage for chunk in chunks]
+        assert all(one is not None and one.prompt_tokens == usage[-1].prompt_tokens for one in usage)
+        counts = [one.completion_tokens for one in usage if one is not None]
+        assert counts == sorted(counts) and counts[-1] == 9 and len(set(counts)) > 2
+        assert all(one.total_tokens == one.prompt_tokens + one.completion_tokens for one in usage if one is not None)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_token_ids(live: Live, client: OpenAI, chat: bool) -> None:
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 6, "temperature": 0, "n": 2}
+    asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    asked |= {"messages": ASK} if chat else {"prompt": PROMPT}
+    prompt = live.session.engine.llm.chat_prompt(ASK)["prompt_token_ids"] if chat else ids_of(live, PROMPT)
+    whole, streamed = create(**asked), [chunk.model_dump() for chunk in create(**asked, stream=True)]
+    assert (whole if chat else whole.choices[0]).prompt_token_ids == prompt
+    first = streamed[0] if chat else streamed[0]["choices"][0]
+    assert first["prompt_token_ids"] == prompt
+    for choice in whole.choices:
+        own = [one for chunk in streamed for one in chunk["choices"] if one["index"] == choice.index]
+        ids = [token for one in own for token in one.get("token_ids") or []]
+        assert ids == choice.token_ids and len(ids) == 6
+
+
+def test_tokens_named_by_their_ids(client: OpenAI) -> None:
+    more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    text = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=1, extra_body=more).choices[0]
+    chat = client.chat.completions.create(model=NAME, messages=ASK, max_tokens=3, logprobs=True, extra_body=more)  # type: ignore[arg-type]
+    assert text.logprobs is not None and chat.choices[0].logprobs is not None
+    assert text.logprobs.tokens == [f"token_id:{token}" for token in text.model_extra["token_ids"]]  # type: ignore[index]
+    names = [token.token for token in chat.choices[0].logprobs.content or []]
+    assert names == [f"token_id:{token}" for token in chat.choices[0].model_extra["token_ids"]]  # type: ignore[index]
+
+
+def test_a_prompt_is_cut_at_its_beginning(live: Live, client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 5, "echo": True}
+    ids = ids_of(live, PROMPT)
+    cut = client.completions.create(prompt=PROMPT, extra_body={"truncate_prompt_tokens": 3}, **asked)
+    same = client.completions.create(prompt=ids[-3:], **asked)
+    assert cut.choices[0].text == same.choices[0].text and cut.usage and cut.usage.prompt_tokens == 3
+    uncut = client.completions.create(prompt=PROMPT, extra_body={"truncate_prompt_tokens": 100}, **asked)
+    assert uncut.choices[0].text.startswith(PROMPT)
+    longest = live.session.engine.llm.max_model_len
+    fitted = client.completions.create(prompt=PROMPT * 90, extra_body={"truncate_prompt_tokens": -1}, **asked)
+    assert fitted.usage and fitted.usage.total_tokens == longest
+
+
+def test_the_last_message_is_continued(templated: Live, official: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
+    prompt = "user: the cat sat on\nassistant: the mat"
+    text = official.completions.create(prompt=prompt, **asked).choices[0].text
+    messages = [*ASK, {"role": "assistant", "content": "the mat"}]
+    chat = official.chat.completions.create(messages=messages, extra_body={"continue_final_message": True}, **asked)
+    assert chat.choices[0].message.content == text
+    ended = official.chat.completions.create(messages=messages, extra_body={"add_generation_prompt": False}, **asked)
+    assert ended.usage and chat.usage and ended.usage.prompt_tokens == chat.usage.prompt_tokens
+    refused = templated.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "continue_final_message": True}
+    )
+    assert refused.status_code in (200, 400), refused.text
+
+
+def test_effort_is_the_templates_variable(official: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": ASK, "temperature": 0, "max_tokens": 2}
+    asked["extra_body"] = {"return_token_ids": True}
+    low, plain = (
+        official.chat.completions.create(reasoning_effort="low", **asked),
+        official.chat.completions.create(**asked),
+    )
+    more = official.chat.completions.create(
+        **{**asked, "extra_body": {"chat_template_kwargs": {"reasoning_effort": "low"}, **asked["extra_body"]}}
+    )
+    assert low.prompt_token_ids == more.prompt_token_ids != plain.prompt_token_ids  # type: ignore[attr-defined]
+
+
+class TestCalls:
+    def test_a_named_function_is_called_once(self, official: OpenAI) -> None:
+        for seed in range(8):
+            answer = official.chat.completions.create(
+                model=NAME,
+                messages=ASK,
+                tools=[TOOL],
+                tool_choice=NAMED,
+                temperature=1.5,
+                seed=seed,
+                max_tokens=120,  # type: ignore[arg-type, list-item]
+            ).choices[0]
+            assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1
+            assert answer.finish_reason == "tool_calls"
+
+    @pytest.mark.parametrize("mode", ["auto", "required"])
+    def test_only_what_is_allowed_is_called(self, templated: Live, official: OpenAI, mode: str) -> None:
+        """A random model hardly calls anything of its own accord: what it may write is looked at, too."""
+        body = ChatRequest.model_validate(
+            {"messages": ASK, "tools": [TOOL, OTHER], "tool_choice": allowed(mode, "time")}
+        )
+        llm = templated.session.engine.llm
+        form = dialect_of(llm, templated.session.settings, body).constrained(body, None, llm.grammar_mark)
+        assert form is not None and form.grammar is not None and "time" in form.grammar
+        assert "weather" not in form.grammar
+        names = []
+        for seed in range(4):
+            answer = official.chat.completions.create(
+                model=NAME,
+                messages=ASK,  # type: ignore[arg-type]
+                tools=[TOOL, OTHER],  # type: ignore[list-item]
+                tool_choice=allowed(mode, "time"),  # type: ignore[arg-type]
+                temperature=1.5,
+                seed=seed,
+                max_tokens=100,
+            ).choices[0]
+            names += [call.function.name for call in answer.message.tool_calls or []]  # type: ignore[union-attr]
+        assert set(names) <= {"time"} and (mode == "auto" or len(names) >= 4)
+
+    def test_the_model_is_shown_all_tools(self, official: OpenAI) -> None:
+        def shown(choice: Any) -> int:
+            answer = official.chat.completions.create(
+                model=NAME,
+                messages=ASK,
+                tools=[TOOL, OTHER],
+                tool_choice=choice,
+                max_tokens=1,  # type: ignore[arg-type, list-item]
+            )
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens
+
+        assert shown(allowed("auto", "time")) == shown("auto") > shown("none")
+
+
+def test_an_answer_is_sent_back_as_it_came(templated: Live, official: OpenAI) -> None:
+    """``messages.append(reply.choices[0].message.model_dump())``, for a text and for a call."""
+    for more in ({"max_tokens": 9}, {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": 60}):
+        messages: list[Any] = [*ASK]
+        asked: dict[str, Any] = {"model": NAME, "temperature": 0.5, "seed": 3, **more}
+        reply = official.chat.completions.create(messages=messages, **asked)
+        messages.append(reply.choices[0].message.model_dump())
+        for call in messages[-1]["tool_calls"] or []:
+            messages.append({"role": "tool", "content": "9", "tool_call_id": call["id"], "name": None})
+        messages.append({"role": "user", "content": "and the dog"})
+        again = official.chat.completions.create(messages=messages, **asked)
+        assert again.usage is not None and reply.usage is not None
+        assert again.usage.prompt_tokens > reply.usage.prompt_tokens
+    assert CALL["function"]["name"] == "weather"

@@ -1,0 +1,180 @@
+"""A run that is started again goes on under the recipe that it was begun with, or says what has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from forerun.cli import main
+from forerun.errors import ArgumentError
+from forerun.training.data.store import PreparedData, PreparedWriter
+from forerun.training.loop import Parallel
+from forerun.training.recipe import TrainRecipe, flat, read_recipe
+from forerun.training.run import Run, assemble, train_head
+from training.conftest import words
+
+HARMLESS = {
+    *("output", "target_parallel", "trackers", "objective.gradient_checkpointing", "evaluation.settings.rows"),
+    *("training.max_seconds", "training.gradient_checkpointing", "training.save_every_s", "training.save_every_steps"),
+    *("training.eval_every_steps", "training.keep_checkpoints", "training.log_every_steps"),
+}
+"""What may change; all that is not here may not."""
+ELSEWHERE = {"target", "data", "mode", "features", "evaluation.prompts", "output", "trackers"}
+"""Keys that other tests change: directories, which count by what they hold."""
+OTHER: dict[str, Any] = {
+    "target_dtype": "bfloat16",
+    "target_parallel": "fsdp",
+    "draft.start": "elsewhere",
+    "draft.options": {"boundaries": [1, 2, 3]},
+    "objective.divergence": "lk",
+    "training.steps": 2,
+    "training.max_seconds": 1e9,
+    "training.optimizer": "muon",
+    "training.betas": [0.5, 0.5],
+    "training.schedule": "linear",
+    "training.warmup_steps": 1,
+    "training.dtype": "bfloat16",
+    "training.best_metric": "tree_t0",
+}
+"""Another value of each key that is no number and no switch."""
+SHA = "sha256 [0-9a-f]{16}"
+KEYS = sorted(flat(TrainRecipe(target="a", data="b", output="c")).keys() - ELSEWHERE)
+
+
+@pytest.fixture(scope="module")
+def finished(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one step, and what it was made of."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    given = [word for word in words(target, prepared, output, 1) if re.match(r"[a-z_.]+=", word)]
+    recipe = read_recipe(None, given, {"target": str(target), "data": str(prepared), "output": str(output)})
+    run = assemble(recipe, Parallel())
+    assert train_head(run, Parallel())["reason"] == "finished"
+    return run
+
+
+def another(key: str, value: Any) -> Any:
+    """Another value that is allowed."""
+    if key in OTHER:
+        return OTHER[key]
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value / 2 or 0.25
+
+
+def changed(recipe: Any, key: str, value: Any) -> Any:
+    """A copy with another value."""
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(recipe, **{name: changed(getattr(recipe, name), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_decides_what_is_trained_must_not_change(finished: Run, key: str) -> None:
+    """Every key of the recipe in turn; one that is new is refused until somebody says that it is harmless."""
+    former = json.loads(json.dumps(flat(finished.recipe)[key]))
+    value = another(key, former)
+    other = dataclasses.replace(finished, recipe=changed(finished.recipe, key, value))
+    if key in HARMLESS:
+        assert train_head(other, Parallel())["reason"] == "already_finished"
+        return
+    named = "windows.rows x processes" if key == "windows.rows" else key
+    with pytest.raises(ArgumentError, match=re.escape(f"under another recipe: {named} was {former!r}, is {value!r}. ")):
+        train_head(other, Parallel())
+
+
+def test_half_the_rows_on_twice_the_processes_are_the_same_batches(finished: Run) -> None:
+    halved = dataclasses.replace(finished, recipe=changed(finished.recipe, "windows.rows", 2))
+    assert halved.fixed(Parallel(world=2)) == finished.fixed(Parallel())
+    assert halved.fixed(Parallel()) != finished.fixed(Parallel())
+
+
+def test_a_target_of_the_hub_is_the_one_in_a_directory(
+    finished: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From what loading it has left in the cache; nothing more is fetched."""
+    cached = tmp_path / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    shutil.copytree(target, cached / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    other = dataclasses.replace(finished, recipe=changed(finished.recipe, "target", "org/name"))
+    assert other.fixed(Parallel()) == finished.fixed(Parallel())
+
+
+def test_directories_may_move_but_not_change(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Target, data, features and evaluation prompts, each moved, then changed in its place."""
+    shutil.copytree(target, tmp_path / "target")
+    shutil.copytree(prepared, tmp_path / "data")
+    store = ["features", "--boundaries", "1,2,3", "--no-probe", "--yes"]
+
+    def extract(target: Path, data: Path, output: Path, *more: str) -> None:
+        assert main([*store, "--target", str(target), "--data", str(data), "--output", str(output), *more]) == 0
+
+    def start(*more: str, **places: Path) -> tuple[int, str]:
+        made = {"target": target, "data": prepared, "features": tmp_path / "features"} | places
+        line = words(made["target"], made["data"], tmp_path / "run", 1)
+        capsys.readouterr()
+        return main([*line, "mode=offline", f"features={made['features']}", *more]), capsys.readouterr().err
+
+    extract(target, prepared, tmp_path / "features")
+    assert start()[0] == 0
+    shutil.copytree(tmp_path / "features", tmp_path / "moved")
+    moved = {"target": tmp_path / "target", "data": tmp_path / "data", "features": tmp_path / "moved"}
+    code, said = start(f"evaluation.prompts={tmp_path / 'data'}", **moved)
+    assert code == 0 and "holds a finished run: an earlier one did all 1 steps" in said
+
+    extract(target, prepared, tmp_path / "rounded", "--dtype", "float8")
+    refused(start(features=tmp_path / "rounded"), r"features was 'bfloat16 by transformers', is 'float8_e4m3fn by tr")
+    write_data(tmp_path / "other", prepared, documents=3)
+    refused(start(f"evaluation.prompts={tmp_path / 'other'}"), rf"evaluation\.prompts was '{SHA}', is '{SHA}'\.")
+    refused(start("evaluation.prompts=null"), rf"evaluation\.prompts was '{SHA}', is None\.")
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    tensors["lm_head.weight"].mul_(1.1)
+    save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    online = words(tmp_path / "target", tmp_path / "other", tmp_path / "run", 1)
+    capsys.readouterr()
+    message = rf"target was '{SHA}', is '{SHA}'; data was '{SHA}', is '{SHA}'; mode was 'offline', is 'online'; "
+    refused((main(online), capsys.readouterr().err), message)
+    assert main([*online, "--allow-changes"]) == 0
+
+
+def write_data(folder: Path, former: Path, documents: int) -> None:
+    """The first documents of others."""
+    data = PreparedData.open(former)
+    with PreparedWriter(folder) as writer:
+        for number in range(documents):
+            tokens, mask = data.document(number)
+            writer.add(tokens.tolist(), mask.astype(bool).tolist())
+        writer.finish(data.tokenizer, {})
+
+
+def refused(ran: tuple[int, str], message: str) -> None:
+    code, said = ran
+    plain = " ".join(said.split())
+    assert code == 2 and re.search(message, plain) and "--allow-changes" in plain, said
+
+
+def test_a_finished_run_started_again_says_so(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = words(target, prepared, tmp_path / "run", 2)
+    assert main(line) == 0
+    shutil.rmtree(tmp_path / "run" / "head")
+    capsys.readouterr()
+    assert main(line) == 0
+    again = capsys.readouterr()
+    outcome = json.loads(again.out)
+    assert (outcome["reason"], outcome["loss"], outcome["steps"]) == ("already_finished", None, 2)
+    assert "holds a finished run: an earlier one did all 2 steps" in " ".join(again.err.split())
+    assert "--allow-changes" in again.err and Path(outcome["head"], "model.safetensors").is_file()
+    assert main([word for word in line if word != "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing was trained" in shown and "nan" not in shown.lower() and "loss" not in shown
+    assert main([*line, "training.steps=3", "--allow-changes"]) == 0
+    assert json.loads(capsys.readouterr().out)["reason"] == "finished"
