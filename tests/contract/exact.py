@@ -27,7 +27,7 @@ from forerun import step as stepping
 from forerun.engine import drafting
 from forerun.engine.answer import Answer
 from forerun.engine.controller.build import controller_for
-from forerun.engine.grammar import GrammarProcessor
+from forerun.engine.grammar import Budget, GrammarProcessor
 from forerun.judging import Judgement
 from forerun.sampling import Coins
 from forerun.scores import Scores
@@ -125,7 +125,7 @@ class Case:
         return len(answer) >= self.room or self.stop in answer
 
     def params(self) -> SamplingParams:
-        grammar = (GrammarProcessor(ToyMatcher(), len(self.prompt), [self.stop]),) if self.grammar else ()
+        grammar = (GrammarProcessor(ToyMatcher(), len(self.prompt), [self.stop], Budget()),) if self.grammar else ()
         return SamplingParams(
             temperature=TEMPERATURE,
             top_p=TOP_P,
