@@ -81,6 +81,12 @@ class ToyMatcher:
     def allowed(self, output: Sequence[int]) -> list[int]:
         return [token for token in range(VOCABULARY) if not output or token != sum(output) % VOCABULARY]
 
+    def deep_copy(self) -> ToyMatcher:
+        return copy.deepcopy(self)
+
+    def is_error(self) -> bool:
+        return False
+
     def validate_tokens(self, tokens: Sequence[int]) -> int:
         output = list(self.read)
         for count, token in enumerate(tokens):
@@ -226,6 +232,7 @@ class Enumeration:
         request = next(iter(self.engine._requests.values()))
         (self.answer,) = request.answers
         while not self.answer.tokens:
+            assert self.answer.row.error is None, self.answer.row.error
             self.engine.step()
 
     def _freeze(self, patch: pytest.MonkeyPatch) -> None:
