@@ -16,9 +16,7 @@ import json
 import os
 import random
 import re
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,11 +26,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
-from typing import IO, Any
+from typing import Any
 
 import httpx
-import psutil
-from fleet import free_port
+from fleet import Server, forerun
 from rich.console import Console
 from rich.table import Table
 
@@ -76,49 +73,6 @@ class Result:
     faults: list[str] = field(default_factory=list)
 
 
-class Server:
-    """``forerun serve`` in a process of its own."""
-
-    def __init__(self, arguments: list[str], log: IO[bytes]) -> None:
-        self._arguments, self._log = arguments, log
-        self.start()
-
-    def start(self) -> None:
-        """Start it and wait until it is ready."""
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "forerun.cli", "serve", *self._arguments, "--port", str(port)]
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        for _ in range(1200):
-            if self.process.poll() is not None:
-                raise SystemExit(f"the server ended with {self.process.returncode}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return
-            time.sleep(0.1)
-        raise SystemExit("the server did not come up")
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process.poll() is None
-
-    def memory_mb(self) -> float:
-        """Resident, with the processes that it started."""
-        own = psutil.Process(self.process.pid)
-        sizes = []
-        for process in [own, *own.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                sizes.append(process.memory_info().rss)
-        return sum(sizes) / 1e6
-
-    def stop(self) -> None:
-        """End it at once."""
-        if self.alive:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 class Victim:
     """Asks for one token, again and again, in a thread of its own."""
 
@@ -149,7 +103,7 @@ class Victim:
 
 def run(server: Server, attack: Attack, most_ms: float, growth: float) -> Result:
     """One attack beside a victim."""
-    before, victim, began = server.memory_mb(), Victim(server.url), time.perf_counter()
+    before, victim, began = server.memory() / 1e6, Victim(server.url), time.perf_counter()
     statuses = Counter[str]()
 
     def attempt() -> None:
@@ -164,7 +118,7 @@ def run(server: Server, attack: Attack, most_ms: float, growth: float) -> Result
     seconds = time.perf_counter() - began
     time.sleep(SETTLE_S if server.alive else 0)
     victim.stop()
-    after = server.memory_mb() if server.alive else 0.0
+    after = server.memory() / 1e6 if server.alive else 0.0
     cuts = (
         quantiles(victim.latencies, n=100, method="inclusive") if len(victim.latencies) > 1 else victim.latencies * 99
     )
@@ -508,8 +462,10 @@ def main() -> int:
     parser.add_argument("serving", nargs="*", help="options of forerun serve, behind --")
     arguments = parser.parse_args()
     results, progress = list[Result](), Console(stderr=True)
-    with arguments.log.open("wb") if arguments.log else tempfile.TemporaryFile() as log:
-        server = Server([arguments.model, *arguments.serving], log)
+    with tempfile.TemporaryDirectory() as folder:
+        log = arguments.log or Path(folder) / "server.log"
+        server = forerun(arguments.model, *arguments.serving, log=log)
+        server.start()
         try:
             for attack in all_attacks():
                 if not re.search(arguments.only, attack.name):

@@ -1,4 +1,4 @@
-"""Servers of the comparison: started, paused while another is measured, stopped. Knows processes and no requests."""
+"""Servers as processes: started, looked at, paused while another is measured, stopped. Knows no requests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import psutil
 
 PATIENCE_S = 420.0
 """Until a server must be healthy: vLLM compiles before it answers."""
@@ -58,7 +60,22 @@ class Server:
                 self.stop()
                 tail = "\n".join(self.log.read_text(encoding="utf-8").splitlines()[-25:])
                 raise SystemExit(f"{self.name} did not start; {self.log} ends with\n{tail}")
-            time.sleep(0.5)
+            time.sleep(0.1)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def memory(self) -> int:
+        """Resident bytes, with those of the processes that it started."""
+        assert self._process is not None
+        sizes = []
+        own = psutil.Process(self._process.pid)
+        for process in [own, *own.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                sizes.append(process.memory_info().rss)
+        return sum(sizes)
 
     def pause(self) -> None:
         """Keep it from using the processor; it keeps its memory."""
@@ -68,8 +85,8 @@ class Server:
         """Let it run again."""
         self._signal(signal.SIGCONT)
 
-    def stop(self) -> None:
-        """End it and all that it started."""
+    def stop(self) -> int | None:
+        """End it and all that it started; the exit code, None where it never ran."""
         self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM)
         if self._process is not None:
@@ -80,6 +97,7 @@ class Server:
                 self._process.wait()
         if self._out is not None:
             self._out.close()
+        return self._process.returncode if self._process is not None else None
 
     def _healthy(self) -> bool:
         try:
@@ -91,6 +109,11 @@ class Server:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+def forerun(model: str, *words: str, log: Path) -> Server:
+    """`forerun serve` of this environment, not started yet."""
+    return Server(name="forerun", command=[sys.executable, "-m", "forerun.cli", "serve", model, *words], log=log)
 
 
 def free_port() -> int:

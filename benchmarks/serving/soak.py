@@ -15,8 +15,6 @@ import contextlib
 import json
 import random
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,11 +23,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from typing import IO, Any
+from typing import Any
 
 import httpx
-import psutil
-from fleet import free_port
+from fleet import Server, forerun
 from rich.console import Console
 from rich.table import Table
 
@@ -82,50 +79,29 @@ class Seen:
     faults: list[str] = field(default_factory=list)
 
 
-class Server:
-    """``forerun serve`` in a process of its own."""
+def serving(arguments: argparse.Namespace, log: Path) -> Server:
+    """The server that is asked, with limits that the requests reach."""
+    words = ["--api-key", KEY, "--log-format", "json", "--dtype", "float32", "--max-num-seqs", arguments.rows]
+    words += ["--drafter", arguments.drafter, *(word for name in DRAFTERS for word in ("--client-drafters", name))]
+    words += [word for pair in LIMITS.items() for word in pair]
+    return forerun(arguments.model, *map(str, words), log=log)
 
-    def __init__(self, arguments: argparse.Namespace, log: IO[bytes]) -> None:
-        port = free_port()
-        words = [arguments.model, "--port", str(port), "--api-key", KEY, "--log-format", "json"]
-        words += ["--dtype", "float32", "--max-num-seqs", str(arguments.rows), "--drafter", arguments.drafter]
-        words += [word for name in DRAFTERS for word in ("--client-drafters", name)]
-        words += [str(word) for pair in LIMITS.items() for word in pair]
-        self.process = subprocess.Popen([sys.executable, "-m", "forerun.cli", "serve", *words], stderr=log)
-        self.url = f"http://127.0.0.1:{port}"
-        self.memory: list[int] = []
 
-    async def ready(self) -> None:
-        """Until the model is loaded."""
-        for _ in range(1200):
-            if self.process.poll() is not None:
-                raise SystemExit(f"the server ended with {self.process.returncode}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return
-            await asyncio.sleep(0.1)
-        raise SystemExit("the server did not come up")
+def counters(server: Server) -> dict[str, float]:
+    """Metric, with its labels but the model's, to value."""
+    found = {}
+    for line in httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines():
+        if match := re.fullmatch(r"(\w+:\w+)\{(.*?)\} (\S+)", line):
+            labels = [label for label in match[2].split(",") if not label.startswith("model_name")]
+            found[f"{match[1]}{{{','.join(labels)}}}"] = float(match[3])
+    return found
 
-    def counters(self) -> dict[str, float]:
-        """Metric, with its labels but the model's, to value."""
-        found = {}
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
-            if match := re.fullmatch(r"(\w+:\w+)\{(.*?)\} (\S+)", line):
-                labels = [label for label in match[2].split(",") if not label.startswith("model_name")]
-                found[f"{match[1]}{{{','.join(labels)}}}"] = float(match[3])
-        return found
 
-    async def watch(self) -> None:
-        """Resident memory, twice a second."""
-        process = psutil.Process(self.process.pid)
-        while True:
-            self.memory.append(process.memory_info().rss)
-            await asyncio.sleep(0.5)
-
-    def stop(self) -> int:
-        """SIGTERM; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+async def watch(server: Server, memory: list[int]) -> None:
+    """Resident memory, twice a second."""
+    while True:
+        memory.append(server.memory())
+        await asyncio.sleep(0.5)
 
 
 class Client:
@@ -268,7 +244,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 def checks(seen: Seen, server: Server, growth: float, limit: float) -> dict[str, tuple[bool, str]]:
     """What must hold after the run, when all clients have gone: name -> (holds, what was found)."""
-    found = server.counters()
+    found = counters(server)
 
     def total(name: str, part: str = "") -> float:
         return sum(value for key, value in found.items() if key.startswith(f"{name}{{") and part in key)
@@ -325,14 +301,14 @@ def growth_of(memory: list[int]) -> float:
     return median(memory[-tenth:]) / median(memory[start : start + tenth]) - 1
 
 
-async def soak(arguments: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
+async def soak(arguments: argparse.Namespace, log: Path) -> dict[str, Any]:
     """One run; everything that is reported."""
-    server, seen = Server(arguments, log), Seen()
+    server, seen, memory = serving(arguments, log), Seen(), list[int]()
+    server.start()
     try:
-        await server.ready()
         began = time.monotonic()
         end = began + 60 * arguments.minutes
-        watching = asyncio.create_task(server.watch())
+        watching = asyncio.create_task(watch(server, memory))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=arguments.clients)
         headers = {"authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120, limits=limits) as http:
@@ -340,18 +316,18 @@ async def soak(arguments: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
             await asyncio.gather(*(client.run(end) for client in clients))
         watching.cancel()
         for _ in range(100):
-            if not sum(server.counters()[f"vllm:num_requests_{what}{{}}"] for what in ("running", "waiting")):
+            if not sum(counters(server)[f"vllm:num_requests_{what}{{}}"] for what in ("running", "waiting")):
                 break
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)
-        growth = growth_of(server.memory)
+        growth = growth_of(memory)
         results = checks(seen, server, growth, arguments.growth)
         code = server.stop()
         results["SIGTERM ends with 0"] = (code == 0, str(code))
     finally:
-        server.process.kill()
-        server.process.wait()
-    megabytes = [round(value / 2**20, 1) for value in server.memory]
+        server.stop()
+    megabytes = [round(value / 2**20, 1) for value in memory]
+    tenth = max(1, len(memory) // 10)
     return {
         "minutes": (time.monotonic() - began) / 60,
         "requests": seen.sent,
@@ -361,7 +337,13 @@ async def soak(arguments: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
         "statuses": {str(status): count for status, count in sorted(seen.statuses.items())},
         "left": seen.left,
         "latency_s": {kind: _spread(values) for kind, values in sorted(seen.latencies.items())},
-        "memory_mb": {"first": megabytes[0], "last": megabytes[-1], "most": max(megabytes), "growth": round(growth, 4)},
+        "memory_mb": {
+            "first": megabytes[0],
+            "last": megabytes[-1],
+            "most": max(megabytes),
+            "growth": round(growth, 4),
+            "tenths": [median(megabytes[start : start + tenth]) for start in range(0, len(memory) - tenth + 1, tenth)],
+        },
         "checks": {name: {"holds": holds, "found": what} for name, (holds, what) in results.items()},
     }
 
@@ -400,8 +382,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the report goes")
     parser.add_argument("--log", type=Path, help="where the server's log goes")
     arguments = parser.parse_args()
-    with open(arguments.log, "wb") if arguments.log else tempfile.TemporaryFile() as log:
-        report = asyncio.run(soak(arguments, log))
+    with tempfile.TemporaryDirectory() as folder:
+        report = asyncio.run(soak(arguments, arguments.log or Path(folder) / "server.log"))
     show(report)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

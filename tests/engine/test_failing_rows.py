@@ -109,9 +109,10 @@ SAMPLING: list[dict[str, Any]] = [
 async def test_a_processor_that_raises_costs_the_others_not_even_a_draft(
     checkpoint: Path, draft_checkpoint: Path, drafter: dict[str, Any]
 ) -> None:
-    """What they are told under a seed depends on what is drafted for them."""
+    """What they are told under a seed depends on what is drafted for them. With few tokens to choose from, a draw
+    hardly ever falls where the rounding of a batch decides."""
     speculative = {**drafter, "model": str(draft_checkpoint)}
-    good = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True, seed=5)
+    good = SamplingParams(temperature=1.0, top_k=8, max_tokens=14, ignore_eos=True, seed=5)
     alone = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
     expected = [alone.generate(prompt, good, speculative=speculative)[0].outputs[0] for prompt in PROMPTS]
     for error, after in (

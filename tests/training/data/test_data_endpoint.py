@@ -165,6 +165,7 @@ def test_one_record_that_does_not_fit_costs_only_itself(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_where_it_was_and_repairs_a_line_cut_short(tmp_path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     records = [{"prompt": f"q{n}"} for n in range(10)]
 
     def stop(number: int, body: dict[str, Any]) -> None:
