@@ -2,7 +2,7 @@
 
     python benchmarks/serving/attacks.py --json attacks.json
 
-A victim asks for one token again and again while one attack after the other runs beside it. For each attack: how the
+A victim asks for one token again and again while who has another key attacks beside it. For each attack: how the
 server answered, the victim's latencies, and the server's resident memory before it and five seconds after it. Exit
 code 1 where an attack is answered otherwise than expected, ends the server, takes the victim's 99th percentile beyond
 `--most-ms`, or leaves more memory than `--growth`.
@@ -35,6 +35,8 @@ from rich.table import Table
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 VICTIM = {"prompt": "import os\n", "max_tokens": 1, "temperature": 0}
+KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
+HEADERS = {who: {"authorization": f"Bearer {key}", "content-type": "application/json"} for who, key in KEYS.items()}
 ATTEMPTS = 4
 """Times that each attack is sent, two at a time."""
 PATIENCE_S = 60.0
@@ -84,7 +86,7 @@ class Victim:
         self._thread.start()
 
     def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE_S, headers=HEADERS["victim"]) as client:
             while not self._over.is_set():
                 began = time.perf_counter()
                 try:
@@ -160,8 +162,8 @@ def posting(path: str, make: Callable[[], dict[str, Any] | bytes]) -> Callable[[
                 body = make()
                 made.append(body if isinstance(body, bytes) else json.dumps(body).encode())
         try:
-            headers = {"content-type": "application/json"}
-            return httpx.post(url + path, content=made[0], headers=headers, timeout=PATIENCE_S).status_code
+            sent = httpx.post(url + path, content=made[0], headers=HEADERS["attacker"], timeout=PATIENCE_S)
+            return sent.status_code
         except httpx.HTTPError:
             return 0
 
@@ -390,14 +392,16 @@ def lengths(url: str) -> int:
     for length in range(1, 17):
         body = {"prompt": "x", "max_tokens": 4, "speculative": {"num_speculative_tokens": length}}
         with contextlib.suppress(httpx.HTTPError):
-            status = max(status, httpx.post(url + TEXT, json=body, timeout=PATIENCE_S).status_code)
+            answer = httpx.post(url + TEXT, json=body, headers=HEADERS["attacker"], timeout=PATIENCE_S)
+            status = max(status, answer.status_code)
     return status
 
 
 def in_chunks(url: str) -> int:
     """A body of which every byte is a chunk; the server may hang up before all of it is sent."""
     host, _, port = url.removeprefix("http://").partition(":")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    given = "".join(f"{name}: {value}\r\n" for name, value in HEADERS["attacker"].items())
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + given.encode()
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as one:
         with contextlib.suppress(OSError):
             one.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 1_000_000 + b"0\r\n\r\n")
@@ -413,12 +417,12 @@ def noise(seconds: float) -> Callable[[str], int]:
         rng, end, worst = random.Random(threading.get_ident()), time.monotonic() + seconds, 200
         fields = ["n", "stop", "seed", "logit_bias", "bad_words", "structured_outputs", "temperature", "speculative"]
         values = [None, -1, 10**30, 1e308, "x", "\x00", [], [[]], {}, {"a": {}}, True, ["x"] * 50, list(range(100))]
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S, headers=HEADERS["attacker"]) as client:
             while time.monotonic() < end:
                 body: Any = {"prompt": "x", "max_tokens": 2, rng.choice(fields): rng.choice(values)}
                 content = os.urandom(300) if rng.random() < 0.2 else json.dumps(body).encode()
                 with contextlib.suppress(httpx.HTTPError):
-                    answer = client.post(TEXT, content=content, headers={"content-type": "application/json"})
+                    answer = client.post(TEXT, content=content)
                     worst = max(worst, answer.status_code)
         return worst
 
@@ -464,7 +468,8 @@ def main() -> int:
     results, progress = list[Result](), Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         log = arguments.log or Path(folder) / "server.log"
-        server = forerun(arguments.model, *arguments.serving, log=log)
+        keys = [word for key in KEYS.values() for word in ("--api-key", key)]
+        server = forerun(arguments.model, *keys, *arguments.serving, log=log)
         server.start()
         try:
             for attack in all_attacks():
