@@ -366,7 +366,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], dict[str, Any] | bytes], frozenset[in
     "tokenize 4 MB": ("/tokenize", lambda: {"prompt": text(3.6)}, EITHER),
     "detokenize 1,000,000": ("/detokenize", lambda: {"tokens": [5] * 1_000_000}, EITHER),
     "256 prompts of 15 kB": (TEXT, lambda: {"prompt": ["x " * 7000] * 256, "max_tokens": 1}, frozenset({400, 429})),
-    "64 prompts, n = 2": (TEXT, lambda: {"prompt": ["x"] * 64, "n": 2, "max_tokens": 4}, frozenset({200, 429})),
+    "48 prompts, n = 2": (TEXT, lambda: {"prompt": ["x"] * 48, "n": 2, "max_tokens": 4}, frozenset({200, 429})),
     "a larger draft each time": (
         TEXT,
         lambda: {"prompt": "x", "max_tokens": 8, "speculative": {"num_speculative_tokens": 16}},

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.bad_words import BadWords
+from forerun.devices import widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.types import LogitsProcessor, SamplingParams, TokenLogprob
 
@@ -72,12 +73,12 @@ class Coins:
                 Less is a residual, which nobody normalises.
         """
         padded = torch.nn.functional.pad(law, (0, -len(law) % _BLOCK)).view(-1, _BLOCK)
-        masses = padded.sum(1, dtype=torch.float64).cpu().numpy()
+        masses = padded.sum(1, dtype=widest(law.device)).cpu().double().numpy()
         if not 0 < masses.sum() < 1 + TOLERANCE:
             raise NumericError(f"what is drawn from adds up to {masses.sum()}; {_HINT}")
         times = self._times(self.position + depth, _BLOCK + len(masses))
         block = _first(times[_BLOCK:], masses)
-        return block * _BLOCK + _first(times[:_BLOCK], padded[block].double().cpu().numpy())
+        return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
@@ -130,15 +131,16 @@ def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _inverse(law: Tensor, uniform: float) -> int:
-    return int(quantiles(law, torch.tensor([uniform], dtype=torch.float64, device=law.device)))
+    return int(quantiles(law, torch.tensor([uniform], dtype=widest(law.device), device=law.device)))
 
 
 def quantiles(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """(.., C) int64, tokens at `uniforms` (.., C) float64 of the cumulated `laws` (.., V), which need not sum to 1.
+    """(.., C) int64, tokens at `uniforms` (.., C) of the cumulated `laws` (.., V), which need not sum to 1.
 
-    In float64, and never a token of probability zero where there is another. Reads no value on the host.
+    In the device's widest float type, in which `uniforms` are; never a token of probability zero where there is
+    another. Reads no value on the host.
     """
-    cumulated = laws.double().cumsum(-1)
+    cumulated = laws.to(widest(laws.device)).cumsum(-1)
     total = cumulated[..., -1:]
     below = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, below, right=True).clamp_(max=laws.shape[-1] - 1)
@@ -226,7 +228,7 @@ class Sampler:
         if banned:
             logits[torch.as_tensor(banned, device=logits.device)] = -torch.inf
         if p.logit_bias:
-            logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.device, logits.dtype))
+            logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.dtype).to(logits.device))
         self._penalise(logits, output)
         for processor in p.logits_processors:
             logits = _checked(processor, processor([*self.prompt, *output], logits), logits)
@@ -357,7 +359,7 @@ def _nucleus(law: Tensor, top_p: float) -> Tensor:
 def _sorted_nucleus(law: Tensor, top_p: float) -> Tensor:
     """(V,) bool: the tokens of the nucleus."""
     ordered, order = law.sort(descending=True, stable=True)
-    before = ordered.cumsum(0, dtype=torch.float64) - ordered
+    before = ordered.cumsum(0, dtype=widest(law.device)) - ordered
     return torch.zeros_like(law, dtype=torch.bool).index_copy_(0, order, before < top_p)
 
 

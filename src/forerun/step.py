@@ -163,7 +163,7 @@ def step(
         target: whose cache holds all of each row's tokens but the last.
         rows: B running sequences; their tokens grow in place.
         groups: who drafts for whom; rows in no group decode plainly.
-        check: also verify the invariants of DESIGN section 5 (debug mode).
+        check: also verify the invariants of drafts (debug mode).
         admit: chooses which of the drafted nodes are scored; None scores all.
         since: when the step began, `time.perf_counter`, where work was done for it before this call.
         isolate: a row that fails gets a `Row.error`, and the others go on; else the error is raised.

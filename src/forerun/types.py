@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from forerun.devices import widest
 from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
@@ -166,7 +167,8 @@ class Draft:
         if not places:
             return {}
         laws = [self.laws[place] for place in places]
-        sums = torch.stack([torch.stack((law.sum(dtype=torch.float64), law.min().double())) for law in laws]).tolist()
+        wide = widest(self.laws.device)
+        sums = torch.stack([torch.stack((law.sum(dtype=wide), law.min().to(wide))) for law in laws]).tolist()
         return {place: total if least >= 0 else math.nan for place, (total, least) in zip(places, sums, strict=True)}
 
 

@@ -97,4 +97,4 @@ def test_tokens_are_the_targets_and_nodes_are_given() -> None:
     assert set(builder.tokens) <= set(ids.tolist())
     assert set(builder.drawn) == {Drawn.GIVEN}
     assert submitted.tokens == builder.tokens
-    assert set(submitted.signs) == set(range(1, 6))
+    assert set(submitted.evidence) == set(range(1, 6))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.ranks import RankRates, best_tree, paying
+from forerun.drafters.ranks import best_tree, measured, paying
 from forerun.drafters.recycling import RecyclingConfig, RecyclingDrafter, top_ids
 from forerun.drafters.successors import SuccessorMatrix
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
@@ -166,9 +166,9 @@ def test_the_best_tree_holds_the_likeliest_paths_in_order(seed: int) -> None:
 
 
 def test_rates_beyond_those_measured_fall() -> None:
-    rates = RankRates(9, 12).prior
+    rates = measured(9, 12)
     assert rates.shape == (9, 12) and np.all(np.diff(rates, axis=1) <= 0)
-    assert np.allclose(rates[:, :8].sum(1), RankRates(9, 8).prior.sum(1)) and rates.sum(1).max() < 1
+    assert np.allclose(rates[:, :8].sum(1), measured(9, 8).sum(1)) and rates.sum(1).max() < 1
 
 
 def fed(made: RecyclingDrafter, steps: int) -> None:
@@ -197,7 +197,8 @@ def test_an_adaptive_tree_learns_which_rank_is_right() -> None:
     fixed, adaptive = taught(nodes=1), taught(nodes=1, adaptive_tree=True)
     for made in (fixed, adaptive):
         for _ in range(300):
-            made._shared.rates.learn(0, np.array([0, 1, 2]), np.array([2]))
+            for rank in range(3):
+                made._shared.acceptance.learn((0, rank), rank == 2)
         for _ in range(64):
             shown(made, [[9]], torch.zeros(1, 1, SIZE))
     assert nodes(fixed.propose(context([0, 1]), ROOMY)) == [(2, 0)]
@@ -304,7 +305,7 @@ def test_an_engine_teaches_it_and_keeps_its_drafts(checkpoint: Path) -> None:
 
 def test_the_default_size_follows_the_measured_cost_of_a_pass() -> None:
     """Where nodes are free there are as many as the paper has; where each costs half a pass there is one."""
-    rates = RankRates(6, 8).prior
+    rates = measured(6, 8)
     sizes = [paying(rates, lambda drafted, slope=slope: 10.0 + slope * drafted, 80) for slope in (0.0, 0.3, 1.0, 5.0)]
     assert sizes[0] == 80 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
     for slope, size in zip((0.3, 1.0), sizes[1:3], strict=True):

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from forerun.sampling import Coins, Sampler
@@ -123,6 +125,10 @@ class DrafterSetup:
     known, and no reason to draft less."""
     failures: Failures = field(default_factory=Failures)
     """Where failures of the drafter, and of drafters in it, are counted."""
+
+    def device_for(self, model: Any) -> torch.device | None:
+        """Where a draft model goes: beside the target; None for one that is loaded, which stays where it is."""
+        return self.target.device if isinstance(model, str | Path) else None
 
 
 class Drafter:

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from forerun.acceptance import Acceptance, Evidence, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.calibration import Calibration, Signs
 from forerun.drafters.composing.inner import DraftTarget, InnerRow, inner_sampler
 from forerun.drafters.composing.joining import graft
 from forerun.drafters.composing.members import Spec, check_spec, member_of
@@ -86,7 +86,7 @@ class CascadeDrafter(Drafter):
         self.config = config
         self.model = _load(config, setup)
         self._inner = member_of(config.inner, replace(setup, target=self.model, slots=setup.slots + _extra(config)))
-        self._calibrations = PerDomain(Calibration)
+        self._estimates = PerDomain(Acceptance)
         self._rows: dict[int, _Row] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -227,17 +227,17 @@ class CascadeDrafter(Drafter):
     def _submit(self, row: InnerRow) -> TreeBuilder:
         """The chain as a tree, each sampled token with the law that it was drawn from."""
         state, builder = self._rows[row.row], TreeBuilder()
-        calibration = self._calibrations.of(row.cache_salt)
-        submitted = Submitted(tokens=builder.tokens, parents=builder.parents, calibration=calibration)
+        acceptance = self._estimates.of(row.cache_salt)
+        submitted = Submitted(tokens=builder.tokens, parents=builder.parents, acceptance=acceptance)
         for place, token in enumerate(row.chain):
             law = row.laws.get(place)
             if law is None:
-                signs = Signs(Drawn.GIVEN, 0, row.certainty[place])
+                drawn, prob = Drawn.GIVEN, row.certainty[place]
             else:
-                signs = Signs(Drawn.IID, 0, float(law.max()))
+                drawn, prob = Drawn.IID, float(law.max())
                 builder.set_law(place, law)
-            submitted.signs[place + 1] = signs
-            builder.add(token, place, drawn=signs.drawn, confidence=calibration.estimate(signs))
+            evidence = submitted.evidence[place + 1] = by_draft_prob(drawn, 0, prob)
+            builder.add(token, place, drawn=drawn, confidence=acceptance.estimate(*evidence))
         state.chain, state.submitted = row.chain, submitted
         return builder
 
@@ -253,15 +253,15 @@ class CascadeDrafter(Drafter):
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
         draft = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
         for index, (row, (builder, _, _)) in enumerate(zip(rows, grown, strict=True)):
-            end, signs, calibration = len(builder), dict[int, Signs](), self._calibrations.of(row.cache_salt)
+            end, evidence, acceptance = len(builder), dict[int, Evidence](), self._estimates.of(row.cache_salt)
             graft(builder, rebuild(draft, index), end, since=end)
             for node in range(end + 1, len(builder) + 1):
-                # Kept apart from the chain's own signs, all of rank 0: this is the inner drafter's word alone.
-                signs[node] = Signs(Drawn.GIVEN, 1, builder.confidence[node - 1])
-                builder.confidence[node - 1] = calibration.estimate(signs[node])
+                # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
+                evidence[node] = by_draft_prob(Drawn.GIVEN, 1, builder.confidence[node - 1])
+                builder.confidence[node - 1] = acceptance.estimate(*evidence[node])
             submitted = self._rows[row.row].submitted
             if submitted is not None:
-                submitted.signs.update(signs)
+                submitted.evidence.update(evidence)
 
 
 def _batches(rows: Sequence[InnerRow], missing: Sequence[int]) -> list[list[InnerRow]]:
@@ -279,7 +279,8 @@ def _extra(config: CascadeConfig) -> int:
 def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
     named = isinstance(config.model, str | Path)
     model = resolved(config.model) if named else config.model
-    loaded = DraftTarget.load(model, rows=setup.rows, slots=setup.slots + _extra(config), dtype=config.dtype)
+    slots = setup.slots + _extra(config)
+    loaded = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model))
     assert isinstance(loaded, DraftTarget)
     theirs = tokenizer_beside(model) if named else None
     if setup.tokenizer is not None and theirs is not None:

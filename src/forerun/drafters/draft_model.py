@@ -203,7 +203,7 @@ class DraftModelDrafter(Drafter):
         named = isinstance(self.config.model, str | Path)
         model = resolved(self.config.model) if named else self.config.model
         slots = room * setup.slots + len(self._tree.shape.parents)
-        return Target.load(model, rows=setup.rows, slots=slots, dtype=self.config.dtype)
+        return Target.load(model, rows=setup.rows, slots=slots, dtype=self.config.dtype, device=setup.device_for(model))
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         named = isinstance(self.config.model, str | Path)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from forerun.devices import widest
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, likeliest
 from forerun.errors import NoTokenLeftError, NumericError
 from forerun.sampling import law_of, quantiles
@@ -39,8 +40,9 @@ class Draws:
     one_by_one: Sequence[SamplingParams]
     """(B,) where each law is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]
-    """Empty where no row is sampled; else uniforms (B, children of all levels) and settings (B, 5), float64: whether it
-    is sampled, temperature, top-k, top-p, min-p. Nothing else differs between calls with the same `key`."""
+    """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
+    settings (B, 5): whether the row is sampled, temperature, top-k, top-p, min-p. Nothing else differs between calls
+    with the same `key`."""
 
     @classmethod
     def of(cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, sorts: bool) -> Draws | None:
@@ -59,7 +61,9 @@ class Draws:
             if len(uniforms) < len(growers):
                 return None
             settings = [_setting(grower.sampler.params) for grower in growers]
-            numbers = tuple(torch.from_numpy(np.array(table)).to(device) for table in (uniforms, settings))
+            numbers = tuple(
+                torch.from_numpy(np.array(table)).to(widest(device)).to(device) for table in (uniforms, settings)
+            )
         drawn = {grower.draw for grower in sampled}
         assert len(drawn) < 2, "one tree draws in one way"
         return cls(
@@ -198,7 +202,7 @@ def laws_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
     scaled = scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
     laws = scaled.softmax(-1)
     falling = laws.gather(-1, order)
-    inside = falling.cumsum(-1, dtype=torch.float64) - falling < top_p
+    inside = falling.cumsum(-1, dtype=widest(laws.device)) - falling < top_p
     return _renormalised(laws * torch.zeros_like(inside).scatter(-1, order, inside))
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forerun.drafters.calibration import Calibration, Signs
+from forerun.acceptance import Acceptance, by_draft_prob
+from forerun.devices import widest
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import DraftVocabulary
 from forerun.drafters.levels import Submitted
@@ -53,7 +54,7 @@ class DynamicTree:
     """Nodes kept, root not counted."""
     stop_below: float = 0.0
     """Grow no deeper once every open path is less likely than this; 0 never asks (asking waits for the device)."""
-    calibrations: PerDomain[Calibration] = field(default_factory=lambda: PerDomain(Calibration))
+    estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     @property
     def run(self) -> int:
@@ -84,19 +85,19 @@ class DynamicTree:
         Args:
             salt: the row's isolation domain.
         """
-        calibration = self.calibrations.of(salt)
-        builder, submitted, ids = TreeBuilder(), Submitted(tokens=[], parents=[], calibration=calibration), {0: 0}
+        acceptance = self.estimates.of(salt)
+        builder, submitted, ids = TreeBuilder(), Submitted(tokens=[], parents=[], acceptance=acceptance), {0: 0}
         chosen = [column for column in grown if column[4] <= depth][:nodes]
         parents: list[int] = []
         for place, token, parent, probability, _, rank in sorted(chosen):
             if int(parent) not in ids:  # only where rounding gave a child its parent's score
                 continue
-            signs = Signs(Drawn.GIVEN, int(rank), probability)
+            evidence = by_draft_prob(Drawn.GIVEN, int(rank), probability)
             parents.append(ids[int(parent)])
-            node = builder.add(int(token), ids[int(parent)], drawn=Drawn.GIVEN, confidence=calibration.estimate(signs))
+            node = builder.add(int(token), ids[int(parent)], confidence=acceptance.estimate(*evidence))
             ids[int(place) + 1] = node
             submitted.tokens.append(int(token))
-            submitted.signs[node] = signs
+            submitted.evidence[node] = evidence
         submitted.parents = parents
         return builder, submitted
 
@@ -104,7 +105,8 @@ class DynamicTree:
 def columns(grown: Expanded) -> list[list[list[float]]]:
     """(B, n, 6) on the host: place, token, parent, probability, depth, rank of each node; one transfer."""
     fields = (grown.order, grown.tokens, grown.parents, grown.probabilities, grown.depths, grown.ranks)
-    rows: list[list[list[float]]] = torch.stack([part.double() for part in fields], dim=-1).tolist()
+    wide = widest(grown.order.device)
+    rows: list[list[list[float]]] = torch.stack([part.to(wide) for part in fields], dim=-1).tolist()
     return rows
 
 

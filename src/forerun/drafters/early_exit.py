@@ -96,7 +96,7 @@ class EarlyExitDrafter(SelfDrafter):
     def _resume(self, rows: Sequence[int]) -> Resume:
         """The states of the submitted nodes that were run, numbered as they were submitted, for the B `rows`."""
         states, self._states = torch.cat(self._states, dim=1), []
-        kept = [[node for node in self._drafted[row].signs if node < states.shape[1]] for row in self._rows]
+        kept = [[node for node in self._drafted[row].evidence if node < states.shape[1]] for row in self._rows]
         # Where a law had too few tokens for all children, the nodes behind the gap have moved up.
         renumber(self.target, self._rows, kept)
         size = max(map(len, kept)) + 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.looking_ahead.paths import Paths
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 _PRIOR = 0.15
 """First guess that a token is right if those before it were."""
-_PRIOR_WEIGHT = 8.0
-"""How many observations the first guess is worth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,29 +41,12 @@ class JacobiConfig:
             raise ArgumentError(f"jacobi: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}")
 
 
-class _Rates:
-    """How often a token was right if those before it were, by its place."""
-
-    def __init__(self, places: int) -> None:
-        self._tried = [_PRIOR_WEIGHT] * places
-        self._right = [_PRIOR_WEIGHT * _PRIOR] * places
-
-    def estimate(self, place: int) -> float:
-        return self._right[place] / self._tried[place]
-
-    def learn(self, guessed: Sequence[int], committed: Sequence[int]) -> None:
-        for place, (guess, token) in enumerate(zip(guessed, committed, strict=False)):
-            self._tried[place] += 1.0
-            if guess != token:
-                return
-            self._right[place] += 1.0
-
-
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    rates: _Rates
+    acceptance: Acceptance
+    """By place in the chain."""
     window: Window = field(default_factory=lambda: Window(level=2))
-    guessed: list[int] | None = None
+    guessed: Proposal | None = None
     """The last chain, until the target has spoken."""
 
 
@@ -77,7 +59,7 @@ class JacobiDrafter(Drafter):
     def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._rows: dict[int, _Row] = {}
-        self._rates = PerDomain(lambda: _Rates(config.num_speculative_tokens))
+        self._estimates = PerDomain(Acceptance)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
@@ -88,9 +70,10 @@ class JacobiDrafter(Drafter):
             row, builder, parent = self._row(context, index), TreeBuilder(), 0
             length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
             row.window.fit(tokens, length + 1)
-            row.guessed = [column[0] for column in row.window.columns[1:]]
-            for place, token in enumerate(row.guessed):
-                parent = builder.add(token, parent, confidence=row.rates.estimate(place))
+            row.guessed = Proposal(acceptance=row.acceptance, tokens=builder.tokens, parents=builder.parents)
+            for place, column in enumerate(row.window.columns[1:]):
+                parent = builder.add(column[0], parent, confidence=row.acceptance.estimate(place, _PRIOR))
+                row.guessed.evidence[parent] = Evidence(place, _PRIOR)
             builders.append(builder)
         return stack(builders)
 
@@ -99,7 +82,7 @@ class JacobiDrafter(Drafter):
             row, emitted = self._row(context, index), len(verdict.path) + 1
             if row.guessed is None:
                 continue
-            row.rates.learn(row.guessed, tokens[-emitted:])
+            row.guessed.learn(tokens[-emitted:])
             row.guessed = None
             new = row.window.read(Paths(scores.trees[index]), partial(scores.raw_argmax, index))
             row.window.roll(new, emitted)
@@ -114,5 +97,5 @@ class JacobiDrafter(Drafter):
     def _row(self, context: DraftContext, index: int) -> _Row:
         row_id = context.rows[index]
         if row_id not in self._rows:
-            self._rows[row_id] = _Row(rates=self._rates.of(context.salt(index)))
+            self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
         return self._rows[row_id]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.drafters.base import DraftContext
-from forerun.drafters.calibration import Calibration, Signs
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.drawing import Draws
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, kind_of, resolve
@@ -61,31 +61,11 @@ class Grown:
 
 
 @dataclass(kw_only=True, slots=True)
-class Submitted:
-    """One row's last proposal, numbered as it was grown."""
+class Submitted(Proposal):
+    """A proposal of a model that ran some of its nodes; numbered as it was grown."""
 
-    tokens: list[int]
-    """Of nodes 1, 2, ..."""
-    parents: Sequence[int]
-    """Of nodes 1, 2, ...; 0 is the root."""
     run: int = 0
     """Nodes whose keys stand behind the root's; 0: the root is still committed."""
-    calibration: Calibration
-    """Of the row's domain: said what the nodes are worth, and is told what became of them."""
-    signs: dict[int, Signs] = field(default_factory=dict)
-    """Of every node that was submitted."""
-
-    def learn(self, committed: Sequence[int]) -> None:
-        """Compare what was submitted with what the text went on with."""
-        depth_of = {0: 0}
-        for node, signs in self.signs.items():
-            depth = depth_of.get(self.parents[node - 1])
-            if depth is None or depth >= len(committed):
-                continue
-            right = committed[depth] == self.tokens[node - 1]
-            self.calibration.learn(signs, right)
-            if right:
-                depth_of[node] = depth + 1
 
     def kept(self, committed: Sequence[int]) -> tuple[int, ...]:
         """The longest path among the nodes that were run which holds a beginning of `committed`."""
@@ -113,7 +93,7 @@ class FixedTree:
     draw: Draw
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
-    calibrations: PerDomain[Calibration] = field(default_factory=lambda: PerDomain(Calibration))
+    estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """What the trees of a request hold."""
@@ -190,21 +170,21 @@ class FixedTree:
             failed = math.isnan(row.confidence[0])
             if failed:
                 context.fail(index, not_finite())
-            calibration = self.calibrations.of(context.salt(index))
-            cuts.append(self._cut(grown, place, row, 0 if failed else nodes[place], calibration))
+            acceptance = self.estimates.of(context.salt(index))
+            cuts.append(self._cut(grown, place, row, 0 if failed else nodes[place], acceptance))
         return cuts
 
     def _cut(
-        self, grown: Grown, place: int, row: _Row, nodes: int, calibration: Calibration
+        self, grown: Grown, place: int, row: _Row, nodes: int, acceptance: Acceptance
     ) -> tuple[TreeBuilder, Submitted]:
-        submitted = Submitted(tokens=row.tokens, parents=self.shape.parents, run=grown.run, calibration=calibration)
+        submitted = Submitted(tokens=row.tokens, parents=self.shape.parents, run=grown.run, acceptance=acceptance)
         builder, ids = TreeBuilder(), {0: 0}
         for node, parent in enumerate(self.shape.parents[:nodes], start=1):
             if parent not in ids or not row.valid[node - 1] or math.isnan(row.confidence[node - 1]):
                 continue
             kind = Drawn(row.drawn[node - 1])
-            signs = submitted.signs[node] = Signs(kind, self.shape.ranks[node - 1], row.confidence[node - 1])
-            confidence = calibration.estimate(signs)
+            evidence = by_draft_prob(kind, self.shape.ranks[node - 1], row.confidence[node - 1])
+            submitted.evidence[node], confidence = evidence, acceptance.estimate(*evidence)
             ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
             if kind is not Drawn.GIVEN:
                 assert grown.laws is not None

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.calibration import Calibration, Signs
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.levels import Submitted
 from forerun.drafters.looking_ahead.paths import Paths
 from forerun.drafters.looking_ahead.pool import Pool
 from forerun.drafters.looking_ahead.window import Window
@@ -75,10 +74,10 @@ class LookaheadConfig:
 class _Row:
     window: Window
     pool: Pool
-    calibration: Calibration
+    acceptance: Acceptance
     copied: int = 0
     """Tokens of the text whose n-grams are in the pool."""
-    guessed: Submitted | None = None
+    guessed: Proposal | None = None
     """The last guesses, until the target has spoken."""
 
 
@@ -90,7 +89,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, config: LookaheadConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._calibrations = PerDomain(Calibration)
+        self._estimates = PerDomain(Acceptance)
         self._shared = PerDomain(self._new_pool, most=_POOLS)
         self._rows: dict[int, _Row] = {}
 
@@ -136,8 +135,8 @@ class LookaheadDrafter(Drafter):
         row_id, salt = context.rows[index], context.salt(index)
         if row_id not in self._rows:
             pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
-            window, calibration = Window(self.config.level), self._calibrations.of(salt)
-            self._rows[row_id] = _Row(window=window, pool=pool, calibration=calibration)
+            window, acceptance = Window(self.config.level), self._estimates.of(salt)
+            self._rows[row_id] = _Row(window=window, pool=pool, acceptance=acceptance)
         return self._rows[row_id]
 
     def _copy(self, row: _Row, tokens: Sequence[int]) -> None:
@@ -162,9 +161,9 @@ class LookaheadDrafter(Drafter):
         row.window.plant(builder)
         return builder
 
-    def _guess(self, builder: TreeBuilder, row: _Row, root: int, nodes: int, depth: int) -> Submitted:
+    def _guess(self, builder: TreeBuilder, row: _Row, root: int, nodes: int, depth: int) -> Proposal:
         """Add the n-grams behind `root` as branches, shared beginnings once, as far as `nodes` reach."""
-        guessed = Submitted(tokens=builder.tokens, parents=builder.parents, calibration=row.calibration)
+        guessed = Proposal(tokens=builder.tokens, parents=builder.parents, acceptance=row.acceptance)
         children = dict[int, int]()
         for gram in row.pool.after(root):
             parent = 0
@@ -173,11 +172,11 @@ class LookaheadDrafter(Drafter):
                     return guessed
                 rank = children.get(parent, 0)
                 prior = _PRIOR[min(place, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
-                signs = Signs(Drawn.GIVEN, rank, prior)
+                evidence = by_draft_prob(Drawn.GIVEN, rank, prior)
                 before = len(builder)
-                node = builder.add(token, parent, confidence=row.calibration.estimate(signs))
+                node = builder.add(token, parent, confidence=row.acceptance.estimate(*evidence))
                 if len(builder) > before:
-                    guessed.signs[node] = signs
+                    guessed.evidence[node] = evidence
                     children[parent] = rank + 1
                 parent = node
         return guessed

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from forerun.acceptance import Acceptance
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.copying.confidence import Drafted, Record, Sign
+from forerun.drafters.copying.growth import Copied, by_match
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Sampler
@@ -58,10 +59,10 @@ class NgramConfig:
 class _Row:
     """One row's text, and for each n-gram the places (index of the token after it) where it ended, ascending."""
 
-    record: Record
+    acceptance: Acceptance
     tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    drafted: Drafted | None = None
+    drafted: Copied | None = None
 
     def append(self, token: int, sizes: range) -> None:
         self.tokens.append(token)
@@ -97,7 +98,7 @@ class NgramDrafter(Drafter):
         self.config = config
         self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._rows: dict[int, _Row] = {}
-        self._records = PerDomain(Record)
+        self._estimates = PerDomain(Acceptance)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.max_branches == 1)
@@ -107,10 +108,10 @@ class NgramDrafter(Drafter):
         for place, (row_id, tokens, fresh) in enumerate(entries):
             row = self._rows.get(row_id)
             if row is None:
-                row = self._rows[row_id] = _Row(record=self._records.of(context.salt(place)))
+                row = self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(place)))
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.teach(tokens)
+                row.drafted.learn(tokens)
                 row.drafted = None
             for index in range(len(row.tokens), len(tokens)):
                 row.append(tokens[index], self._sizes)
@@ -137,7 +138,7 @@ class NgramDrafter(Drafter):
 
     def _grow(self, row: _Row, nodes: int, depth: int) -> TreeBuilder:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Drafted(len(row.tokens), row.record)
+        row.drafted = drafted = Copied(len(row.tokens), row.acceptance)
         tree = drafted.tree
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
@@ -146,7 +147,7 @@ class NgramDrafter(Drafter):
                 break
             before, parent = len(tree), 0
             for offset in range(length):
-                parent = drafted.add(row.copied(place, offset), parent, Sign("ngram", size + offset))
+                parent = drafted.add(row.copied(place, offset), parent, by_match("ngram", size + offset))
                 if len(tree) >= nodes:
                     break
             branches += len(tree) > before

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.acceptance import Acceptance
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.alignment import Alignment
-from forerun.drafters.copying.confidence import Drafted, Record, Sign
+from forerun.drafters.copying.growth import Copied, by_match
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler, check_token_ids
@@ -43,8 +44,8 @@ class _Row:
     alignment: Alignment
     read: int
     """How many of the row's tokens the alignment knows."""
-    record: Record
-    drafted: Drafted | None = None
+    acceptance: Acceptance
+    drafted: Copied | None = None
 
 
 class PredictionDrafter(Drafter):
@@ -64,7 +65,7 @@ class PredictionDrafter(Drafter):
         self.config = config
         self._default = _token_ids(config.text, setup)
         self._rows: dict[int, _Row] = {}
-        self._records = PerDomain(Record)
+        self._estimates = PerDomain(Acceptance)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
@@ -77,7 +78,7 @@ class PredictionDrafter(Drafter):
             if row is None or row.read > known:
                 row = self._rows[row_id] = self._new(context, index)
             if row.drafted is not None:
-                row.drafted.teach(tokens)
+                row.drafted.learn(tokens)
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
@@ -102,7 +103,7 @@ class PredictionDrafter(Drafter):
         return _Row(
             alignment=Alignment(predicted or self._default),
             read=context.prompt_lengths[index],
-            record=self._records.of(context.salt(index)),
+            acceptance=self._estimates.of(context.salt(index)),
         )
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
@@ -112,17 +113,17 @@ class PredictionDrafter(Drafter):
             row.alignment.advance(token)
         row.read = max(row.read, len(tokens))
 
-    def _draft(self, row: _Row, most: int) -> Drafted | None:
+    def _draft(self, row: _Row, most: int) -> Copied | None:
         alignment = row.alignment
         if alignment.place is None:
             return None
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Drafted(row.read, row.record), 0
+        drafted, parent = Copied(row.read, row.acceptance), 0
         source = "edited" if alignment.edited else "prediction"
         for offset, token in enumerate(alignment.predicted[alignment.place : alignment.place + length]):
-            parent = drafted.add(token, parent, Sign(source, alignment.matched + offset))
+            parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))
         return drafted
 
 

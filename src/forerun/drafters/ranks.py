@@ -8,7 +8,7 @@ numbers, no tokens and no model.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,34 +21,19 @@ _MEASURED = (
 """How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
 right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
 tokens continued by 128, seed 1, one matrix for all (4,600 places)."""
-_PRIOR_WEIGHT = 32.0
-"""How many observations the measured rate is worth."""
+WEIGHT = 32.0
+"""Observations that the measured rate is worth."""
 
 
-class RankRates:
-    """Estimated probability that the successor of some rank is the text's, given that its parent is, by depth."""
-
-    def __init__(self, depth: int, ranks: int) -> None:
-        known = np.array(_MEASURED)
-        rows = np.minimum(np.arange(depth), len(known) - 1)
-        columns = np.arange(ranks)
-        # Beyond what was measured a rate halves with every rank.
-        beyond = 0.5 ** np.maximum(columns - known.shape[1] + 1, 0)
-        self.prior: NDArray[np.float64] = known[rows][:, np.minimum(columns, known.shape[1] - 1)] * beyond
-        """(depth, ranks) rates before anything is known."""
-        self._tried = np.full((depth, ranks), _PRIOR_WEIGHT)
-        self._right = self.prior * _PRIOR_WEIGHT
-
-    @property
-    def estimate(self) -> NDArray[np.float64]:
-        """(depth, ranks) in 0..1."""
-        rates: NDArray[np.float64] = self._right / self._tried
-        return rates
-
-    def learn(self, depth: int, tried: Sequence[int], right: Sequence[int]) -> None:
-        """Count ranks (distinct) that were drafted below a surviving node of `depth` (0 = root), and the right one."""
-        self._tried[depth, list(tried)] += 1.0
-        self._right[depth, list(right)] += 1.0
+def measured(depth: int, ranks: int) -> NDArray[np.float64]:
+    """(depth, ranks): the probability that the successor of some rank is the text's, given that its parent is."""
+    known = np.array(_MEASURED)
+    rows = np.minimum(np.arange(depth), len(known) - 1)
+    columns = np.arange(ranks)
+    # Beyond what was measured a rate halves with every rank.
+    beyond = 0.5 ** np.maximum(columns - known.shape[1] + 1, 0)
+    rates: NDArray[np.float64] = known[rows][:, np.minimum(columns, known.shape[1] - 1)] * beyond
+    return rates
 
 
 class RankedNode(NamedTuple):

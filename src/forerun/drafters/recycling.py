@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.ranks import RankedNode, RankRates, best_tree, paying
+from forerun.drafters.ranks import WEIGHT, RankedNode, best_tree, measured, paying
 from forerun.drafters.successors import SuccessorMatrix, save_quietly
 from forerun.errors import ArgumentError
 from forerun.training.data.identity import TokenizerIdentity
@@ -72,20 +73,19 @@ class _Memory:
     """What is known of an isolation domain."""
 
     matrix: SuccessorMatrix
-    rates: RankRates
+    acceptance: Acceptance
+    """By (depth of the parent, rank)."""
     shape: list[RankedNode]
     steps: int = 0
     """That the matrix learned from."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Drafted:
+@dataclass(kw_only=True, slots=True)
+class _Drafted(Proposal):
     """A row's last draft, to be compared with what the text goes on with."""
 
     end: int
     """Committed tokens when it was made."""
-    ranks: list[int]
-    """(K,) which successor of its parent's token a node holds."""
     tree: TreeBuilder
 
 
@@ -113,8 +113,9 @@ class RecyclingDrafter(Drafter):
         """Of the domain that requests without a salt share."""
         self._first = None if path is None else self.matrix.successors.copy()
         self._nodes = config.nodes or _MOST
+        self._prior = measured(config.num_speculative_tokens, config.top_k)
         if config.nodes is None and setup.pass_ms is not None:
-            self._nodes = paying(self._new_rates().prior, setup.pass_ms, _MOST)
+            self._nodes = paying(self._prior, setup.pass_ms, _MOST)
         self._shared = self._memory_of(self.matrix)
         self._memories = PerDomain(
             self._new_memory, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
@@ -140,7 +141,7 @@ class RecyclingDrafter(Drafter):
         for index, (row_id, tokens, fresh) in enumerate(entries):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
-                self._learn(memory.rates, drafted, tokens)
+                drafted.learn(tokens[drafted.end :])
             # Where the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
@@ -162,7 +163,7 @@ class RecyclingDrafter(Drafter):
             memory.matrix.put(nodes, row[: len(nodes)])
             memory.steps += 1
             if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
-                memory.shape = best_tree(memory.rates.estimate, self._nodes)
+                memory.shape = best_tree(self._rates(memory.acceptance), self._nodes)
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             self._covered[row_id] = len(tokens) - 1
 
@@ -191,16 +192,17 @@ class RecyclingDrafter(Drafter):
         return self._memory_of(SuccessorMatrix(first, None, None))
 
     def _memory_of(self, matrix: SuccessorMatrix) -> _Memory:
-        rates = self._new_rates()
-        return _Memory(matrix=matrix, rates=rates, shape=best_tree(rates.prior, self._nodes))
+        return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
 
-    def _new_rates(self) -> RankRates:
-        return RankRates(self.config.num_speculative_tokens, self.config.top_k)
+    def _rates(self, acceptance: Acceptance) -> NDArray[np.float64]:
+        """(depth, ranks) as far as the text has shown."""
+        found = [acceptance.estimate(place, float(prior)) for place, prior in np.ndenumerate(self._prior)]
+        return np.array(found).reshape(self._prior.shape)
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors, rates = memory.matrix.successors, memory.rates.estimate.tolist()
-        drafted = _Drafted(end=len(tokens), ranks=[], tree=TreeBuilder())
+        successors, acceptance, tree = memory.matrix.successors, memory.acceptance, TreeBuilder()
+        drafted = _Drafted(acceptance=acceptance, tokens=tree.tokens, parents=tree.parents, end=len(tokens), tree=tree)
         placed = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
             if level > depth or parent not in placed:
@@ -208,22 +210,10 @@ class RecyclingDrafter(Drafter):
             above, last = placed[parent]
             token = int(successors[last, rank])
             if token >= 0:
-                placed[entry] = drafted.tree.add(token, above, confidence=rates[level - 1][rank]), token
-                drafted.ranks.append(rank)
+                evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
+                node = tree.add(token, above, confidence=acceptance.estimate(*evidence))
+                drafted.evidence[node], placed[entry] = evidence, (node, token)
         return drafted
-
-    def _learn(self, rates: RankRates, drafted: _Drafted, tokens: Sequence[int]) -> None:
-        """Count, along the text's path through the draft, which ranks were tried and which was right."""
-        parent, tree = 0, drafted.tree
-        for depth, token in enumerate(tokens[drafted.end : drafted.end + self.config.num_speculative_tokens]):
-            children = [node for node, above in enumerate(tree.parents) if above == parent]
-            if not children:
-                return
-            right = [node for node in children if tree.tokens[node] == token]
-            rates.learn(depth, *([drafted.ranks[node] for node in nodes] for nodes in (children, right)))
-            if not right:
-                return
-            parent = right[0] + 1
 
 
 def top_ids(logits: Tensor, k: int) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.datastore import Datastore
 from forerun.drafters.datastore.format import SORTED_TOKENS
@@ -20,8 +21,6 @@ from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, Drawn
 
-_PRIOR_WEIGHT = 8.0
-"""How many observations the first guess is worth."""
 _SHARES = 10
 """Bins of a node's share of its parent's continuations."""
 
@@ -54,17 +53,12 @@ class RestConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Drafted:
+@dataclass(kw_only=True, slots=True)
+class _Drafted(Proposal):
     """A row's last draft, to be compared with what the text goes on with."""
 
     end: int
     """Committed tokens when it was made."""
-    match: int
-    """Tokens that matched."""
-    hits: int
-    """Continuations that were read."""
-    trie: Trie
 
 
 class RestDrafter(Drafter):
@@ -85,32 +79,33 @@ class RestDrafter(Drafter):
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
         self._rows: dict[int, _Drafted] = {}
-        self._worths = PerDomain(_Worth)
+        self._estimates = PerDomain(Acceptance)
 
     def extend(self, context: DraftContext) -> None:
-        for index, (row_id, tokens) in enumerate(zip(context.rows, context.tokens, strict=True)):
+        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             drafted = self._rows.pop(row_id, None)
             if drafted is not None:
-                self._worths.of(context.salt(index)).learn(drafted, tokens)
+                drafted.learn(tokens[drafted.end :])
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         builders = []
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
-            drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth)
+            acceptance = self._estimates.of(context.salt(index))
+            drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
             if drafted is None:
                 self._rows.pop(row_id, None)
                 builders.append(TreeBuilder())
             else:
                 self._rows[row_id] = drafted
-                builders.append(_tree(drafted, self._worths.of(context.salt(index))))
+                builders.append(_tree(drafted))
         return stack(builders)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id in rows:
             self._rows.pop(row_id, None)
 
-    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted | None:
+    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> _Drafted | None:
         length = min(self.config.num_speculative_tokens, depth)
         if nodes < 1 or length < 1:
             return None
@@ -118,57 +113,32 @@ class RestDrafter(Drafter):
         if match is None:
             return None
         found = self.store.continuations(match, length, self.config.max_hits)
-        return _Drafted(end=len(tokens), match=match.length, hits=len(found), trie=merge(found, nodes))
+        trie = merge(found, nodes)
+        evidence = {node + 1: _evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))}
+        return _Drafted(
+            acceptance=acceptance, tokens=trie.tokens, parents=trie.parents, evidence=evidence, end=len(tokens)
+        )
 
 
-class _Worth:
-    """How often a node's token was right, by the length of the match, the parent's continuations and the node's share.
+def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
+    """Of entry `node` of a trie: by the length of the match, the parent's continuations and the node's share of them.
 
     One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says.
+
+    Args:
+        match: tokens that matched.
+        hits: continuations that were read.
     """
-
-    def __init__(self) -> None:
-        self._tried: dict[tuple[int, int, int], float] = {}
-        self._right: dict[tuple[int, int, int], float] = {}
-
-    def estimate(self, drafted: _Drafted, node: int) -> float:
-        """In 0..1: the probability that entry `node` of the trie survives if its parent does."""
-        count, total = _counts(drafted, node)
-        key = _key(drafted.match, count, total)
-        prior = count / (total + 1)
-        return (self._right.get(key, 0.0) + _PRIOR_WEIGHT * prior) / (self._tried.get(key, 0.0) + _PRIOR_WEIGHT)
-
-    def learn(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
-        """Compare a draft with the text: every node whose parent is on the text's path was right or wrong."""
-        trie = drafted.trie
-        on_path = {0: drafted.end}
-        for node, (token, parent) in enumerate(zip(trie.tokens, trie.parents, strict=True)):
-            place = on_path.get(parent)
-            if place is None or place >= len(tokens):
-                continue
-            key = _key(drafted.match, *_counts(drafted, node))
-            self._tried[key] = self._tried.get(key, 0.0) + 1.0
-            if tokens[place] == token:
-                self._right[key] = self._right.get(key, 0.0) + 1.0
-                on_path[node + 1] = place + 1
+    parent = trie.parents[node]
+    count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
+    key = match.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)
+    return Evidence(key, count / (total + 1))
 
 
-def _tree(drafted: _Drafted, worth: _Worth) -> TreeBuilder:
-    builder, trie = TreeBuilder(), drafted.trie
-    size = len(trie.tokens)
-    builder.tokens, builder.parents = trie.tokens, trie.parents
+def _tree(drafted: _Drafted) -> TreeBuilder:
+    builder, size = TreeBuilder(), len(drafted.tokens)
+    builder.tokens, builder.parents = drafted.tokens, list(drafted.parents)
     builder.drawn, builder.scouts = [Drawn.GIVEN] * size, [False] * size
-    builder.confidence = [worth.estimate(drafted, node) for node in range(size)]
+    builder.confidence = [drafted.acceptance.estimate(*drafted.evidence[node]) for node in range(1, size + 1)]
     builder.index_given()
     return builder
-
-
-def _counts(drafted: _Drafted, node: int) -> tuple[int, int]:
-    """Continuations through entry `node` of the trie, and through its parent."""
-    trie = drafted.trie
-    parent = trie.parents[node]
-    return trie.counts[node], trie.counts[parent - 1] if parent else drafted.hits
-
-
-def _key(length: int, count: int, total: int) -> tuple[int, int, int]:
-    return length.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)

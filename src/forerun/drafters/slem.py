@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from forerun.acceptance import Acceptance, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.calibration import Calibration, Signs
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_model import run_missing
 from forerun.drafters.levels import Submitted
@@ -93,7 +93,7 @@ class _Written:
     """The target's, committed."""
     ids: list[int]
     """The draft model's, committed text first."""
-    calibration: Calibration
+    acceptance: Acceptance
     """Of the row's domain."""
     pieces: list[bytes] = field(default_factory=list)
     """Drafted, as the target's text."""
@@ -115,13 +115,15 @@ class SlemDrafter(Drafter):
         self._draft = Spelling(draft_tokenizer(self.name, config.tokenizer, config.model))
         model = resolved(config.model) if isinstance(config.model, str) else config.model
         slots = _ROOM * setup.slots + config.num_speculative_tokens
-        self.model = Target.load(model, rows=setup.rows, slots=slots, dtype=config.dtype)
+        self.model = Target.load(
+            model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model)
+        )
         self._vocabulary = setup.target.vocab_size
         self._to_target, self._to_draft = Encoder(self._target), Encoder(self._draft)
         self._shown = rendering(self._target, self._draft)
         self._written = rendering(self._draft, self._target)
         self._opening = opening_of(self._draft)
-        self._calibrations = PerDomain(Calibration)
+        self._estimates = PerDomain(Acceptance)
         self._rows: dict[int, _Row] = {}
 
     def reading(self, row_id: int) -> list[int]:
@@ -185,8 +187,8 @@ class SlemDrafter(Drafter):
         room = min(self.model.max_length, self.model.slots) - self.config.num_speculative_tokens
         if not 0 < len(ids) <= room:
             return None
-        calibration = self._calibrations.of(context.salt(index))
-        return _Written(row=row, tokens=context.tokens[index], ids=ids, calibration=calibration)
+        acceptance = self._estimates.of(context.salt(index))
+        return _Written(row=row, tokens=context.tokens[index], ids=ids, acceptance=acceptance)
 
     def _write(self, rows: Sequence[int], texts: Sequence[_Written]) -> None:
         """Greedily `num_speculative_tokens` tokens for each row, one pass for all rows a token."""
@@ -235,12 +237,12 @@ class SlemDrafter(Drafter):
             return builder
         spans, confidences, length = found
         tokens = [span.id for span in spans[:most]]
-        submitted = Submitted(tokens=tokens, parents=range(len(tokens)), calibration=text.calibration)
+        submitted = Submitted(tokens=tokens, parents=range(len(tokens)), acceptance=text.acceptance)
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended
-            signs = submitted.signs[node + 1] = Signs(Drawn.GIVEN, int(last), raw)
-            builder.add(span.id, node, confidence=text.calibration.estimate(signs))
+            evidence = submitted.evidence[node + 1] = by_draft_prob(Drawn.GIVEN, int(last), raw)
+            builder.add(span.id, node, confidence=text.acceptance.estimate(*evidence))
         text.row.submitted = submitted
         return builder
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from forerun.acceptance import Acceptance
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.automaton import NONE, ROOT, SuffixAutomaton
-from forerun.drafters.copying.confidence import Drafted, Record, Sign
-from forerun.drafters.copying.growth import Branch, grow
+from forerun.drafters.copying.growth import Branch, Copied, by_match, grow
 from forerun.drafters.copying.store import Cursor, OutputStore
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
@@ -101,7 +101,7 @@ class _Memory:
     """What is known of an isolation domain."""
 
     store: OutputStore
-    record: Record = field(default_factory=Record)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class _Row:
     automaton: SuffixAutomaton
     memory: _Memory
     prompt_length: int = 0
-    drafted: Drafted | None = None
+    drafted: Copied | None = None
     cursors: list[Cursor] = field(default_factory=list)
     """Where the text stands in each generation of the store."""
 
@@ -141,7 +141,7 @@ class SuffixDrafter(Drafter):
             row.prompt_length = prompt_length
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.teach(tokens)
+                row.drafted.learn(tokens)
                 row.drafted = None
             row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
@@ -201,7 +201,7 @@ class SuffixDrafter(Drafter):
         for cursor in row.cursors:
             cursor.follow(tokens)
 
-    def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
+    def _best_draft(self, row: _Row, nodes: int, depth: int) -> Copied | None:
         """The draft that is expected to keep most, of the request's own text at equality; None without any match."""
         places = [("request", row.automaton, *row.automaton.repeated())]
         places += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
@@ -222,13 +222,13 @@ class SuffixDrafter(Drafter):
 
     def _draft(
         self, row: _Row, automaton: SuffixAutomaton, place: _Place, source: str, nodes: int, depth: int
-    ) -> Drafted:
+    ) -> Copied:
         ends = automaton.suffixes()
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
         return grow(
             place,
             lambda place: self._branches(automaton, place, source, ends),
-            row.memory.record,
+            row.memory.acceptance,
             start=len(row.automaton),
             nodes=most,
             depth=depth,
@@ -252,8 +252,8 @@ class SuffixDrafter(Drafter):
             chance = probability * count / total
             if chance >= self.config.min_token_prob:
                 token = automaton.token(following)
-                sign = Sign(source, matched, _share(automaton, state, token, ends))
-                found.append(Branch(token, sign, _Place(following, matched + 1, chance)))
+                evidence = by_match(source, matched, _share(automaton, state, token, ends))
+                found.append(Branch(token, evidence, _Place(following, matched + 1, chance)))
         return found
 
 

@@ -18,7 +18,7 @@ class Buckets:
     """Sizes that the nodes and the visible cache of a scoring pass are padded up to.
 
     Both are functions of committed length and node count only, never of what other steps did. With one entry in
-    `nodes`, plain and speculative steps have the same shapes: the reproducible mode of DESIGN section 5.
+    `nodes`, plain and speculative steps have the same shapes: the reproducible mode (docs/losslessness.md).
     """
 
     nodes: tuple[int, ...] = ()

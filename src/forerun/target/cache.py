@@ -151,8 +151,9 @@ class SlotCache:
         index = torch.tensor([source, target], dtype=torch.int64)
         placed: dict[torch.device, Tensor] = {}
         for store in self._tensors():
-            here = placed.setdefault(store.device, index.to(store.device, non_blocking=True))
-            flat = store.flatten(0, 1)
+            if store.device not in placed:
+                placed[store.device] = index.to(store.device, non_blocking=True)
+            here, flat = placed[store.device], store.flatten(0, 1)
             flat.index_copy_(0, here[1], flat.index_select(0, here[0]))
 
     def touch(self, rows: Sequence[int], ends: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ class LoadOptions:
     dtype: Any = "auto"
     """torch dtype or its name; "auto" is the checkpoint's own."""
     device: Any = None
-    """None: the first CUDA device, else the CPU."""
+    """None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU."""
     device_map: Any = None
     """Where each module goes (several GPUs, CPU or disk offload); excludes `device`."""
     tp_plan: Any = None
@@ -56,11 +56,12 @@ class LoadOptions:
             ArgumentError: no such device, or this machine or this torch has none.
         """
         if self.device is None:
-            return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+            found = torch.accelerator.current_accelerator(check_available=True)
+            return torch.device("cpu") if found is None else torch.device(found.type, 0)
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
-            raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, ...") from error
+            raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, xpu, mps, ...") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ArgumentError(
                 f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices here"

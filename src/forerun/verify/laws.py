@@ -1,7 +1,7 @@
 """The arithmetic that the law-reading rules share: ratios, residuals, and the law each sibling was really drawn from.
 
 Vectors keep their law's precision (float32 or better: a residual is a difference of nearly equal numbers); masses,
-ratios and weights are float64. Knows no rule.
+ratios and weights are float64 (sums on a device without it are float32). Knows no rule.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.devices import widest
 from forerun.tree import TokenTree
 from forerun.types import Drawn
 
@@ -23,12 +24,12 @@ class Law:
     values: Tensor
     """(V,) nonnegative, float32 or float64."""
     mass: float
-    """Their sum, accumulated in float64."""
+    """Their sum, accumulated in the device's widest type."""
 
     @classmethod
     def of(cls, values: Tensor) -> Law:
         """The law (V,) with its sum."""
-        return cls(values, float(values.sum(dtype=torch.float64)))
+        return cls(values, float(values.sum(dtype=widest(values.device))))
 
     def prob(self, token: int) -> float:
         """Probability of `token`, as a draw by inverse of the cumulated values gives it."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from forerun.devices import widest
 from forerun.sampling import Coins
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Verdict
@@ -51,7 +52,7 @@ class TypicalAcceptance:
     def _plausible(self, tree: TokenTree, target: NodeLaws, node: int) -> list[tuple[int, float]]:
         """The children of `node` that pass, each with its target probability."""
         law = target.law(node)
-        entropy = float(torch.special.entr(law).sum(dtype=torch.float64))
+        entropy = float(torch.special.entr(law).sum(dtype=widest(law.device)))
         threshold = min(self.epsilon, self.delta * math.exp(-entropy))
         probs = [(child, float(law[tree.tokens[child]])) for child in tree.children[node]]
         return [(child, prob) for child, prob in probs if prob > threshold]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.acceptance import Acceptance, compared
+
 _BINS = 10
 _DRAFTER_WEIGHT = 16.0
 """Observations that the drafter's own word is worth to the shared figures."""
@@ -18,24 +20,19 @@ _ROW_MEMORY = 0.5 ** (1 / 128)
 _MOST = 0.999
 """Nothing is certain: longer paths must be less likely than shorter ones."""
 
-_Cells = dict[tuple[int, int], tuple[float, float]]
-"""(kind, bin) -> right, tried."""
-
 
 class Confidence:
     """Maps a stated confidence to the share of such nodes that survived, of all rows and of one row."""
 
     def __init__(self) -> None:
-        self._shared: _Cells = {}
-        self._rows: dict[int, _Cells] = {}
+        self._shared = Acceptance(weight=_DRAFTER_WEIGHT, memory=_SHARED_MEMORY)
+        self._rows: dict[int, Acceptance] = {}
 
     def estimate(self, row: int, stated: float, kind: int = 0) -> float:
         """Probability that a node survives if its parent does."""
         key = _key(stated, kind)
-        right, tried = self._shared.get(key, (0.0, 0.0))
-        shared = (right + _DRAFTER_WEIGHT * stated) / (tried + _DRAFTER_WEIGHT)
-        right, tried = self._rows.get(row, {}).get(key, (0.0, 0.0))
-        return min(_MOST, (right + _SHARED_WEIGHT * shared) / (tried + _SHARED_WEIGHT))
+        shared = self._shared.estimate(key, stated)
+        return min(_MOST, self._rows[row].estimate(key, shared) if row in self._rows else shared)
 
     def learn(
         self,
@@ -48,20 +45,17 @@ class Confidence:
 
         Returns how many of the tokens the tree held: what would have been accepted.
         """
-        depths, deepest = {0: 0}, 0
-        own = self._rows.setdefault(row, {})
-        for node, (token, parent, stated) in enumerate(nodes, start=1):
-            depth = depths.get(parent)
-            if depth is None or depth >= len(committed):
-                continue
-            right = committed[depth] == token
-            key = _key(stated, kinds[node - 1] if kinds else 0)
-            _add(self._shared, key, right, _SHARED_MEMORY)
-            _add(own, key, right, _ROW_MEMORY)
+        if row not in self._rows:
+            self._rows[row] = Acceptance(weight=_SHARED_WEIGHT, memory=_ROW_MEMORY)
+        tokens, parents = [token for token, _, _ in nodes], [parent for _, parent, _ in nodes]
+        depths = {0: 0}
+        for node, right in compared(tokens, parents, committed):
+            key = _key(nodes[node - 1][2], kinds[node - 1] if kinds else 0)
+            self._shared.learn(key, right)
+            self._rows[row].learn(key, right)
             if right:
-                depths[node] = depth + 1
-                deepest = max(deepest, depth + 1)
-        return deepest
+                depths[node] = depths[parents[node - 1]] + 1
+        return max(depths.values())
 
     def forget(self, row: int) -> None:
         """The row is free."""
@@ -70,8 +64,3 @@ class Confidence:
 
 def _key(stated: float, kind: int) -> tuple[int, int]:
     return kind, min(int(stated * _BINS), _BINS - 1)
-
-
-def _add(cells: _Cells, key: tuple[int, int], right: bool, memory: float) -> None:
-    before, tried = cells.get(key, (0.0, 0.0))
-    cells[key] = (memory * before + right, memory * tried + 1.0)

@@ -1,7 +1,7 @@
 """The controller of one configuration: before a step who drafts and how deep, after drafting which nodes are scored.
 
 One rule decides all of it: expected tokens less the running goodput times what they cost, staircase by staircase
-(DESIGN section 6); plain decoding is the first stair. What is decided before drawing sees running figures alone; what
+(docs/control.md); plain decoding is the first stair. What is decided before drawing sees running figures alone; what
 is decided after drafting sees given nodes alone. Knows drafters only as arms, and no request.
 """
 

@@ -7,7 +7,8 @@ value of that draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from forerun.acceptance import Acceptance
 
 FIRST_GUESS = 0.7
 """Conditional acceptance assumed of a drafter that nobody has seen: good enough to be tried at once."""
@@ -30,51 +31,25 @@ _CARRIED = 0.8
 _LEAST, _MOST = 0.005, 0.995
 
 
-@dataclass(slots=True)
-class _Counts:
-    """By depth: paths that reached the depth before, and those of them that were accepted here."""
-
-    tried: list[float] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)
-
-    def add(self, depth: int, accepted: bool) -> None:
-        self.put(depth, float(accepted), 1.0)
-
-    def put(self, depth: int, right: float, tried: float) -> None:
-        missing = depth + 1 - len(self.tried)
-        if missing > 0:
-            self.tried.extend([0.0] * missing)
-            self.right.extend([0.0] * missing)
-        self.tried[depth] += tried
-        self.right[depth] += right
-
-    def fade(self, memory: float) -> None:
-        self.tried = [memory * tried for tried in self.tried]
-        self.right = [memory * right for right in self.right]
-
-    def at(self, depth: int) -> tuple[float, float]:
-        return (self.right[depth], self.tried[depth]) if depth < len(self.tried) else (0.0, 0.0)
-
-
 class Survival:
     """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from it as it learns."""
 
     def __init__(self) -> None:
-        self._long, self._shared = _Counts(), _Counts()
-        self._rows: dict[int, _Counts] = {}
+        self._long, self._shared = Acceptance(weight=_SHARED_WEIGHT), Acceptance(weight=_SHARED_WEIGHT)
+        self._rows: dict[int, Acceptance] = {}
 
     def record(self, row: int, *, accepted: int, drafted: int) -> None:
         """Count a step whose path of `drafted` tokens was kept for `accepted`; depths behind a rejection are unseen."""
-        own = self._rows.setdefault(row, _Counts())
+        own = self._of(row)
         for depth in range(min(accepted + 1, drafted)):
-            self._shared.add(depth, depth < accepted)
-            own.add(depth, depth < accepted)
+            self._shared.learn(depth, depth < accepted)
+            own.learn(depth, depth < accepted)
 
     def age(self) -> None:
         """A step has passed, whoever drafted in it: what was seen counts a little less."""
-        right, tried = self._shared.at(0)
+        right, tried = self._shared.counts(0)
         self._long.fade(_LONG_MEMORY)
-        self._long.put(0, (1 - _SHARED_MEMORY) * right, (1 - _SHARED_MEMORY) * tried)
+        self._long.learn(0, (1 - _SHARED_MEMORY) * right, (1 - _SHARED_MEMORY) * tried)
         self._shared.fade(_SHARED_MEMORY)
         for own in self._rows.values():
             own.fade(_ROW_MEMORY)
@@ -86,24 +61,21 @@ class Survival:
         alive = 1.0
         found = []
         for level in range(depth):
-            right, tried = self._shared.at(level)
-            before, shared = shared, (right + _SHARED_WEIGHT * shared) / (tried + _SHARED_WEIGHT)
+            before, shared = shared, self._shared.estimate(level, shared)
             expected = min(_MOST, max(_LEAST, shared + _CARRIED * (mine - before)))
-            right, tried = own.at(level) if own is not None else (0.0, 0.0)
-            mine = (right + _ROW_WEIGHT * expected) / (tried + _ROW_WEIGHT)
+            mine = expected if own is None else own.estimate(level, expected)
             alive *= mine
             found.append(alive)
         return found
 
     def _expected(self) -> float:
         """Of a first token, before anything of late is known."""
-        right, tried = self._long.at(0)
-        return (right + _SHARED_WEIGHT * FIRST_GUESS) / (tried + _SHARED_WEIGHT)
+        return self._long.estimate(0, FIRST_GUESS)
 
     def evidence(self, row: int) -> float:
         """Steps that stand behind a row's curve; those of other rows count up to a limit."""
-        own = self._rows.get(row, _Counts()).at(0)[1]
-        return 1.0 + own + min(_SHARED_EVIDENCE, self._shared.at(0)[1])
+        own = self._rows[row].counts(0)[1] if row in self._rows else 0.0
+        return 1.0 + own + min(_SHARED_EVIDENCE, self._shared.counts(0)[1])
 
     def renew(self, row: int, steps: Sequence[tuple[int, int]]) -> None:
         """What was known of a row no longer holds: start again from these (accepted, drafted) steps."""
@@ -116,6 +88,11 @@ class Survival:
     def forget(self, row: int) -> None:
         """The row is free."""
         self._rows.pop(row, None)
+
+    def _of(self, row: int) -> Acceptance:
+        if row not in self._rows:
+            self._rows[row] = Acceptance(weight=_ROW_WEIGHT)
+        return self._rows[row]
 
 
 def guessed(depth: int) -> list[float]:

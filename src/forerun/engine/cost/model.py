@@ -1,6 +1,6 @@
 """The cost model as numbers: wall times of target passes on a grid, of drafters per level. Knows no clock, no torch.
 
-``v(n) = T(n) / T(1)``: what a pass over n nodes costs in passes over one. DESIGN section 6.
+``v(n) = T(n) / T(1)``: what a pass over n nodes costs in passes over one (docs/planning.md).
 """
 
 from __future__ import annotations

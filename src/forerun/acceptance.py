@@ -1,0 +1,111 @@
+"""How likely a drafted token is accepted: the one estimate, learned from what the text went on with.
+
+Whatever the rule decided, the committed text says of every node whose parent it holds whether it holds the node, too.
+An estimate never reads the value of a sampled node, only what was known before it was drawn. Knows no model, no drafter
+and no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forerun.types import Drawn
+
+_NOTHING = (0.0, 0.0)
+_BINS, _RANKS = 10, 4
+
+
+class Evidence(NamedTuple):
+    """What is known of a node before the text goes on."""
+
+    key: Hashable
+    """Nodes of the same key are accepted equally often."""
+    prior: float
+    """In 0..1, the first guess that the node is accepted if its parent is."""
+
+
+class Acceptance:
+    """Estimates the probability that a node is accepted if its parent is.
+
+    Args:
+        weight: observations that the prior is worth.
+        memory: what an observation counts after the next one of its key.
+    """
+
+    __slots__ = ("_counts", "_memory", "_weight")
+
+    def __init__(self, *, weight: float = 8.0, memory: float = 1.0) -> None:
+        self._weight, self._memory = weight, memory
+        self._counts: dict[Hashable, tuple[float, float]] = {}
+
+    def estimate(self, key: Hashable, prior: float) -> float:
+        """In 0..1: the share of nodes of this key that were accepted, near the prior while there are few."""
+        accepted, tried = self._counts.get(key, _NOTHING)
+        return (accepted + self._weight * prior) / (tried + self._weight)
+
+    def learn(self, key: Hashable, accepted: float, tried: float = 1.0) -> None:
+        """Count a node whose parent was accepted, or several."""
+        before, all_before = self._counts.get(key, _NOTHING)
+        self._counts[key] = (self._memory * before + accepted, self._memory * all_before + tried)
+
+    def counts(self, key: Hashable) -> tuple[float, float]:
+        """(accepted, tried) of this key."""
+        return self._counts.get(key, _NOTHING)
+
+    def fade(self, memory: float) -> None:
+        """All that was seen counts `memory` times as much."""
+        self._counts = {key: (memory * right, memory * tried) for key, (right, tried) in self._counts.items()}
+
+
+@dataclass(kw_only=True, slots=True)
+class Proposal:
+    """One row's last draft, remembered until the text has gone on; node 0 is the root, entry k of a list node k + 1."""
+
+    acceptance: Acceptance
+    """Said how likely the nodes are accepted, and is told what became of them."""
+    tokens: list[int] = field(default_factory=list)
+    parents: Sequence[int] = ()
+    evidence: dict[int, Evidence] = field(default_factory=dict)
+    """By node; what has none was not submitted."""
+
+    def learn(self, text: Sequence[int]) -> None:
+        """Compare the draft with what the text went on with behind the root."""
+        for node, accepted in compared(self.tokens, self.parents, text):
+            if node in self.evidence:
+                self.acceptance.learn(self.evidence[node].key, accepted)
+
+
+def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Every node that the text decides on, in order, and whether the text holds it.
+
+    Args:
+        tokens: of nodes 1, 2, ...
+        parents: of these nodes; 0 is the root.
+        text: what followed the root, as far as it is known.
+    """
+    depths = {0: 0}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=False), start=1):
+        depth = depths.get(parent)
+        if depth is None or depth >= len(text):
+            continue
+        accepted = text[depth] == token
+        if accepted:
+            depths[node] = depth + 1
+        yield node, accepted
+
+
+def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
+    """Evidence of a node of a model's draft, known before its value is.
+
+    Args:
+        drawn: how the node comes about.
+        rank: 0 for the eldest sibling.
+        prob: in 0..1: of a given node its own draft probability, of a sampled one the largest of the distribution that
+            it is drawn from.
+    """
+    given = drawn is Drawn.GIVEN
+    key = given, min(rank, _RANKS - 1), min(int(prob * _BINS), _BINS - 1)
+    # A given token is as likely as the draft says; a sampled one is accepted where both distributions overlap.
+    return Evidence(key, prob if given else (0.4 + 0.6 * prob) * 0.4**rank)
