@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
-from forerun import SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.cascade import CascadeDrafter
@@ -377,11 +377,11 @@ def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[], [{"method": "ngram"}], "ngram", {"method": "ngram"}, ["ngram", "ngram"], [{}, {}]]
+    "given", [[], [{"method": "ngram"}], "ngram", {"method": "ngram"}, ["ngram", 3], ["ngram", {}], [{}, {}]]
 )
 @pytest.mark.parametrize("method", ["first_of", "merge"])
 def test_what_is_no_list_of_drafters_is_refused(method: str, given: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf'{method}: .*"method": "ngram"'):
+    with pytest.raises(ArgumentError, match=rf'{method}: .*"method": "'):
         build(method, {"drafters": given}, None)  # type: ignore[arg-type]
 
 
@@ -400,8 +400,23 @@ def test_unknown_members_and_senseless_numbers_are_refused() -> None:
     for options in ({"num_speculative_tokens": 0}, {"tail": -1}, {"inner_nodes": 0}):
         with pytest.raises(ArgumentError, match="cascade: "):
             build("cascade", {"model": "demo-draft", "inner": pair[0], **options}, None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="cascade: a drafter is given as"):
-        build("cascade", {"model": "demo-draft", "inner": "ngram"}, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cascade: a drafter is given as a name, or as"):
+        build("cascade", {"model": "demo-draft", "inner": 3}, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["merge", "first_of", "cascade"])
+def test_members_have_defaults_and_may_be_names(method: str) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    model = {"model": "demo-draft"} if method == "cascade" else {}
+    named = {"inner": "suffix"} if method == "cascade" else {"drafters": ["ngram", {"method": "suffix"}]}
+    texts = [
+        LLM("demo", dtype="float32", speculative_config=config).generate("import os\nimport", greedy)
+        for config in (None, {"method": method, **model}, {"method": method, **model, **named})
+    ]
+    plain, *others = [output[0].outputs[0] for output in texts]
+    for answer in others:
+        assert answer.token_ids == plain.token_ids and answer.speculation.drafter_errors == 0
+        assert answer.speculation.num_draft_tokens > 0
 
 
 def test_equal_members_share_one_drafter() -> None:

@@ -21,7 +21,7 @@ from forerun.acceptance import Acceptance, Evidence, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.composing.inner import DraftTarget, InnerRow, inner_sampler
 from forerun.drafters.composing.joining import graft
-from forerun.drafters.composing.members import Spec, check_spec, member_of
+from forerun.drafters.composing.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
@@ -41,8 +41,9 @@ class CascadeConfig:
 
     model: Any
     """The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model."""
-    inner: Spec
-    """What drafts for the draft model: ``{"method": name, ...}`` with its own options, another `cascade` included."""
+    inner: Spec = "ngram"
+    """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options, another `cascade`
+    included."""
     num_speculative_tokens: int = 8
     """Tokens that the draft model writes; what `tail` appends is not counted."""
     tail: int = 0
@@ -53,7 +54,7 @@ class CascadeConfig:
     """Of the draft model's weights: ``auto`` is what the checkpoint says."""
 
     def __post_init__(self) -> None:
-        check_spec("cascade", self.inner)
+        options_of("cascade", self.inner)
         for name, least in (("num_speculative_tokens", 1), ("tail", 0), ("inner_nodes", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(f"cascade: {name} must be at least {least}, got {getattr(self, name)}")

@@ -22,8 +22,8 @@ from forerun.types import Budget, Draft, empty_draft
 class FirstOfConfig:
     """Options of `first_of`."""
 
-    drafters: Sequence[Spec]
-    """The members, the one to be preferred first, each ``{"method": name, ...}`` with its own options."""
+    drafters: Sequence[Spec] = ("suffix", "recycling")
+    """The members, the one to be preferred first, each a name or ``{"method": name, ...}`` with its own options."""
     min_tokens: float | Sequence[float] = 1.0
     """Drafted tokens that a draft must be expected to bring; one number, or one for each drafter but the last."""
     reproducible: bool = True

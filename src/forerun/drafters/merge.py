@@ -24,9 +24,9 @@ from forerun.types import Budget, Draft
 class MergeConfig:
     """Options of `merge`."""
 
-    drafters: Sequence[Spec]
-    """The members, each ``{"method": name, ...}`` with its own options. Of those that sample, the first one's sampled
-    nodes are used."""
+    drafters: Sequence[Spec] = ("suffix", "recycling")
+    """The members, each a name or ``{"method": name, ...}`` with its own options. Of those that sample, the first one's
+    sampled nodes are used."""
     nodes: int | None = None
     """Most nodes of the joined tree; None takes what a step may draft."""
     reproducible: bool = True

@@ -19,37 +19,39 @@ from forerun.types import DraftKind, Signal, Verdict
 if TYPE_CHECKING:
     from forerun.step import Scores
 
-Spec = Mapping[str, Any]
-"""``{"method": name, option: value, ...}``: a member's configuration."""
+Spec = Mapping[str, Any] | str
+"""A member: ``{"method": name, option: value, ...}``, or a name alone."""
 
 
-def check_spec(owner: str, spec: object) -> None:
-    """Refuse what is no member's configuration.
+def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
+    """A member's method and its own options, from what a user gave.
 
     Raises:
         ArgumentError: saying what was expected; an unknown method is named with the nearest known one.
     """
+    spec = {"method": given} if isinstance(given, str) else given
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
         raise ArgumentError(
-            f'{owner}: a drafter is given as {{"method": "ngram", ...}} with its own options, got {spec!r}'
+            f'{owner}: a drafter is given as a name, or as {{"method": "ngram", ...}} with its options, got {given!r}'
         )
     entry_named(spec["method"])
+    return spec["method"], {name: value for name, value in spec.items() if name != "method"}
 
 
-def check_specs(owner: str, specs: object) -> None:
-    """Refuse what is no list of at least two members; errors as `check_spec`."""
-    if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence) or len(specs) < 2:
+def check_specs(owner: str, given: object) -> None:
+    """Refuse what is no list of at least two members; errors as `options_of`."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
         raise ArgumentError(
-            f'{owner}: drafters must be a list of at least two, for example [{{"method": "ngram"}}, '
-            f'{{"method": "draft_model", "model": "demo-draft"}}], got {specs!r}'
+            f'{owner}: drafters must be a list of at least two, for example ["ngram", '
+            f'{{"method": "draft_model", "model": "demo-draft"}}], got {given!r}'
         )
-    for spec in specs:
-        check_spec(owner, spec)
+    for spec in given:
+        options_of(owner, spec)
 
 
 def member_of(spec: Spec, setup: DrafterSetup) -> Guarded:
     """A member built from its configuration; errors as `forerun.drafters.build`."""
-    return Guarded.built(spec["method"], {name: value for name, value in spec.items() if name != "method"}, setup)
+    return Guarded.built(*options_of("member", spec), setup)
 
 
 class Composed(Drafter):
