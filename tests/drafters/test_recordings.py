@@ -125,6 +125,28 @@ def test_what_reads_on_the_host_is_not_recorded() -> None:
     ).recordings.active
 
 
+def test_where_recording_fails_drafts_are_those_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    """After some recordings, in the middle of a request: no draft is lost, and it is said once."""
+    tries = list[int]()
+
+    def failing(work: Work, inputs: tuple[Tensor, ...]) -> Work:
+        tries.append(len(tries))
+        if len(tries) > 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return traced(work, inputs)
+
+    found = []
+    recordings = Recordings(failing)
+    for how in (Recordings(None), recordings):
+        llm, drafts = engine({"num_speculative_tokens": 3}, how, {})
+        found.append((answers(llm, [(5, 20), (40, 8), (9, 12)], [GREEDY]), drafts))
+    assert found[0] == found[1] and not recordings.active and len(tries) == 2
+    assert [record.message for record in caplog.records if "goes on without" in record.message] == [
+        "recording on the device failed, drafting goes on without, which is slower: "
+        "RuntimeError('operation not permitted when stream is capturing')"
+    ]
+
+
 def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.drafters.heads.recordings._MOST", 2)
     recorded = list[int]()

@@ -6,12 +6,15 @@ differs from call to call comes in tensors. Where nothing records, work simply r
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 Work = Callable[..., Any]
 """Of tensors on one device, to tensors there, in any structure. Reads no value on the host and copies none from it."""
@@ -25,7 +28,7 @@ _WARM_UPS = 2
 
 
 class Recordings:
-    """The recordings of one device.
+    """The recordings of one device. Where recording fails, work runs as it comes from then on.
 
     Args:
         record: how; None runs all work as it comes.
@@ -57,7 +60,13 @@ class Recordings:
         if self._record is None or key is None:
             return work(*inputs)
         if key not in self._known:
-            self._known[key] = self._record(work, inputs)
+            try:
+                self._known[key] = self._record(work, inputs)
+            except Exception as error:
+                _log.warning("recording on the device failed, drafting goes on without, which is slower: %r", error)
+                self._record = None
+                self._known.clear()
+                return work(*inputs)
         self._known.move_to_end(key)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
