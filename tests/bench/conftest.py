@@ -4,25 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+from llamas import tiny_llama
 
 
-def tiny_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def lively_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
     """A small Llama whose weights are large enough that every part of it moves the logits."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=tied,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": tied}
+    model = tiny_llama(256, seed, max_position_embeddings=128, initializer_range=0.15, **sizes, **special)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -32,7 +23,7 @@ def tiny_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
 @pytest.fixture(scope="session", params=[True, False], ids=["tied", "untied"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / f"tiny-{request.param}"
-    tiny_llama(tied=request.param).to(torch.bfloat16).save_pretrained(folder)
+    lively_llama(tied=request.param).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -40,7 +31,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def source_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 checkpoint: greedy texts are then the same in every arm."""
     folder = tmp_path_factory.mktemp("target") / "tiny"
-    tiny_llama().save_pretrained(folder)
+    lively_llama().save_pretrained(folder)
     return folder
 
 
@@ -48,7 +39,7 @@ def source_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with slight noise: agrees often, not always."""
     folder = tmp_path_factory.mktemp("draft") / "tiny"
-    model = tiny_llama()
+    model = lively_llama()
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

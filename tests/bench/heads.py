@@ -1,4 +1,4 @@
-"""What the tests of heads in the benchmark share: a head for `tiny_llama`."""
+"""What the tests of heads in the benchmark share: a head for `lively_llama`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.drafters.heads.eagle import EagleHead
 
 
 def head(**options: Any) -> EagleHead:
-    """A random head for `tiny_llama`, every weight large enough to matter."""
+    """A random head for `lively_llama`, every weight large enough to matter."""
     torch.manual_seed(1)
     given = {
         "hidden_size": 48,

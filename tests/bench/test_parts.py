@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.conftest import tiny_llama
+from bench.conftest import lively_llama
 from forerun import LLM
 from forerun.bench import plots, report
 from forerun.bench.arms import Run, forerun_arms, transformers_arms
@@ -146,7 +146,7 @@ def test_promised_and_realised_speed_up() -> None:
 
 class TestSteps:
     def test_floor_counts_every_layer_once(self) -> None:
-        model = tiny_llama().to(torch.bfloat16)
+        model = lively_llama().to(torch.bfloat16)
         plain = linear_layers(model)
         assert len(plain) == 3 * 7 + 1
         if cpu_packs(torch.bfloat16):
@@ -154,7 +154,7 @@ class TestSteps:
             assert len(linear_layers(model)) == 3 * 4 + 1
 
     def test_measures_and_leaves_the_row_free(self) -> None:
-        target = Target(tiny_llama(), slots=96)
+        target = Target(lively_llama(), slots=96)
         costs = measure_steps(target, PROMPTS[0], repeats=2)
         assert set(costs.step_ms) == set(costs.floor_ms) == set(NODES)
         assert costs.overhead() > 1
@@ -167,7 +167,7 @@ class TestBits:
     @pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 kernels on this processor")
     @pytest.mark.parametrize("batch", [1, 2])
     def test_chains_have_plain_decodings_bits(self, batch: int) -> None:
-        model = tiny_llama().to(torch.bfloat16)
+        model = lively_llama().to(torch.bfloat16)
         pack(model)
         chain, tree = compare(model, self.texts[:batch], BitPlan(context=20, positions=40))
         assert (chain.name, tree.name) == ("chain", "tree")
@@ -177,7 +177,7 @@ class TestBits:
 
     def test_a_wrong_cache_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("forerun.target.cache.SlotCache.move", lambda *_: None)
-        chain, tree = compare(tiny_llama(), self.texts[:1], BitPlan(context=20, positions=40))
+        chain, tree = compare(lively_llama(), self.texts[:1], BitPlan(context=20, positions=40))
         assert tree.differing > 10 and tree.other_argmax > tree.ties
         assert chain.differing == 0, "an accepted chain lies in place already"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.conftest import tiny_llama, tiny_tokenizer
+from engine.conftest import byte_llama, tiny_tokenizer
 from forerun.drafters.skipping.measure import Probe
 
 SMALL = ("--limit", 2, "--tokens", 6, "-k", 2, "--prompt-tokens", 12)
@@ -51,7 +51,7 @@ def test_another_model_refuses_the_file(
     output, other = tmp_path / "skip.json", tmp_path / "other"
     tune = ("tune", "skip-layers", checkpoint, "--prompts", prompts, "--output", output, "--iterations", 1, *SMALL)
     assert forerun(*tune).code == 0
-    tiny_llama(0, tiny_tokenizer(), layers=3).save_pretrained(other)
+    byte_llama(0, tiny_tokenizer(), layers=3).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     ran = forerun("generate", other, "--prompt", "a", "--drafter", "skip_layers", "--drafter-option", f"skip={output}")
     assert ran.code == 2 and "2 layers; this model has 3" in ran.err

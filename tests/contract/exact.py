@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
 
 from contract.harness import Variant
 from forerun import LLM, SamplingParams
@@ -34,6 +34,7 @@ from forerun.scores import Scores
 from forerun.step import Emitted, Row
 from forerun.types import Source, StepTrace
 from forerun.verify.enumeration import EnumeratingCoins, outcomes
+from llamas import tiny_llama
 
 VOCABULARY = 4
 FIRST = 0
@@ -51,18 +52,8 @@ Answered = tuple[int, ...]
 @functools.cache
 def toy(seed: int = 4, noise: float = 0.0) -> LlamaForCausalLM:
     """A random Llama in float64 over four tokens; with `noise`, a relative of the one of that seed."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    made = LlamaForCausalLM(config).eval().to(torch.float64)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    made = tiny_llama(VOCABULARY, max_position_embeddings=64, **sizes).to(torch.float64)
     generator, other = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     for name, parameter in made.named_parameters():
         if "norm" not in name:

@@ -24,7 +24,7 @@ from scipy import stats
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
@@ -40,6 +40,7 @@ from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TokenTree, token_trees
 from forerun.types import LAST_HIDDEN, Budget, Draft, DraftKind, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named
+from llamas import tiny_llama
 
 VOCABULARY = 12
 NEVER = 6
@@ -81,18 +82,7 @@ LEVEL = FAMILY / TESTS
 def model(seed: int = 0) -> LlamaForCausalLM:
     """A random Llama in float32 whose laws are neither flat nor peaked."""
     generator = torch.Generator().manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SLOTS,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    made = LlamaForCausalLM(config).eval().to(torch.float32)
+    made = tiny_llama(VOCABULARY, max_position_embeddings=SLOTS)
     for name, parameter in made.named_parameters():
         if "norm" not in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25

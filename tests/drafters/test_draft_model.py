@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
@@ -19,24 +19,15 @@ from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.sampling import Coins, Sampler
 from forerun.target import Target
 from forerun.types import Budget, Draft, SamplingParams
+from llamas import tiny_llama
 
 WORDS = 12
 PROMPT = [1, 2, 3, 4]
 
 
 def model(vocabulary: int = WORDS, *, seed: int = 0, positions: int = 96) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 2}
+    return tiny_llama(vocabulary, seed, max_position_embeddings=positions, initializer_range=0.2, **sizes)
 
 
 def tokenizer(words: int = WORDS, **special: str) -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, tokens_of
 from forerun import LLM, SamplingParams
@@ -27,6 +27,7 @@ from forerun.step import Row, Scores
 from forerun.target import Target
 from forerun.tree import TreeBuilder
 from forerun.types import Budget, Draft
+from llamas import tiny_llama
 
 LAYERS = 5
 SKIP = ["1.attn", "2.mlp", "3.attn", "3.mlp"]
@@ -35,20 +36,7 @@ TEXT = [1, 5, 3, 1, 5, 7, 2]
 
 def deep(seed: int = 0) -> LlamaForCausalLM:
     """Five layers in float32."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(VOCABULARY, seed, num_hidden_layers=LAYERS, max_position_embeddings=96, initializer_range=0.25)
 
 
 def drafter(weights: LlamaForCausalLM | None = None, *, rows: int = 1, **options: Any) -> SkipLayersDrafter:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import tongue
 from drafters.tongues import byte_level, sentencepiece, unigram
-from engine.conftest import tiny_llama, tiny_tokenizer
+from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.slem import SlemConfig, SlemDrafter
@@ -22,6 +22,7 @@ from forerun.errors import ArgumentError
 from forerun.sampling import Coins, Sampler
 from forerun.target import Target
 from forerun.types import Budget, Draft
+from llamas import tiny_llama
 
 ROUND = "abcdefghijklmnopqrstuvwx"
 """A text that goes round and round."""
@@ -34,19 +35,8 @@ HAN = "aé漢b"
 def successions(size: int, following: Callable[[int], int], sharpness: float = 8.0) -> LlamaForCausalLM:
     """A model whose likeliest next token depends on the last one alone."""
     hidden = -(-size // 8) * 8
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=hidden,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    made = LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": hidden, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = tiny_llama(size, max_position_embeddings=128, **sizes)
     with torch.no_grad():
         made.model.layers[0].self_attn.o_proj.weight.zero_()
         made.model.layers[0].mlp.down_proj.weight.zero_()
@@ -204,7 +194,7 @@ class Watched(SlemDrafter):
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_nothing_is_lost_or_reordered(make: Any) -> None:
     words, theirs = byte_level(), make()
-    pair = (tiny_llama(0, words), words), (tiny_llama(5, theirs), theirs)
+    pair = (byte_llama(0, words), words), (byte_llama(5, theirs), theirs)
     made = drafter(*pair, rows=1, kind=Watched, num_speculative_tokens=6)
     target, draft = Spelling(words), Spelling(theirs)
     text = words("the cat sat on the mat — naïve")["input_ids"]
@@ -281,7 +271,7 @@ def test_special_tokens_end_a_draft_and_are_drafted_by_their_own_name() -> None:
     for last, wanted in (("</s>", [words.eos_token_id]), ("<nothing>", [])):
         end = theirs.convert_tokens_to_ids(last)
         draft = successions(len(theirs), lambda token, end=end: end)
-        made = drafter((tiny_llama(0, words), words), (draft, theirs))
+        made = drafter((byte_llama(0, words), words), (draft, theirs))
         assert drafted(propose(made, [[words.convert_tokens_to_ids("a")]])) == wanted
     assert letter != end
 
@@ -289,7 +279,7 @@ def test_special_tokens_end_a_draft_and_are_drafted_by_their_own_name() -> None:
 def test_text_with_directories(tmp_path: Path) -> None:
     words, theirs = tiny_tokenizer(), unigram()
     for name, tokenizer, seed in (("target", words, 0), ("draft", theirs, 5)):
-        tiny_llama(seed, tokenizer).save_pretrained(tmp_path / name)
+        byte_llama(seed, tokenizer).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     config = {"method": "slem", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4}
     engine = LLM(tmp_path / "target", speculative_config=config, max_model_len=96)

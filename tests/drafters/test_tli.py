@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from contract.harness import model, relative
 from contract.tongues import OTHERS, WORDS, retold, tongue
 from drafters.tongues import byte_level, unigram
-from engine.conftest import tiny_llama, tiny_tokenizer
+from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.drafters import tli
 from forerun.drafters.base import DraftContext, DrafterSetup
@@ -199,7 +199,7 @@ def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> No
 
 
 def saved(folder: Path, tokenizer: Any, seed: int) -> Path:
-    tiny_llama(seed, tokenizer).save_pretrained(folder)
+    byte_llama(seed, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

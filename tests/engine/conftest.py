@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from llamas import tiny_llama
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
 
@@ -29,22 +31,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_llama(seed: int, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LlamaForCausalLM:
+def byte_llama(seed: int, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LlamaForCausalLM:
     """Float32, two layers, hidden 32. Random output rows of moderate size: entropies between 1 and 4 nats."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
+    return tiny_llama(
+        len(tokenizer),
+        seed,
         intermediate_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.35,
+        bos_token_id=1,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +57,7 @@ def draft_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft model with the same tokenizer: the target's weights with a little noise, so that some drafts are kept."""
     folder = tmp_path_factory.mktemp("draft")
     tokenizer = tiny_tokenizer()
-    model = tiny_llama(0, tokenizer)
+    model = byte_llama(0, tokenizer)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -69,7 +68,7 @@ def draft_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write(folder: Path, *, seed: int, layers: int) -> Path:
     tokenizer = tiny_tokenizer()
-    model = tiny_llama(seed, tokenizer, layers)
+    model = byte_llama(seed, tokenizer, layers)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

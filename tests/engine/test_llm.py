@@ -335,10 +335,10 @@ def test_a_drafter_that_raises_loses_its_drafts_not_the_answer(
 def test_acceptance_at_the_level_of_chance_is_said_once(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.engine.conftest import tiny_llama, tiny_tokenizer
+    from engine.conftest import byte_llama, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
-    tiny_llama(99, tokenizer).save_pretrained(tmp_path)
+    byte_llama(99, tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     llm = LLM(str(checkpoint), dtype="float32", speculative_config={"model": str(tmp_path)}, max_num_seqs=8)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -17,12 +17,13 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from emulation import kernels_in_c, packed_linears
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
+from llamas import tiny_llama
 
 VOCABULARY, SIZE, ROWS = 128, 64, 4
 DRAFTERS: list[Any] = [
@@ -35,20 +36,8 @@ DRAFTERS: list[Any] = [
 
 def model(seed: int, dtype: torch.dtype) -> LlamaForCausalLM:
     """Two layers whose heads are as wide as the kernels want them; random, but sharp."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=SIZE,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval().to(dtype)
+    sizes = {"hidden_size": SIZE, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 256}
+    return tiny_llama(VOCABULARY, seed, initializer_range=0.3, **sizes).to(dtype)
 
 
 def head(seed: int, dtype: torch.dtype) -> EagleHead:

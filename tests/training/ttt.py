@@ -6,13 +6,14 @@ import functools
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.target import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
+from llamas import tiny_llama
 
 VOCABULARY = 40
 HIDDEN = 32
@@ -21,20 +22,7 @@ HIDDEN = 32
 @functools.cache
 def model() -> LlamaForCausalLM:
     """A random Llama of four layers in float32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(VOCABULARY, num_hidden_layers=4, max_position_embeddings=128, initializer_range=0.2)
 
 
 def head(**options: Any) -> EagleHead:
