@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun import AsyncLLM, SamplingParams
-from forerun.bench.machine import this_machine
+from forerun.bench.suite import this_machine
 from forerun.serve.running import server
 from forerun.serve.session import Session, State
 from forerun.serve.settings import ServeSettings

@@ -34,7 +34,7 @@ import corpus  # noqa: E402 - recipes/demo: the same files and the same split as
 
 from forerun import demo  # noqa: E402
 from forerun.bench.goals import Goal  # noqa: E402
-from forerun.bench.machine import Machine, this_machine  # noqa: E402
+from forerun.bench.suite import Machine, this_machine  # noqa: E402
 from forerun.training.batch import FeatureBatch, TokenBatch  # noqa: E402
 from forerun.training.features.online import OnlineFeatures  # noqa: E402
 

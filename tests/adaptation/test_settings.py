@@ -10,7 +10,7 @@ import pytest
 
 from cli.conftest import forerun
 from forerun import AsyncLLM, SamplingParams
-from forerun.cli.adapting import AdaptOptions
+from forerun.cli.serve import AdaptOptions
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.base import Drafter
 from forerun.engine.adapting.settings import AdaptConfig, adapt_config

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from forerun.engine.adapting.adaptation import _single_threaded
+from forerun.engine.adapting.drafter import LOOKS, WINDOW, Sentence, Watch, fell
 from forerun.engine.adapting.throttle import Throttle
-from forerun.engine.adapting.watching import LOOKS, WINDOW, Sentence, Watch, fell
 from forerun.types import Source, Verdict
 
 

@@ -28,10 +28,9 @@ from forerun.bench.acceptance import (
 )
 from forerun.bench.arms import TREE_NODES, forerun_arms
 from forerun.bench.goals import acceptance_goals, speed_goals
-from forerun.bench.machine import Machine
 from forerun.bench.roots import RootReach, compare_roots, root_laws
 from forerun.bench.speed import ArmSummary, measure, summarise
-from forerun.bench.suite import Options, Results, as_json
+from forerun.bench.suite import Machine, Options, Results, as_json
 from forerun.bench.workloads import Setting
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.drafters.growth import Shape

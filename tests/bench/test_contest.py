@@ -21,8 +21,8 @@ from forerun.bench.contest import (
     compete,
     workloads,
 )
-from forerun.bench.contest_goals import burden_goals, contest_goals
 from forerun.bench.speed import ArmSummary
+from forerun.bench.suite import burden_goals, contest_goals
 from forerun.bench.workloads import Setting
 
 

@@ -16,10 +16,9 @@ from forerun.bench import plots, report
 from forerun.bench.arms import Run, forerun_arms, transformers_arms
 from forerun.bench.bits import BitCount, BitPlan, compare
 from forerun.bench.goals import bit_goals, speed_goals, step_goals, text_goals
-from forerun.bench.machine import Machine
 from forerun.bench.speed import ArmSummary, measure, summarise
 from forerun.bench.steps import NODES, StepCosts, linear_layers, measure_steps
-from forerun.bench.suite import Options, Results, as_json
+from forerun.bench.suite import Machine, Options, Results, as_json
 from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count_tokens
 from forerun.bench.workloads import Setting, contexts, loops
 from forerun.errors import ArgumentError

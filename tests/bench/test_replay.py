@@ -6,8 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from forerun import LLM, SamplingParams
-from forerun.bench.edits import edited
-from forerun.bench.replay import ReplayProcessor, replaying
+from forerun.bench.contest import ReplayProcessor, edited, replaying
 
 SOURCE = '''def total(values, start):
     """Sum of the values."""

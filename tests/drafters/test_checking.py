@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.checking import Checked, check
+from forerun.drafters.guarded import Checked, check
 from forerun.errors import InvalidDraftError
 from forerun.sampling import Coins
 from forerun.target import Resume

@@ -14,8 +14,7 @@ from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, 
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.cascade import CascadeDrafter
-from forerun.drafters.composing.inner import DraftTarget
+from forerun.drafters.cascade import CascadeDrafter, DraftTarget
 from forerun.drafters.composing.joining import expected_tokens, join
 from forerun.drafters.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig

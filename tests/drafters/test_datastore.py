@@ -19,7 +19,7 @@ from engine.conftest import tiny_tokenizer
 from forerun.drafters.datastore import Datastore, build, write
 from forerun.drafters.datastore.build import sorted_places, suffix_order
 from forerun.drafters.datastore.format import ITEM, SEPARATOR, SORTED_TOKENS
-from forerun.drafters.datastore.trie import merge
+from forerun.drafters.rest import merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.training.data.read import BadRecords

@@ -14,9 +14,8 @@ from contract.harness import PROMPT, PROMPTS, VOCABULARY, Variant, as_prompts, l
 from forerun import SamplingParams
 from forerun.drafters.base import DraftContext
 from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter
-from forerun.drafters.lookahead import LookaheadConfig, LookaheadDrafter
+from forerun.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool
 from forerun.drafters.looking_ahead.paths import Paths
-from forerun.drafters.looking_ahead.pool import Pool
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree, TreeBuilder, ancestor_mask, rebuild, token_trees

@@ -18,8 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.dynamic import DynamicTree
 from forerun.drafters.growth import likeliest
 from forerun.drafters.heads.drafting import HeadDrafter
-from forerun.drafters.heads.recordings import Recordings, Work
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.runner import HeadRunner, Recordings, Work
 from forerun.target import Target
 from training.ttt import head, model, tokens
 
@@ -148,7 +147,7 @@ def test_where_recording_fails_drafts_are_those_of_a_run(caplog: pytest.LogCaptu
 
 
 def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.drafters.heads.recordings._MOST", 2)
+    monkeypatch.setattr("forerun.drafters.heads.runner._MOST", 2)
     recorded = list[int]()
 
     def record(work: Work, inputs: tuple[Tensor, ...]) -> Work:

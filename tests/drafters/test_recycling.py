@@ -20,9 +20,15 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.ranks import best_tree, measured, paying
-from forerun.drafters.recycling import RecyclingConfig, RecyclingDrafter, top_ids
-from forerun.drafters.successors import SuccessorMatrix
+from forerun.drafters.recycling import (
+    RecyclingConfig,
+    RecyclingDrafter,
+    SuccessorMatrix,
+    best_tree,
+    measured,
+    paying,
+    top_ids,
+)
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.types import Budget
 

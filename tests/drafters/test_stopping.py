@@ -24,8 +24,8 @@ from contract.harness import (
     tokens_of,
 )
 from contract.test_greedy import NEUTRAL
+from forerun.drafters.draft_model import Ending, Stop, Stopping, stopping_named
 from forerun.drafters.growth import Children
-from forerun.drafters.stopping import Ending, Stop, Stopping, stopping_named
 from forerun.errors import ArgumentError
 
 TARGET, DRAFT = (0.7, 0.3), (0.5, 0.5)

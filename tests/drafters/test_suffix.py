@@ -10,8 +10,7 @@ import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
 from forerun.drafters.copying.automaton import SEPARATOR
-from forerun.drafters.copying.store import Cursor, OutputStore
-from forerun.drafters.suffix import SuffixConfig, SuffixDrafter
+from forerun.drafters.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.types import Budget, Draft

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
-from forerun.engine import grammar, grammar_trial, trials
+from forerun.engine import grammar, grammar_trial
 from forerun.engine.grammar_checks import MAX_CHAIN, MAX_CHOICES, check
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
@@ -138,7 +138,7 @@ def test_compiling_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     ask(llm, GOOD)
     process = llm._reader.grammars._trials._started()
     os.kill(process.pid, signal.SIGSTOP)  # answers never
-    monkeypatch.setattr(trials, "TRIAL_S", 0.1)
+    monkeypatch.setattr(grammar, "TRIAL_S", 0.1)
     with pytest.raises(ArgumentError, match="too complex"):
         ask(llm, StructuredOutputs(regex="(hen|dog)!"))
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from engine.test_signals import _Listener
 from forerun import LLM
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
-from forerun.engine.prefixes import BLOCK, Busy, Prefixes, Wish
+from forerun.engine.core import BLOCK, Busy, Prefixes, Wish
 from forerun.types import LAST_HIDDEN, RequestOutput, empty_draft
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from forerun.serve.adapting import AdaptationMetrics
+from forerun.serve.session import AdaptationMetrics
 from serve.conftest import Live
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

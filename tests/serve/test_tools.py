@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from forerun import LLM, SamplingParams
 from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
-from forerun.serve.protocol.messages import MessageWriter
+from forerun.serve.completing import MessageWriter
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import FORMATS, Function, Lark, format_of
 from forerun.serve.tools.base import NO_PARAMETERS

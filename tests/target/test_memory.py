@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from forerun.errors import OutOfMemoryError
-from forerun.target import Target, memory, prepare
+from forerun.target import Target, prepare
 from forerun.target.headers import weight_bytes
 from forerun.target.load import LoadOptions, stored_bytes
-from forerun.target.memory import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
+from forerun.target.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
 from target.families import FAMILIES, make, random_tokens
 
 
@@ -113,4 +113,4 @@ def test_a_container_is_a_limit(tmp_path: Path) -> None:
 
 def test_there_is_memory_here() -> None:
     assert 2**20 < available_bytes(torch.device("cpu")) < 2**62
-    assert memory.SCORED_NODES >= 1
+    assert prepare.SCORED_NODES >= 1

@@ -13,7 +13,7 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Target, fast, self_check, support
 from forerun.target.cache import SlotCache
 from forerun.target.masks import MaskStyle
-from forerun.target.memory import cache_bytes_per_token
+from forerun.target.prepare import cache_bytes_per_token
 from forerun.target.support import named_sizes
 from forerun.tree import TreeBuilder, stack
 from target.families import FAMILIES, WINDOW, make, plain, random_tokens

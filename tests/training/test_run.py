@@ -19,7 +19,7 @@ from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.training.loop import Parallel
 from forerun.training.recipe import read_recipe
-from forerun.training.target import load_target
+from forerun.training.run import load_target
 from ports import free_ports
 from training.conftest import words
 

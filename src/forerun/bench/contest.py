@@ -5,21 +5,142 @@ The texts come from files held out of training. Knows the workloads and what is 
 
 from __future__ import annotations
 
+import keyword
+import random
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from forerun import LLM
 from forerun.bench.arms import Arm, ForerunArm, Run, TransformersArm
-from forerun.bench.edits import edited
 from forerun.bench.planned import planned_speedup
-from forerun.bench.replay import ReplayProcessor, replaying
 from forerun.bench.speed import ArmSummary, Progress, summarise, take_turns, warm_up
 from forerun.bench.workloads import CONTEXT, Setting, contexts, settings
 from forerun.demo import prompts as shipped_files
 from forerun.engine.cost import CostModel, DraftCost
+from forerun.target import Scored, Target
+from forerun.tree import depths
+from forerun.types import Draft
+
+# Replay: the target is made to say a given text, position by position, while everything else stays as it is.
+#
+# Passes, drafts, verification and commits are real, and so is their cost; only what the target answers is given.
+# Greedy decoding alone, one sequence at a time. Knows no workload.
+
+
+_LEAD = 20.0
+"""How far, in logits, the given token stands above the others."""
+
+
+@contextmanager
+def replaying(target: Target, text: Sequence[int]) -> Iterator[None]:
+    """While open, the token that `target` likes best at place i of any sequence is ``text[i]``.
+
+    Args:
+        text: prompt and answer; behind its end the target says what it likes.
+    """
+    score, prefill = target.score, target.prefill
+
+    def forced_score(rows: Sequence[int], roots: Sequence[int], draft: Draft, *, start: int = 0, **more: Any) -> Scored:
+        scored = score(rows, roots, draft, start=start, **more)
+        for index, row in enumerate(rows):
+            for node, depth in enumerate(depths(draft.parents)[index, start:].tolist()):
+                _force(scored.logits[index, node], text, target.lengths[row] + depth + 1)
+        return scored
+
+    def forced_prefill(rows: Sequence[int], tokens: Sequence[Sequence[int]], **more: Any) -> Scored:
+        scored = prefill(rows, tokens, **more)
+        logits = scored.logits.clone()
+        for index, row in enumerate(rows):
+            _force(logits[index, -1], text, target.lengths[row])
+        return replace(scored, logits=logits)
+
+    target.score, target.prefill = forced_score, forced_prefill  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del target.score, target.prefill
+
+
+class ReplayProcessor:
+    """The same for transformers' ``generate(logits_processor=[...])``."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for row in scores:
+            _force(row, self._text, input_ids.shape[1])
+        return scores
+
+
+def _force(logits: Tensor, text: Sequence[int], place: int) -> None:
+    if place < len(text):
+        logits[text[place]] = logits.max() + _LEAD
+
+
+# Small edits of a piece of source code: what an answer to "change this file" looks like. Knows no model.
+#
+# The demo model cannot follow an instruction, so the edited text is not generated but replayed
+# (`forerun.bench.contest`).
+
+
+_NAME = re.compile(r"\b[a-z_][a-z0-9_]{3,}\b")
+_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+
+
+def edited(text: str, seed: int) -> str:
+    """`text` with one name changed everywhere, one line dropped, one line added and one number changed.
+
+    A change for which the text has no place is left out. The same seed gives the same edit.
+    """
+    chance = random.Random(seed)
+    changes: tuple[Callable[[str, random.Random], str], ...] = (_rename, _drop_line, _add_line, _change_number)
+    for change in changes:
+        text = change(text, chance)
+    return text
+
+
+def _rename(text: str, chance: random.Random) -> str:
+    counts = Counter(name for name in _NAME.findall(text) if not keyword.iskeyword(name))
+    often = sorted(name for name, count in counts.items() if 3 <= count <= 8)
+    if not often:
+        return text
+    name = chance.choice(often)
+    return re.sub(rf"\b{re.escape(name)}\b", f"new_{name}", text)
+
+
+def _drop_line(text: str, chance: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    full = [index for index, line in enumerate(lines) if line.strip()]
+    if len(full) > 4:
+        del lines[chance.choice(full[1:-1])]
+    return "".join(lines)
+
+
+def _add_line(text: str, chance: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    full = [index for index, line in enumerate(lines) if line.strip()]
+    if len(full) > 4:
+        place = chance.choice(full[1:-1])
+        indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+        lines.insert(place, f"{indent}# Checked by hand, see the report of last week.\n")
+    return "".join(lines)
+
+
+def _change_number(text: str, chance: random.Random) -> str:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return text
+    found = chance.choice(numbers)
+    return f"{text[: found.start()]}{int(found.group()) + 1}{text[found.end() :]}"
+
 
 FAMILY = 4
 """Similar requests in a row."""

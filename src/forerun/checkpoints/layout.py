@@ -6,7 +6,9 @@ The remedy is always the same, to write the files again with ``forerun export``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.checkpoints.diagnose import loading
@@ -14,12 +16,145 @@ from forerun.checkpoints.engines import LOADERS, mismatches
 from forerun.checkpoints.files import TRTLLM, StoredFiles
 from forerun.checkpoints.findings import Finding, Severity
 from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM
-from forerun.checkpoints.keys import NESTED
-from forerun.checkpoints.layer_ids import IDS, is_default, to_outputs
-from forerun.checkpoints.names import respelled
+from forerun.checkpoints.keys import NESTED, SPECULATORS, Keys, unknown_keys
+from forerun.checkpoints.layer_ids import IDS, agreed, is_default, to_outputs
+from forerun.checkpoints.names import respelled, to_canonical, to_file
 from forerun.checkpoints.registry import format_of
-from forerun.checkpoints.speculators import KIND, LAYERS
+from forerun.checkpoints.tensors import with_vocabulary
+from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
+from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
+
+# The format of vllm-project/speculators: the layers in a nested ``transformer_layer_config``, the rest at the top.
+#
+# ``vllm serve DIRECTORY`` starts target and head from it; SGLang and TensorRT-LLM do not read it. Layer ids are
+# boundaries. Knows no other format.
+
+
+LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
+PROPOSALS = "proposal_methods"
+DEFAULT_TOKENS = 5
+"""Drafted tokens per step that are written where the file it came from did not say."""
+AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
+"""Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
+RESIDUAL_NOTE = (
+    "norm_before_residual is not in the file: speculators means false by that, but vLLM would assume true. Written as "
+    "false."
+)
+
+
+class SpeculatorsFormat:
+    """EAGLE-3 heads of Red Hat and of everybody who trains with speculators."""
+
+    name: ClassVar[str] = "speculators"
+    summary: ClassVar[str] = "speculators: nested transformer_layer_config; vLLM serves the directory by itself"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """By the key that names the kind of speculator."""
+        return KIND in config
+
+    def read(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
+    ) -> HeadCheckpoint:
+        """See `Format.read`."""
+        keys = Keys(config)
+        kind = keys.text(KIND, "eagle3")
+        if kind != "eagle3":
+            raise CheckpointError(f"{KIND} is {kind!r}; of this format eagle3 is supported")
+        layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
+        qwen3 = layers.get("model_type") == "qwen3"
+        fields = read_layers(layers)
+        draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
+        found = with_vocabulary(to_canonical(tensors), fields["vocab_size"], draft_vocab_size)
+        for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
+            keys.get(stated), layers.get(stated)  # said again when written
+        head = make_config(
+            **fields,
+            target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
+            draft_vocab_size=draft_vocab_size,
+            boundaries=agreed(
+                keys.integers(IDS), None, count=layers.get("num_aux_hidden_states"), num_layers=num_layers
+            ),
+            fc_bias="fc.bias" in found,
+            qk_norm=qwen3 or "layers.0.self_attn.q_norm.weight" in found,
+            norm_before_residual=keys.flag("norm_before_residual"),
+            norm_before_fc=keys.flag("norm_before_fc"),
+            fc_norm=keys.flag("fc_norm"),
+            norm_output=keys.flag("norm_output"),
+            own_embedding="embed_tokens.weight" in found,
+            own_lm_head="lm_head.weight" in found,
+            extra=_extra(layers, keys, whole),
+        )
+        unlisted = head.sliding_window is not None and layers.get("layer_types") is None
+        notes = {RESIDUAL_NOTE: config.get("norm_before_residual") is None, WINDOW_NOTE: unlisted}
+        told = tuple(note for note, applies in notes.items() if applies)
+        return HeadCheckpoint(config=head, tensors=found, notes=told)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Format.write`; the target is named, because vLLM starts it from here."""
+        config = checkpoint.config
+        if config.generation != 3:
+            raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
+        if config.norm_before_fc and config.fc_norm:
+            raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
+        to_outputs(config.boundaries)  # refuses what has no id
+        extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
+        top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
+        layers = {**extra, **write_layers(config)}
+        if len(config.boundaries) != 3:
+            layers["num_aux_hidden_states"] = len(config.boundaries)  # vLLM assumes 3 and looks for it here
+        return {
+            **top,
+            KIND: "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            IDS: list(config.boundaries),
+            "tie_word_embeddings": False,
+            LAYERS: layers,
+            WHOLE: _whole(config.extra.get(SPECULATORS, {}), target),
+        }, to_file(checkpoint)
+
+
+def _whole(stated: Mapping[str, Any], target: TargetFacts) -> dict[str, Any]:
+    proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
+    return {
+        **stated,
+        "algorithm": "eagle3",
+        PROPOSALS: proposals,
+        "default_proposal_method": proposals[0]["proposal_type"],
+        "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+    }
+
+
+def _greedy(tokens: int) -> dict[str, Any]:
+    return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+
+
+def _extra(layers: Keys, top: Keys, whole: Keys) -> dict[str, Any]:
+    """What nobody read; `WHOLE`, by which vLLM knows this format, under another name, and only if it says more than we.
+
+    Raises:
+        CheckpointError: an unknown key is there twice, with two values, or how to draft is said in no way we know.
+    """
+    for said_again in ("algorithm", "default_proposal_method", "verifier"):
+        whole.get(said_again)
+    stated, inner, outer = whole.rest(), layers.rest(), top.rest()
+    proposals = stated.get(PROPOSALS, [])
+    if not isinstance(proposals, list) or any("proposal_type" not in proposal for proposal in proposals):
+        raise CheckpointError(f"{PROPOSALS} of {WHOLE} must be objects with a proposal_type, got {proposals!r}")
+    if proposals in ([], [_greedy(DEFAULT_TOKENS)]):
+        stated.pop(PROPOSALS, None)
+    for name in inner.keys() & outer.keys():
+        if inner[name] != outer[name] and unknown_keys({name: inner[name]}):
+            raise CheckpointError(f"{name} is {outer[name]!r} at the top and {inner[name]!r} in {LAYERS}; remove one")
+    return {**inner, **outer} | ({SPECULATORS: stated} if stated else {})
+
 
 TARGETS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "hf", "lmdeploy": "hf"}
 """Engine -> what to export for."""

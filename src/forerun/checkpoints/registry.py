@@ -24,7 +24,7 @@ class Entry:
 
 FORMATS: dict[str, Entry] = {
     "speculators": Entry(
-        path="forerun.checkpoints.speculators:SpeculatorsFormat",
+        path="forerun.checkpoints.layout:SpeculatorsFormat",
         summary="speculators_config and a nested transformer_layer_config; vLLM serves the directory by itself",
     ),
     "modelopt": Entry(

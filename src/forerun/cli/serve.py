@@ -4,17 +4,59 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from forerun.cli.adapting import ADAPTING, AdaptOptions
+from cyclopts import Parameter
+
 from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from forerun import AsyncLLM
+
+# ``--adapt`` and what belongs to it, and their translation into `LLM`'s argument. Imports no torch.
+
+
+_DEFAULTS = AdaptConfig()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptOptions:
+    """Whether and how the drafter learns while it serves."""
+
+    adapt: Annotated[bool, Parameter(negative="")] = False
+    """Let the drafter learn from what the target says; answers stay the target's."""
+    adapt_share: float = _DEFAULTS.share
+    """Most seconds of learning per second of wall time, above 0 and at most 1."""
+    adapt_dir: Path | None = _DEFAULTS.directory
+    """Keeps what was learned, and goes on from there; if not given it ends with the server."""
+    adapt_learning_rate: float = _DEFAULTS.learning_rate
+    """Of AdamW, per step."""
+
+    def wish(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
+        """As `LLM` takes it, None where nothing was asked for.
+
+        Raises:
+            ArgumentError: a value is out of range, the drafter cannot learn, or ``--adapt`` itself is missing.
+        """
+        if not self.adapt:
+            if self != ADAPTING:
+                raise ArgumentError("--adapt-... options without --adapt; add --adapt")
+            return None
+        values = {"share": self.adapt_share, "directory": self.adapt_dir, "learning_rate": self.adapt_learning_rate}
+        return adapt_config(values, SpeculativeConfig.parse(speculative))
+
+
+ADAPTING = AdaptOptions()
+"""Nothing asked for."""
+
 
 log = logging.getLogger(__name__)
 SETTINGS = ServeSettings()

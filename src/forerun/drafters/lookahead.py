@@ -22,7 +22,6 @@ from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.looking_ahead.paths import Paths
-from forerun.drafters.looking_ahead.pool import Pool
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
 from forerun.tree import TreeBuilder, stack
@@ -30,6 +29,43 @@ from forerun.types import Budget, Draft, Drawn, Verdict
 
 if TYPE_CHECKING:
     from forerun.step import Scores
+
+# The n-grams that a request has come across, by their first token; the least recently seen are forgotten.
+#
+# Knows no model and no window.
+
+
+Gram = tuple[int, ...]
+
+
+class Pool:
+    """At most `per_key` continuations of each of at most `keys` tokens.
+
+    Both bounds forget what was added longest ago; adding a continuation again makes it new again.
+    """
+
+    def __init__(self, per_key: int, keys: int) -> None:
+        self._per_key, self._keys = per_key, keys
+        self._grams: dict[int, dict[Gram, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(grams) for grams in self._grams.values())
+
+    def add(self, first: int, rest: Gram) -> None:
+        """Remember that `rest` may follow `first`."""
+        grams = self._grams.pop(first, {})
+        grams.pop(rest, None)
+        grams[rest] = None
+        self._grams[first] = grams
+        if len(grams) > self._per_key:
+            del grams[next(iter(grams))]
+        if len(self._grams) > self._keys:
+            del self._grams[next(iter(self._grams))]
+
+    def after(self, first: int) -> list[Gram]:
+        """The continuations of `first`, the most recent first."""
+        return list(reversed(self._grams.get(first, {})))
+
 
 _PRIOR = (0.25, 0.45, 0.6, 0.7)
 """First guess that a guess's token 1, 2, ... is right if those before it were."""

@@ -13,19 +13,120 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from forerun import AsyncLLM
 from forerun.drafters import default_length
 from forerun.engine.adapting import AdaptationStats
 from forerun.engine.llm import Speculative
-from forerun.errors import ArgumentError, CheckpointError, ForerunError, NumericError, RequestError, of_the_process
-from forerun.serve import identity
-from forerun.serve.account import Account
-from forerun.serve.adapting import AdaptationMetrics
+from forerun.errors import (
+    ArgumentError,
+    CheckpointError,
+    ForerunError,
+    NumericError,
+    RequestError,
+    SlowReaderError,
+    of_the_process,
+)
+from forerun.serve import identity, logs
 from forerun.serve.metrics import Metrics
 from forerun.serve.protocol.common import Speculation
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.settings import ServeSettings
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
+
+# The books of one prompt's answers: they were taken on, and exactly one thing became of each of them.
+
+
+class Account:
+    """Opened when a prompt is handed to the engine, and to be closed whatever happens.
+
+    Args:
+        metrics: where it is counted.
+        answers: how many are asked for.
+        drafter: what drafts for them; None decodes plainly.
+        prompt: to be written into the log; None writes nothing of it.
+    """
+
+    def __init__(self, metrics: Metrics, answers: int, drafter: str | None, prompt: Any = None) -> None:
+        self._metrics, self._answers = metrics, answers
+        self._record = logs.current()
+        self._ending: str | None = "abort"
+        metrics.admitted(answers)
+        if self._record is not None:
+            self._record.drafter = drafter or "none"
+            self._record.prompts += [] if prompt is None else [prompt]
+
+    def finished(self, output: RequestOutput) -> None:
+        """All answers are there."""
+        self._ending = None
+        self._metrics.finished(output)
+        if self._record is not None:
+            self._record.finished(output)
+
+    def failed(self, error: Exception) -> None:
+        """It ended with an error; a client that does not read has left."""
+        self._ending = "abort" if isinstance(error, SlowReaderError) else "error"
+
+    def refused(self) -> None:
+        """The engine did not take it."""
+        self._ending = None
+        self._metrics.refused(self._answers)
+
+    def close(self) -> None:
+        """Whoever came to no end of their own was dropped."""
+        if self._ending is not None:
+            self._metrics.dropped(self._answers, self._ending)
+            if self._record is not None:
+                self._record.finish_reasons += [self._ending] * self._answers
+
+
+# Online adaptation in Prometheus: ``forerun:adaptation_*``, read when asked for. Nothing where nothing adapts.
+
+
+_COUNTERS: dict[str, str] = {
+    "examples": "Positions collected.",
+    "rejected_examples": "Collected positions where a draft was rejected.",
+    "updates": "Steps of the optimizer.",
+    "swaps": "Candidates that came to serve.",
+    "discarded": "Candidates that were not better than the weights that serve.",
+    "rollbacks": "Swaps undone because acceptance fell.",
+}
+_GAUGES: dict[str, str] = {
+    "stored_bytes": "Collected positions in memory, bytes.",
+    "version": "Of the weights that serve; 0 are those of the given checkpoint.",
+    "expected_acceptance": "Of the weights that served when the last candidate was judged, on held back positions.",
+    "candidate_acceptance": "Of the last candidate, on the same positions.",
+    "acceptance": "Share of judged drafted tokens that were kept since the last swap, over the last 2000.",
+    "share": "Seconds of work per second of wall time.",
+    "running": "1 while it collects and trains, 0 once an error has ended it.",
+}
+
+
+class AdaptationMetrics(Collector):
+    """The figures of one server's drafter."""
+
+    def __init__(self, model_name: str, read: Callable[[], AdaptationStats | None]) -> None:
+        self._model, self._read = model_name, read
+
+    def describe(self) -> Iterator[Metric]:
+        """Names without figures: the registry asks before there is an engine."""
+        return self._families(None)
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures as they are now."""
+        stats = self._read()
+        return iter(()) if stats is None else self._families(stats)
+
+    def _families(self, stats: AdaptationStats | None) -> Iterator[Metric]:
+        for kind, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, text in texts.items():
+                family = kind(f"forerun:adaptation_{name}", text, labels=["model_name"])
+                if stats is not None:
+                    family.add_metric([self._model], float(getattr(stats, name)))
+                yield family
+
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_draf
 from forerun.drafters.ngram import NgramConfig
 from forerun.engine import drafting
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.controller import Deferred, StepCosts, arms_of, chooser, depth, offers, survival, switch
+from forerun.engine.controller import Deferred, StepCosts, arms_of, chooser, offers, survival, switch
 from forerun.engine.controller.admission import GivenTree, prunable, prune
 from forerun.engine.controller.auto import method_of
 from forerun.engine.controller.build import controller_for
@@ -156,7 +156,7 @@ def test_pruning_one_row_leaves_the_others_and_their_laws() -> None:
 
 
 def test_what_decides_before_drawing_never_sees_a_draft() -> None:
-    for module in (chooser, depth, offers, survival, switch):
+    for module in (chooser, offers, survival, switch):
         seen = [value for value in vars(module).values() if value is Draft or value is GivenTree]
         assert not seen, f"{module.__name__} can look at a draft"
         for function in vars(module).values():

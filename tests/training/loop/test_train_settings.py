@@ -8,8 +8,8 @@ import pytest
 
 from forerun.errors import ArgumentError
 from forerun.training.loop import TrainSettings
-from forerun.training.loop.schedule import rate_factor
 from forerun.training.loop.settings import CHECKS
+from forerun.training.loop.trainer import rate_factor
 
 
 @pytest.mark.parametrize(

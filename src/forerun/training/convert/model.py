@@ -5,6 +5,7 @@ Knows how a head is trained, saved and exported; not how one is attached (`api`)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -16,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
 from transformers.utils import ModelOutput
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
@@ -23,12 +25,99 @@ from forerun.checkpoints.export import Exported, export_head
 from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.training.batch import TokenBatch
 from forerun.training.convert import files
-from forerun.training.convert.inputs import token_batch
-from forerun.training.convert.regression import Eagle1Objective
 from forerun.training.convert.settings import ConvertSettings
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget, Unrolled
+from forerun.training.vocabulary import VocabularyLoss
+
+# What transformers' data collators hand to a model, as a `TokenBatch`. Knows no model.
+
+
+IGNORED = -100
+"""transformers' label of a token that does not count."""
+
+
+def token_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> TokenBatch:
+    """A batch whose padding is at the end of each row, wherever it was.
+
+    Args:
+        input_ids: (B, S) int64.
+        attention_mask: (B, S), 0 for padding; None: there is none.
+        labels: (B, S), -100 where token i does not count; not shifted, as everywhere in transformers.
+        loss_mask: (B, S), the same as a mask; a token counts if both say so. Without either, all count.
+        position_ids: (B, S); where they do not go on by one a new document begins, which sees nothing before it.
+
+    Raises:
+        ArgumentError: a shape other than (B, S).
+    """
+    named = {"attention_mask": attention_mask, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+    for name, values in named.items():
+        if values is not None and values.shape != input_ids.shape:
+            raise ArgumentError(
+                f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
+            )
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    counts = real if loss_mask is None else real & loss_mask.bool()
+    if labels is not None:
+        counts = counts & (labels != IGNORED)
+    # Stable: the real tokens of a row keep their order.
+    order = torch.sort((~real).long(), dim=1, stable=True).indices
+    real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
+    places = torch.arange(real.shape[1], device=real.device).expand_as(real)
+    if position_ids is None:
+        return TokenBatch(
+            tokens=tokens * real, loss_mask=counts, documents=real.long() - 1, positions=torch.where(real, places, 0)
+        )
+    positions = position_ids.gather(1, order)
+    begins = torch.ones_like(real)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    documents = torch.where(real, begins.long().cumsum(1) - 1, -1)
+    return TokenBatch(
+        tokens=tokens * real, loss_mask=counts, documents=documents, positions=torch.where(real, positions, 0)
+    )
+
+
+# EAGLE-1's objective (arXiv 2401.15077), unrolled like EAGLE-3's: tokens, and on request the target's features.
+#
+# Knows no optimiser and no file.
+
+
+TOKEN_SHARE = 0.1
+"""Weight of the cross-entropy beside the regression's 1, as in EAGLE's own training."""
+
+
+class Eagle1Objective(Eagle3Objective):
+    """The loss of an EAGLE-1 head on a batch of features.
+
+    With `regression` the head's features are pulled towards the target's (smooth L1, mean over the entries), beside a
+    tenth of the cross-entropy; without, there is the cross-entropy alone.
+    """
+
+    def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings, *, regression: bool) -> None:
+        if head.config.generation != 1:
+            raise ArgumentError("this is the objective of EAGLE-1 heads; the head is EAGLE-3's")
+        self.head, self.target, self.settings, self.regression = head, target, settings, regression
+
+    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
+        found = super()._loss(steps, weights, last)
+        if not self.regression:
+            return found
+        loss = TOKEN_SHARE * found.loss
+        for step, weight in zip(steps, found.weights, strict=True):
+            # What comes around at the end of a row is not counted.
+            wanted = torch.roll(last, -(step.step + 1), dims=1)
+            distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
+            loss = loss + (distance * weight).sum()
+        return dataclasses.replace(found, loss=loss)
+
 
 HEAD = "eagle_module"
 """The head's name among the model's children, ModelOpt's."""

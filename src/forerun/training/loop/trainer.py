@@ -8,26 +8,168 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from forerun.errors import ArgumentError, NumericError
+from forerun.errors import ArgumentError, CheckpointError, NumericError
 from forerun.training.loop import files, provenance, randomness, state
 from forerun.training.loop.distributed import Parallel, gathered, spread
 from forerun.training.loop.gradient import Sums, backward, scale
-from forerun.training.loop.interrupts import Interrupts
 from forerun.training.loop.objective import Batches, Objective
 from forerun.training.loop.optimizers import build_optimizers, set_rate
-from forerun.training.loop.resume import start_from
-from forerun.training.loop.schedule import rate_factor
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
+from forerun.writing import tidy
+
+# Where a run begins: nowhere, or at a checkpoint that fits. Knows no weights.
+
+
+def start_from(
+    output: Path,
+    resume: Path | Literal["auto", "never"],
+    recipe: Mapping[str, Any],
+    parallel: Parallel,
+    *,
+    allow_changes: bool = False,
+) -> state.Saved | None:
+    """The checkpoint to go on from, as the first process sees it, on all; none: begin anew.
+
+    Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
+    best value so far is forgotten.
+
+    Raises:
+        ArgumentError: "never", but `output` holds checkpoints; or a path, but `output` holds later ones; or the
+            checkpoint was trained under another recipe.
+        CheckpointError: no such checkpoint, or it is incomplete.
+    """
+
+    def look() -> state.Saved | None:
+        tidy(output)
+        path = _choose(output, resume)
+        if path is None:
+            return None
+        saved = state.read(path)
+        changed = _changes(saved.recipe, recipe)
+        if changed and not allow_changes:
+            raise ArgumentError(
+                f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
+                "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
+            )
+        if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
+            saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
+        return saved
+
+    return parallel.on_first(look)
+
+
+def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> what has become of it, in words."""
+    if former is None:
+        return {"": "an older forerun wrote it and did not record its recipe"}
+    keys = [*former, *(key for key in recipe if key not in former)]
+    missing = object()
+    return {
+        key: f"{key} was {_shown(former, key)}, is {_shown(recipe, key)}"
+        for key in keys
+        if former.get(key, missing) != recipe.get(key, missing)
+    }
+
+
+def _shown(recipe: Mapping[str, Any], key: str) -> str:
+    return repr(recipe[key]) if key in recipe else "not recorded"
+
+
+def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | None:
+    newest = files.latest(output)
+    if resume == "auto":
+        return newest
+    if resume == "never":
+        if newest:
+            raise ArgumentError(f"{output} holds {newest.name}, and resume is never; choose another output directory.")
+        return None
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint {path}; expected a directory checkpoint-<step>.")
+    if newest and newest.resolve() != path.resolve():
+        raise ArgumentError(
+            f"{output} holds {newest.name}, which is not {path}: two lines of training would mix. Choose another "
+            "output directory to go on from the older checkpoint."
+        )
+    return path
+
+
+# Ctrl-C and SIGTERM: the first asks training to stop, the second stops it. Knows nothing of training.
+
+
+ECHO_S = 1.0
+"""torchrun passes on the Ctrl-C that the terminal has already sent to every process; one press arrives twice."""
+
+
+class Interrupts:
+    """While entered, SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`.
+
+    Outside the main thread signals cannot be handled, and it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._since = 0.0
+        self._former: dict[int, Any] = {}
+        self._echo_s = ECHO_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = True, now
+        elif now - self._since >= self._echo_s:
+            raise KeyboardInterrupt
+
+
+# The learning rate as a function of the step. Knows no optimizer and keeps no state: resuming needs only the step.
+
+
+def rate_factor(step: int, total: int, warmup: int, shape: str, floor: float) -> float:
+    """Factor on the peak learning rate, in (0, 1] for steps below `total`.
+
+    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` towards `floor`, reached at step `total`
+    (one after the last), on a half cosine or a line, or 1 for ever.
+
+    Args:
+        step: optimizer step, from 0.
+        total: steps in all.
+        warmup: steps of warm-up.
+        shape: "cosine", "linear" or "constant".
+        floor: share of the peak in [0, 1].
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if shape == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if shape == "cosine" else 1 - done
+    return floor + (1 - floor) * left
+
 
 Evaluate = Callable[[int], Mapping[str, float]]
 Reason = Literal["finished", "already_finished", "interrupted", "time"]
