@@ -23,12 +23,14 @@ from forerun.bench.acceptance import (
     AcceptanceLine,
     AcceptancePlan,
     Contestants,
+    RootReach,
+    compare_roots,
     measure_acceptance,
     ratio,
+    root_laws,
 )
 from forerun.bench.arms import TREE_NODES, forerun_arms
 from forerun.bench.goals import acceptance_goals, speed_goals
-from forerun.bench.roots import RootReach, compare_roots, root_laws
 from forerun.bench.speed import ArmSummary, measure, summarise
 from forerun.bench.suite import Machine, Options, Results, as_json
 from forerun.bench.workloads import Setting

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from contract.test_recorded import LoggedCoins
 from forerun.drafters.base import DraftContext
-from forerun.drafters.drawing import Draws
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
-from forerun.drafters.levels import FixedTree
+from forerun.drafters.levels import Draws, FixedTree
 from forerun.sampling import Coins, Sampler
 from forerun.tree import TreeBuilder
 from forerun.types import Drawn, SamplingParams

@@ -13,12 +13,302 @@ from statistics import mean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.bench.roots import RootReach, compare_roots, root_laws
 from forerun.bench.speed import Progress
 from forerun.bench.workloads import loops
-from forerun.types import SpeculationStats
+from forerun.drafters import build
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.growth import Draw
+from forerun.errors import ArgumentError
+from forerun.sampling import Sampler
+from forerun.step import Group, Row, Scores, context_for, first_tokens, step
+from forerun.target import Target
+from forerun.types import Budget, Draft, DraftKind, Signal, SpeculationStats, Verdict
+
+# Target and draft laws at the roots that decoding meets, and what each way of drawing children could keep there.
+#
+# One text is decoded by a tree without replacement at temperature 1; at its roots every other way of drawing is
+# computed instead of tried, so that all of them are compared at the same places. Knows heads and the step, no report.
+
+
+# How often the token after a node can be one of its drafted children: the optimal-transport bound, and reality.
+#
+# If the siblings are drawn from a law over token sets, no rule whose emitted token has the target's law p can make
+# that token one of them more often than ``1 + min_H [p(H) - P(all siblings in H)]``, over every set H of tokens. The
+# minimum is attained by a prefix of the tokens sorted by p/q (Hu et al., arXiv 2502.18779), so a sort and prefix sums
+# do. Siblings without replacement are the first arrivals of independent exponential clocks with rates q, which turns
+# the probability into one smooth integral over time instead of a sum over ordered tuples.
+#
+# Knows laws and nothing of drafters, targets or trees. Speaks of one level: what rules gain by looking at the levels
+# below is not in it.
+
+
+_STEP = 0.5
+"""Of the logarithm of time; the trapezoid rule converges exponentially, this leaves an error below 1e-7."""
+_FIRST, _LAST = -24.0, 23.0
+"""Logarithms of the earliest and the latest time; clocks of rate 1e-10 still count."""
+_CHUNK = 4
+"""Nodes whose integrals are in memory at once: times x tokens each, float64."""
+
+
+def transport_bound(target: Tensor, draft: Tensor, count: int, draw: Draw) -> Tensor:
+    """The highest chance that the token after each node is among its `count` children (arXiv 2502.18779).
+
+    Args:
+        target: (N, V) laws of the target.
+        draft: (N, V) laws that the children are drawn from; where fewer than `count` tokens are possible, there are
+            fewer children without replacement.
+        count: children of each node, at least 1.
+        draw: how they are drawn; never AUTO.
+
+    Returns:
+        (N,) float64 in [0, 1]. For given and greedy-k children their rules reach it.
+
+    Raises:
+        ArgumentError: shapes differ, no child, or AUTO.
+    """
+    target, draft = _laws(target, draft, count, draw)
+    if draw is Draw.GIVEN:
+        return target.gather(1, _likeliest(draft, count)).sum(1).clamp(max=1)
+    if draw is Draw.GREEDY_K:
+        return _greedy_k(target, draft, count)
+    ratio = torch.where(draft > 0, target / draft, torch.inf)
+    order = ratio.argsort(dim=1)
+    target, draft = target.gather(1, order), draft.gather(1, order)
+    inside = _all_inside_iid(draft, count) if draw is Draw.IID else _all_inside_distinct(draft, count)
+    gap = (target.cumsum(1) - inside).min(1).values
+    return (1 + gap.clamp(max=0)).clamp(min=0)  # the empty set gives 0
+
+
+def rejection_reach(target: Tensor, draft: Tensor, count: int, draw: Draw, *, samples: int = 64) -> Tensor:
+    """The chance that token-by-token rejection keeps one of `count` siblings, all of them leaves.
+
+    That is recursive rejection (SpecInfer, arXiv 2305.09781), and traversal (2505.12398) too: on one level they are the
+    same rule. Arguments as `transport_bound`, `draw` IID or WITHOUT_REPLACEMENT.
+
+    Args:
+        samples: paths of rejected siblings, over which the chance is averaged without replacement; one sibling, and
+            any number of iid ones, are exact without them.
+
+    Returns:
+        (N,) float64; the same for the same arguments.
+    """
+    if draw not in (Draw.IID, Draw.WITHOUT_REPLACEMENT):
+        raise ArgumentError(f"rejection judges siblings drawn iid or without replacement, not {draw.value}")
+    target, draft = _laws(target, draft, count, draw)
+    paths = samples if draw is Draw.WITHOUT_REPLACEMENT and count > 1 else 1
+    generator = torch.Generator().manual_seed(0)
+    rows = zip(target, draft, strict=True)
+    return torch.stack([_reach(p.expand(paths, -1), q.expand(paths, -1), count, draw, generator) for p, q in rows])
+
+
+def _reach(target: Tensor, draft: Tensor, count: int, draw: Draw, generator: torch.Generator) -> Tensor:
+    """Of one node: laws (S, V) of each path."""
+    missed = target.new_ones(len(target))
+    for index in range(count):
+        left = (target - draft).clamp(min=0)
+        missed = missed * left.sum(1)
+        if index == count - 1:
+            break
+        if draw is Draw.WITHOUT_REPLACEMENT:
+            draft = _without_rejected(target, draft, generator)
+        target = _normalised(left, target)
+    return 1 - missed.mean()
+
+
+def _without_rejected(target: Tensor, draft: Tensor, generator: torch.Generator) -> Tensor:
+    """The draft law after a sibling was drawn and rejected: it lay where the draft exceeds the target."""
+    excess = (draft - target).clamp(min=0)
+    # Without excess a rejection has probability zero, or nothing is left to draw: any token will do.
+    token = torch.multinomial(excess + (excess.sum(1, keepdim=True) <= 0), 1, generator=generator)
+    rest = draft.scatter(1, token, 0.0)
+    return rest / rest.sum(1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+
+
+def _normalised(values: Tensor, instead: Tensor) -> Tensor:
+    """Rows of sum one; `instead` where there is nothing to normalise."""
+    mass = values.sum(1, keepdim=True)
+    return torch.where(mass > 0, values / mass.clamp_min(torch.finfo(values.dtype).tiny), instead)
+
+
+def _laws(target: Tensor, draft: Tensor, count: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    if target.dim() != 2 or target.shape != draft.shape:
+        raise ArgumentError(f"target and draft laws are (nodes, tokens) both, got {target.shape} and {draft.shape}")
+    if count < 1:
+        raise ArgumentError(f"a node needs at least one child, got {count}")
+    if draw is Draw.AUTO:
+        raise ArgumentError("how the children are drawn depends on the request: say given, iid, ... instead of auto")
+    target, draft = target.double(), draft.double()
+    return target / target.sum(1, keepdim=True), draft / draft.sum(1, keepdim=True)
+
+
+def _likeliest(draft: Tensor, count: int) -> Tensor:
+    return draft.topk(min(count, draft.shape[1]), dim=1).indices
+
+
+def _greedy_k(target: Tensor, draft: Tensor, count: int) -> Tensor:
+    """sum over given of p + sum over the rest of min(p, q'), q' the draft law restricted to the rest."""
+    rest, given = draft, target.new_zeros(len(target))
+    if count > 1:
+        best = _likeliest(draft, count - 1)
+        given, rest = target.gather(1, best).sum(1), draft.scatter(1, best, 0.0)
+    rest = rest / rest.sum(1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+    return (given + torch.minimum(target, rest).sum(1)).clamp(max=1)
+
+
+def _all_inside_iid(draft: Tensor, count: int) -> Tensor:
+    """(N, V): the chance that all siblings lie in each prefix."""
+    return draft.cumsum(1).clamp(max=1) ** count
+
+
+def _all_inside_distinct(draft: Tensor, count: int) -> Tensor:
+    """(N, V): the same for siblings that are drawn one after the other without replacement."""
+    possible = (draft > 0).sum(1).clamp(max=count)
+    inside = torch.empty_like(draft)
+    for siblings in sorted(set(possible.tolist())):
+        rows = torch.nonzero(possible == siblings).flatten()
+        for start in range(0, len(rows), _CHUNK):
+            part = rows[start : start + _CHUNK]
+            inside[part] = 1 - _outsider_among_first(draft[part], siblings)
+    return inside
+
+
+def _outsider_among_first(draft: Tensor, count: int) -> Tensor:
+    """(n, V): the chance that the first `count` arrivals are not all in a prefix H.
+
+    An outsider rings at time t at the rate (1 - Q) exp(-(1 - Q) t), Q = q(H); by then fewer than `count` of H have
+    arrived with probability exp(-Q t) (e_0 + ... + e_(count - 1)), where e_j is the elementary symmetric polynomial of
+    exp(q(x) t) - 1 over H. The e_j of all prefixes are cumulated sums, here of logarithms.
+    """
+    logs = torch.arange(_FIRST, _LAST, _STEP, dtype=draft.dtype)
+    times = logs.exp().view(1, -1, 1)
+    rates = draft.unsqueeze(1) * times
+    arrivals = rates + torch.log(-torch.expm1(-rates))
+    before, total = torch.zeros_like(arrivals), torch.exp(-times).expand_as(arrivals)
+    for _ in range(1, count):
+        # e_j of the first n tokens = sum over i <= n of (weight of token i) e_(j-1) of the tokens before i.
+        few = torch.logcumsumexp(arrivals + before, dim=-1)
+        total = total + torch.exp(few - times)
+        before = torch.cat([torch.full_like(few[..., :1], -torch.inf), few[..., :-1]], dim=-1)
+    outside = draft.flip(1).cumsum(1).flip(1)  # summed from the end: exact where little is left
+    outside = torch.cat([outside[:, 1:], torch.zeros_like(outside[:, :1])], dim=1)
+    return (outside * (total * times).sum(1) * _STEP).clamp(max=1)
+
+
+_NODES = 128
+"""More than any tree here has."""
+_ROOM = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootReach:
+    """Mean chance, over the roots, that the next token is among `children` drafted ones."""
+
+    children: int
+    given: float
+    """The likeliest tokens: sample-and-walk, which reaches its bound."""
+    greedy_k: float
+    """All but one given, one drawn from the rest: the greedy-k rule, which reaches its bound."""
+    distinct: float
+    """Without replacement, judged one after the other (recursive rejection; traversal where they are leaves)."""
+    distinct_bound: float
+    """Without replacement, any rule."""
+    iid: float
+    """Drawn independently, judged one after the other."""
+    iid_bound: float
+    """Drawn independently, any rule."""
+
+
+def compare_roots(target: Tensor, draft: Tensor, counts: Sequence[int]) -> list[RootReach]:
+    """From laws (N, V) of both models at the roots, for each number of children."""
+    lines = []
+    for count in counts:
+        found = {
+            "given": transport_bound(target, draft, count, Draw.GIVEN),
+            "greedy_k": transport_bound(target, draft, count, Draw.GREEDY_K),
+            "distinct": rejection_reach(target, draft, count, Draw.WITHOUT_REPLACEMENT),
+            "distinct_bound": transport_bound(target, draft, count, Draw.WITHOUT_REPLACEMENT),
+            "iid": rejection_reach(target, draft, count, Draw.IID),
+            "iid_bound": transport_bound(target, draft, count, Draw.IID),
+        }
+        lines.append(RootReach(children=count, **{name: float(chances.mean()) for name, chances in found.items()}))
+    return lines
+
+
+@torch.inference_mode()
+def root_laws(
+    target: Target, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], *, steps: int, most: int
+) -> tuple[Tensor, Tensor]:
+    """Decode `prompts` for some steps at temperature 1 and keep both laws at the roots.
+
+    Args:
+        target: with as many free rows as prompts; they are free again afterwards.
+        config: ``method`` and its options; children must be sampled, so that their laws are recorded.
+        steps: of every row, each of at least one token.
+        most: roots kept, evenly spread over those that were met.
+
+    Returns:
+        laws of target and drafter after the roots, (N, V) float32 each, N at most `most`.
+    """
+    options = dict(config)
+    setup = DrafterSetup(target=target, tokenizer=None, rows=len(prompts), slots=target.slots)
+    watch = _Watch(build(options.pop("method"), options, setup))
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+    rows = [
+        Row(
+            row=index,
+            tokens=list(prompt),
+            prompt_length=len(prompt),
+            sampler=Sampler(params, prompt),
+            seed=index,
+            stop_ids=frozenset(),
+            room=_ROOM,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    ids = [row.row for row in rows]
+    scored = target.prefill(ids, [row.tokens for row in rows], signals=watch.requires)
+    first_tokens(rows, scored.logits)
+    watch.extend(context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], scored.signals))
+    group = Group(name="watched", drafter=watch, members=ids, depths=[_NODES] * len(rows), nodes=_NODES)
+    for _ in range(steps):
+        step(target, rows, [group])
+    target.truncate(ids, [0] * len(ids))
+    chosen = torch.linspace(0, len(watch.laws) - 1, min(most, len(watch.laws))).round().long().tolist()
+    return torch.stack([watch.laws[i][0] for i in chosen]), torch.stack([watch.laws[i][1] for i in chosen])
+
+
+class _Watch(Drafter):
+    """Leaves everything to another drafter and notes the laws at the roots of its trees."""
+
+    name = "watched"
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.laws: list[tuple[Tensor, Tensor]] = []
+        """(V,) of the target and (V,) of the drafter, root by root."""
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self.inner.kind(sampler)
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return self.inner.requires
+
+    def extend(self, context: DraftContext) -> None:
+        self.inner.extend(context)
+
+    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        return self.inner.propose(context, budget)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        self.inner.observe(context, verdicts, scores)
+        for index, tree in enumerate(scores.trees):
+            if 0 in tree.laws:
+                self.laws.append((scores.row(index).law(0).cpu(), tree.laws[0].float().cpu()))
+
 
 CHAIN = 5
 """Tokens of the chains whose lengths the goals compare."""
