@@ -1,4 +1,4 @@
-"""Logits to law against a plain reference, processors exact per path, and coins: fair, keyed, independent."""
+"""Logits to law against a plain reference, processors exact per path, and rng: fair, keyed, independent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun import sampling
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
-from forerun.sampling import Coins, Sampler, Stream, _inverse, law_of, logprobs_of
+from forerun.sampling import Rng, Sampler, Stream, _inverse, law_of, logprobs_of
 from forerun.types import SamplingParams
 
 ALPHA = 1e-6
@@ -144,14 +144,14 @@ def test_nothing_else_is_drawn_from(wrong: str, place: int) -> None:
     law[place : place + 4] = torch.tensor(WRONG_LAWS[wrong])
     for seed in range(20):
         with pytest.raises(NumericError, match=r"what is drawn from|a token of probability"):
-            Coins(seed, 1).draw(law)
+            Rng(seed, 1).draw(law)
     law[place : place + 4] = torch.tensor([0.0, 1e-30, 0.0, 0.0])
-    assert Coins(1, 1).draw(law) == place + 1
+    assert Rng(1, 1).draw(law) == place + 1
 
 
 def test_a_flip_has_a_chance() -> None:
     with pytest.raises(NumericError, match="node 3 would be accepted with probability NaN"):
-        Coins(1, 1).flip(math.nan, 3)
+        Rng(1, 1).flip(math.nan, 3)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ LAW = torch.tensor([0.5, 0.0, 0.2, 0.3])
 
 
 def test_same_key_same_draw_and_no_other_state() -> None:
-    one, other = Coins(7, 3), Coins(7, 3)
+    one, other = Rng(7, 3), Rng(7, 3)
     flips = [one.flip(0.5, node) for node in range(64)]
     assert [other.draw(LAW, depth) for depth in range(64)] == [one.draw(LAW, depth) for depth in range(64)]
     assert [other.flip(0.5, node) for node in reversed(range(64))] == flips[::-1], "order does not matter"
@@ -319,7 +319,7 @@ def test_same_key_same_draw_and_no_other_state() -> None:
 
 def test_target_draws_are_keyed_by_absolute_position() -> None:
     for position in range(20):
-        assert Coins(5, position).draw(LAW, 3) == Coins(5, position + 3).draw(LAW)
+        assert Rng(5, position).draw(LAW, 3) == Rng(5, position + 3).draw(LAW)
 
 
 def test_rounding_in_the_law_does_not_change_the_draw() -> None:
@@ -327,15 +327,15 @@ def test_rounding_in_the_law_does_not_change_the_draw() -> None:
     logits = 2.5 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
     noise = 1e-5 * torch.randn(4096, generator=torch.Generator().manual_seed(1))
     law, rounded = logits.softmax(0), (logits + noise).softmax(0)
-    assert [Coins(3, p).draw(law) for p in range(3000)] == [Coins(3, p).draw(rounded) for p in range(3000)]
-    uniforms = [Coins(3, p)._uniform(p, Stream.TARGET, 0) for p in range(3000)]
+    assert [Rng(3, p).draw(law) for p in range(3000)] == [Rng(3, p).draw(rounded) for p in range(3000)]
+    uniforms = [Rng(3, p)._uniform(p, Stream.TARGET, 0) for p in range(3000)]
     assert [_inverse(law, u) for u in uniforms] != [_inverse(rounded, u) for u in uniforms]
 
 
 def test_draws_follow_the_law_across_blocks() -> None:
     law = torch.tensor([0.0, 3.0, 1.0]).repeat(100) * torch.linspace(0, 1, 300)
     law /= law.sum()
-    counts = torch.bincount(torch.tensor([Coins(1, p).draw(law) for p in range(20_000)]), minlength=300)
+    counts = torch.bincount(torch.tensor([Rng(1, p).draw(law) for p in range(20_000)]), minlength=300)
     expected = 20_000 * law.double() / law.double().sum()
     assert not counts[law == 0].any()
     likely = expected > 5
@@ -344,25 +344,25 @@ def test_draws_follow_the_law_across_blocks() -> None:
 
 
 def test_certain_flips() -> None:
-    coins = Coins(0, 0)
-    assert all(coins.flip(1.0, node) and not coins.flip(0.0, node) for node in range(1000))
+    rng = Rng(0, 0)
+    assert all(rng.flip(1.0, node) and not rng.flip(0.0, node) for node in range(1000))
 
 
-def uniforms(coins: Sequence[Coins], stream: int, indices: Sequence[int]) -> list[float]:
-    return [each._uniform(each.position, stream, index) for each in coins for index in indices]
+def uniforms(rng: Sequence[Rng], stream: int, indices: Sequence[int]) -> list[float]:
+    return [each._uniform(each.position, stream, index) for each in rng for index in indices]
 
 
 def test_uniformity_along_every_part_of_the_key() -> None:
     """Kolmogorov-Smirnov for seeds, positions, nodes and streams, each alone."""
     families = {
-        "seeds": uniforms([Coins(seed, 0) for seed in range(2000)], Stream.TARGET, [0]),
-        "large seeds": uniforms([Coins(2**63 + seed, 0) for seed in range(2000)], Stream.ACCEPT, [3]),
-        "positions": uniforms([Coins(1, position) for position in range(2000)], Stream.TARGET, [0]),
-        "nodes": uniforms([Coins(1, 0)], Stream.ACCEPT, range(2000)),
+        "seeds": uniforms([Rng(seed, 0) for seed in range(2000)], Stream.TARGET, [0]),
+        "large seeds": uniforms([Rng(2**63 + seed, 0) for seed in range(2000)], Stream.ACCEPT, [3]),
+        "positions": uniforms([Rng(1, position) for position in range(2000)], Stream.TARGET, [0]),
+        "nodes": uniforms([Rng(1, 0)], Stream.ACCEPT, range(2000)),
         "children": uniforms(
-            [Coins(1, 0)], Stream.DRAFT, [(node << 16) | index for node in range(200) for index in range(10)]
+            [Rng(1, 0)], Stream.DRAFT, [(node << 16) | index for node in range(200) for index in range(10)]
         ),
-        "streams": [Coins(1, 0)._uniform(0, stream, 0) for stream in range(2000)],
+        "streams": [Rng(1, 0)._uniform(0, stream, 0) for stream in range(2000)],
     }
     for name, values in families.items():
         assert len(set(values)) == len(values), name
@@ -388,7 +388,7 @@ def test_neighbouring_keys_are_independent(left: tuple[int, ...], right: tuple[i
     for base in range(4000):
         cell = []
         for seed, position, stream, index in (left, right):
-            value = Coins(10 * base + seed, position)._uniform(position, stream, index)
+            value = Rng(10 * base + seed, position)._uniform(position, stream, index)
             cell.append(int(5 * value))
         table[cell[0], cell[1]] += 1
     assert stats.chi2_contingency(table.numpy()).pvalue > ALPHA / 8
@@ -396,9 +396,9 @@ def test_neighbouring_keys_are_independent(left: tuple[int, ...], right: tuple[i
 
 def test_draws_follow_the_law_and_never_take_the_impossible() -> None:
     for draw in (
-        lambda seed: Coins(seed, 2).draw(LAW, 1),
-        lambda seed: Coins(seed, 2).drafted(LAW, 3, 1),
-        lambda seed: Coins(1, seed).draw(0.03 * LAW),
+        lambda seed: Rng(seed, 2).draw(LAW, 1),
+        lambda seed: Rng(seed, 2).drafted(LAW, 3, 1),
+        lambda seed: Rng(1, seed).draw(0.03 * LAW),
     ):
         counts = Counter(draw(seed) for seed in range(3000))
         assert counts[1] == 0
@@ -420,10 +420,10 @@ def test_inverse_is_the_quantile() -> None:
 
 
 def test_a_cascades_inner_level_draws_from_its_own_stream() -> None:
-    outer = [Coins(seed, 0).drafted(LAW, 0) for seed in range(200)]
-    inner = [Coins(seed, 0, draft_stream=Stream.DRAFT + 1).drafted(LAW, 0) for seed in range(200)]
+    outer = [Rng(seed, 0).drafted(LAW, 0) for seed in range(200)]
+    inner = [Rng(seed, 0, draft_stream=Stream.DRAFT + 1).drafted(LAW, 0) for seed in range(200)]
     assert outer != inner
-    assert [Coins(seed, 0, 9).draw(LAW) for seed in range(200)] == [Coins(seed, 0).draw(LAW) for seed in range(200)]
+    assert [Rng(seed, 0, 9).draw(LAW) for seed in range(200)] == [Rng(seed, 0).draw(LAW) for seed in range(200)]
 
 
 def test_logprobs_and_ranks() -> None:

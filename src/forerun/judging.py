@@ -84,7 +84,7 @@ def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
 
 def _judged(row: Row, scores: Scores, index: int, name: str) -> Judgement:
     tree, laws = scores.trees[index], scores.row(index)
-    verdict = rule_named(name).verify(tree, laws, row.coins())
+    verdict = rule_named(name).verify(tree, laws, row.rng())
     for kept, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:
             verdict = Verdict(path=verdict.path[:kept], next_token=tree.tokens[node], kind=Source.DRAFT)

@@ -1,7 +1,7 @@
 """Logits to law, and all randomness: the only place where either happens.
 
 `Sampler` turns raw logits at a node into the law that the request asked for, penalties seeing that node's own path.
-`Coins` are counter-based: a draw depends on (seed, position, stream, index) alone and not on who else is in the batch.
+`Rng` is counter-based: a draw depends on (seed, position, stream, index) alone and not on who else is in the batch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stream(IntEnum):
     """Everything a drafter draws; a cascade's inner levels use 3, 4, ..."""
 
 
-class Coins:
+class Rng:
     """The random draws of one step of one sequence.
 
     Args:
@@ -113,8 +113,8 @@ class Coins:
 
     def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
         """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any law is known: the token is
-        their `quantiles`. None of coins that draw in another way."""
-        return self._drafts(children) if type(self).drafted is Coins.drafted else None
+        their `quantiles`. None of an rng that draws in another way."""
+        return self._drafts(children) if type(self).drafted is Rng.drafted else None
 
     def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
         word = self._bits(self.position, self.draft_stream, 0).random_raw()

@@ -16,7 +16,7 @@ from forerun import tree as trees
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import ForerunError, InvalidDraftError, NumericError
 from forerun.judging import Judgement, Logprobs, judge, raise_unless
-from forerun.sampling import TOLERANCE, Coins, Sampler
+from forerun.sampling import TOLERANCE, Rng, Sampler
 from forerun.scores import RowScores, Scores
 from forerun.target import Scored, Target
 from forerun.tree import TokenTree, token_trees
@@ -122,9 +122,9 @@ class Row:
         """Take back the last `count` tokens."""
         list.__delitem__(self.tokens, slice(len(self.tokens) - count, None))
 
-    def coins(self) -> Coins:
-        """The coins of the coming step."""
-        return Coins(self.seed, len(self.tokens))
+    def rng(self) -> Rng:
+        """The random draws of the coming step."""
+        return Rng(self.seed, len(self.tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +262,7 @@ def context_for(
         prompt_lengths=tuple([row.prompt_length for row in chosen]),
         fresh=tuple(fresh),
         samplers=tuple([row.sampler for row in chosen]),
-        coins=tuple([row.coins() for row in chosen]),
+        rng=tuple([row.rng() for row in chosen]),
         signals=signals,
         predictions=tuple([row.prediction for row in chosen]),
         cache_salts=tuple([row.cache_salt for row in chosen]),

@@ -12,7 +12,7 @@ from forerun import LLM
 from forerun.certify import Plan, certify, run, ties
 from forerun.cli import main
 from forerun.errors import ArgumentError
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Source, Verdict
 from forerun.verify.argmax_walk import ArgmaxWalk
@@ -71,7 +71,7 @@ def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
 
 
 def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         kept = tuple(range(1, tree.size + 1))
         return Verdict(path=kept, next_token=target.argmax(tree.size), kind=Source.BONUS if kept else Source.TARGET)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.certify import Check, Plan, Reference, chi_square
 from forerun.errors import ArgumentError
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Source, Verdict
 from forerun.verify.sample_walk import SampleWalk
@@ -124,10 +124,10 @@ def test_a_rule_that_favours_drafts_fails(
 ) -> None:
     honest = SampleWalk.verify
 
-    def eager(self: SampleWalk, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        if tree.size and coins.flip(0.5, 1) and float(target.law(0)[tree.tokens[1]]) > 0:
-            return Verdict(path=(1,), next_token=coins.draw(target.law(1), 1), kind=Source.RECOVERED)
-        return honest(self, tree, target, coins)
+    def eager(self: SampleWalk, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+        if tree.size and rng.flip(0.5, 1) and float(target.law(0)[tree.tokens[1]]) > 0:
+            return Verdict(path=(1,), next_token=rng.draw(target.law(1), 1), kind=Source.RECOVERED)
+        return honest(self, tree, target, rng)
 
     monkeypatch.setattr(SampleWalk, "verify", eager)
     check = examined(llm, reference, prompt)[0]

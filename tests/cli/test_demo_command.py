@@ -15,7 +15,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import demo, race
 from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import NodeLaws, Source, Verdict
 from forerun.verify.argmax_walk import ArgmaxWalk
@@ -52,7 +52,7 @@ def test_text(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> Non
 def test_a_wrong_token_is_seen(
     forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         kept = tuple(range(1, tree.size + 1))
         return Verdict(path=kept, next_token=target.argmax(tree.size), kind=Source.BONUS if kept else Source.TARGET)
 

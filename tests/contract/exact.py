@@ -29,11 +29,11 @@ from forerun.engine.answer import Answer
 from forerun.engine.controller.build import controller_for
 from forerun.engine.grammar import Budget, GrammarProcessor
 from forerun.judging import Judgement
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.scores import Scores
 from forerun.step import Emitted, Row
 from forerun.types import Source, StepTrace
-from forerun.verify.enumeration import EnumeratingCoins, outcomes
+from forerun.verify.enumeration import EnumeratingRng, outcomes
 from llamas import tiny_llama
 
 VOCABULARY = 4
@@ -178,7 +178,7 @@ def _controller_for(*args: Any, **options: Any) -> Any:
     return controller
 
 
-class _First(Coins):
+class _First(Rng):
     """Begins every answer with the same token."""
 
     def draw(self, law: Tensor, depth: int = 0) -> int:
@@ -197,7 +197,7 @@ class Enumeration:
         self.found = Found()
         self.emitted: dict[Answered, float] = defaultdict(float)
         """Probability of what the answer holds after the step, the first token left out; ended ones marked by None."""
-        self._coins: Coins = _First(0, 0)
+        self._rng: Rng = _First(0, 0)
         self._judge = stepping.judge
         options = dict(case.variant.options)
         if case.controlled:
@@ -212,7 +212,7 @@ class Enumeration:
             self_check=False,
         )
         self.engine = self.llm.engine
-        patch.setattr(Row, "coins", lambda row: self._coins)
+        patch.setattr(Row, "rng", lambda row: self._rng)
         self._begin()
         self._freeze(patch)
         patch.setattr(stepping, "judge", self._every_verdict)
@@ -254,9 +254,9 @@ class Enumeration:
         self.found.error, self.found.distance = max(apart), sum(apart) / 2
         return self.found
 
-    def _step(self, coins: EnumeratingCoins) -> None:
+    def _step(self, rng: EnumeratingRng) -> None:
         """One run of the engine's step: all of it up to the verdicts."""
-        self._coins = coins
+        self._rng = rng
         length = len(self.answer.row.tokens)
         with pytest.raises(_Enumerated):
             self.engine.step()
@@ -265,13 +265,13 @@ class Enumeration:
     def _every_verdict(self, row: Row, scores: Scores, index: int, *how: Any, **more: Any) -> Judgement:
         if row is not self.answer.row:
             return self._judge(row, scores, index, *how, **more)  # an inner level, whose draws are draft draws
-        drafting, tree = self._coins, scores.trees[index]
-        assert isinstance(drafting, EnumeratingCoins)
+        drafting, tree = self._rng, scores.trees[index]
+        assert isinstance(drafting, EnumeratingRng)
         self.found.shapes.add(tree.parents[1:])
         self.found.depth = max(self.found.depth, *tree.depths)
 
-        def judged(coins: EnumeratingCoins) -> Judgement:
-            self._coins = coins
+        def judged(rng: EnumeratingRng) -> Judgement:
+            self._rng = rng
             return self._judge(row, scores, index, *how, **more)
 
         for judgement, chance in outcomes(judged):

@@ -299,7 +299,7 @@ WRITES: dict[str, Callable[[DraftContext], Any]] = {
     **{f"tokens-{name}": lambda context, write=write: write(context.tokens[0]) for name, write in LISTS.items()},
     **{
         f"{name}-set": lambda context, name=name: operator.setitem(getattr(context, name), 0, getattr(context, name)[0])
-        for name in ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "coins", "predictions")
+        for name in ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions")
     },
     "field": lambda context: setattr(context, "rows", ()),
     "sampler-params": lambda context: setattr(context.samplers[0], "params", SamplingParams(temperature=1.0)),
@@ -312,7 +312,7 @@ WRITES: dict[str, Callable[[DraftContext], Any]] = {
     "prediction": lambda context: context.predictions[0].append(3),  # type: ignore[attr-defined]
 }
 HARMLESS_WRITES: dict[str, Callable[[DraftContext], Any]] = {
-    "coins": lambda context: setattr(context.coins[0], "position", 0),
+    "rng": lambda context: setattr(context.rng[0], "position", 0),
     "signals": lambda context: context.signals.clear(),  # type: ignore[attr-defined]
     "states": lambda context: [states.fill_(NAN) for states in context.signals.values()],
 }

@@ -35,7 +35,7 @@ from contract.wrong import Twins, Uniform
 from forerun import LLM, SamplingParams, judging, step
 from forerun.drafters import growth
 from forerun.drafters.levels import Submitted
-from forerun.sampling import Coins, Stream
+from forerun.sampling import Rng, Stream
 from forerun.step import Scores
 from forerun.target import Target
 from forerun.target.cache import SlotCache
@@ -60,14 +60,14 @@ def greedy_is_off(engine: LLM, params: SamplingParams = NEUTRAL) -> bool:
 
 
 def test_a_residual_that_is_not_normalised(monkeypatch: Patch) -> None:
-    def as_it_is(coins: Coins, law: Tensor, depth: int = 0) -> int:
-        uniform = coins._uniform(coins.position + depth, Stream.TARGET, 0)
+    def as_it_is(rng: Rng, law: Tensor, depth: int = 0) -> int:
+        uniform = rng._uniform(rng.position + depth, Stream.TARGET, 0)
         found = int(torch.searchsorted(law.double().cumsum(0), uniform, right=True))
         return min(found, int(torch.nonzero(law)[-1]))
 
     with installed("wrong", Uniform):
         assert not law_is_off(Variant("wrong"))
-        monkeypatch.setattr(Coins, "draw", as_it_is)
+        monkeypatch.setattr(Rng, "draw", as_it_is)
         assert law_is_off(Variant("wrong"), draws=1200)
 
 
@@ -84,8 +84,8 @@ class WithoutBonus:
     def __init__(self, name: str) -> None:
         self._rule = rule_named(name)
 
-    def verify(self, tree: Any, target: Any, coins: Coins) -> Verdict:
-        verdict = self._rule.verify(tree, target, coins)
+    def verify(self, tree: Any, target: Any, rng: Rng) -> Verdict:
+        verdict = self._rule.verify(tree, target, rng)
         if verdict.kind is not Source.BONUS:
             return verdict
         return Verdict(path=verdict.path[:-1], next_token=tree.tokens[verdict.path[-1]], kind=Source.DRAFT)
@@ -205,7 +205,7 @@ def test_one_random_generator_for_all(monkeypatch: Patch) -> None:
 
     assert not depends_on_company()
     shared = np.random.default_rng(0)
-    monkeypatch.setattr(Coins, "_uniform", lambda *_: float(shared.random()))
+    monkeypatch.setattr(Rng, "_uniform", lambda *_: float(shared.random()))
     assert depends_on_company()
 
 

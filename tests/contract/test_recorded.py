@@ -12,7 +12,7 @@ from torch import Tensor
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, Variant, as_prompts, installed, llm, trees_of, variants
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TreeBuilder, rebuild
 from forerun.types import Budget, Draft, Drawn
 
@@ -21,17 +21,17 @@ PARAMS = replace(SAMPLED, max_tokens=12, seed=3)
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """One draw as the coins saw it."""
+    """One draw as the rng saw it."""
 
     law: Tensor
     token: int
 
 
-class LoggedCoins(Coins):
-    """Coins that remember every draw of a drafter, and can make one of them come out differently."""
+class LoggedRng(Rng):
+    """An rng that remembers every draw of a drafter, and can make one of them come out differently."""
 
-    def __init__(self, coins: Coins, altered: int | None = None) -> None:
-        super().__init__(coins.seed, coins.position, coins.draft_stream)
+    def __init__(self, rng: Rng, altered: int | None = None) -> None:
+        super().__init__(rng.seed, rng.position, rng.draft_stream)
         self.log: list[Drawing] = []
         self._altered = altered
 
@@ -57,10 +57,10 @@ def conditional_laws(builder: TreeBuilder) -> Iterator[tuple[int, Tensor]]:
             law /= law.sum().clamp_min(1e-30)
 
 
-def check_recorded(draft: Draft, coins: list[LoggedCoins]) -> int:
+def check_recorded(draft: Draft, rng: list[LoggedRng]) -> int:
     """Assert that every sampled node was drawn from its recorded law; how many there were."""
     count = 0
-    for row, own in enumerate(coins):
+    for row, own in enumerate(rng):
         unused = list(own.log)
         for token, law in conditional_laws(rebuild(draft, row, VOCABULARY)):
             match = [d for d in unused if d.token == token and torch.allclose(d.law, law, atol=1e-5)]
@@ -102,13 +102,13 @@ def watch(variant: Variant, prompts: Sequence[Sequence[int]], alterations: int =
 
     class Spy(cls):  # type: ignore[misc, valid-type]
         def propose(self, context: DraftContext, budget: Budget) -> Draft:
-            coins = [LoggedCoins(own) for own in context.coins]
-            draft = super().propose(replace(context, coins=coins), budget)
+            rng = [LoggedRng(own) for own in context.rng]
+            draft = super().propose(replace(context, rng=rng), budget)
             try:
-                watched.checked += check_recorded(draft, coins)
-                for place in range(min(len(coins[0].log), alterations)):
-                    other = [LoggedCoins(context.coins[0], altered=place)]
-                    check_not_anticipating(draft, super().propose(replace(context, coins=other), budget))
+                watched.checked += check_recorded(draft, rng)
+                for place in range(min(len(rng[0].log), alterations)):
+                    other = [LoggedRng(context.rng[0], altered=place)]
+                    check_not_anticipating(draft, super().propose(replace(context, rng=other), budget))
             except (AssertionError, RuntimeError, ValueError) as error:
                 watched.problems.append(str(error))
             return draft

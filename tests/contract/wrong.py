@@ -44,7 +44,7 @@ def _sampled_chain(context: DraftContext, row: int, depth: int, law: torch.Tenso
     builder = TreeBuilder()
     for node in range(min(depth, 3)):
         builder.set_law(node, law)
-        builder.add(context.coins[row].drafted(law, node), node, drawn=Drawn.IID)
+        builder.add(context.rng[row].drafted(law, node), node, drawn=Drawn.IID)
     return builder
 
 
@@ -90,7 +90,7 @@ class Twins(Wrong):
         law[NEVER], law[int(logits.argmax())] = 0.7, 0.3
         builder.set_law(0, law)
         for index in range(3 if depth > 0 else 0):
-            builder.add(context.coins[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
+            builder.add(context.rng[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
         return builder
 
     def kind(self, sampler: Sampler) -> DraftKind:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.conftest import checkpoint
 from forerun import tree as trees
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.step import Emitted, Group, Row, first_tokens, step
 from forerun.target import Target
 from forerun.tree import TokenTree, TreeBuilder, stack
@@ -51,13 +51,13 @@ class Guessing(Drafter):
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         builders = []
-        for row, coins in zip(context.rows, context.coins, strict=True):
+        for row, rng in zip(context.rows, context.rng, strict=True):
             builder = TreeBuilder()
             for node in range(3):
                 law = torch.linspace(2, 1, 100).softmax(-1)
                 law = self.spoil(law) if node >= self.places[row] else law
                 builder.set_law(node, law)
-                builder.add(coins.drafted(law, node), node, drawn=Drawn.IID, confidence=0.5)
+                builder.add(rng.drafted(law, node), node, drawn=Drawn.IID, confidence=0.5)
             builders.append(builder)
         return stack(builders)
 
@@ -108,17 +108,17 @@ def test_the_row_goes_on_as_without_a_draft(target: Target, wrong: str) -> None:
     assert len({row.tokens[-1] for rows in found for row in rows}) > 10
 
 
-def chains(laws: Laws, lost: Callable[[Draft], Draft]) -> Callable[[Coins], TokenTree]:
+def chains(laws: Laws, lost: Callable[[Draft], Draft]) -> Callable[[Rng], TokenTree]:
     """Draws a chain of two; behind token 0 it samples from NaN, and the draft goes through `lost`."""
 
-    def draw(coins: Coins) -> TokenTree:
+    def draw(rng: Rng) -> TokenTree:
         builder = TreeBuilder()
         builder.set_law(0, laws[()])
-        first = builder.add(coins.drafted(laws[()], 0), 0, drawn=Drawn.IID)
+        first = builder.add(rng.drafted(laws[()], 0), 0, drawn=Drawn.IID)
         token = builder.tokens[0]
         law = laws[(token,)] if token else torch.full_like(laws[()], math.nan)
         builder.set_law(first, law)
-        builder.add(coins.drafted(law, first) if token else 1, first, drawn=Drawn.IID)
+        builder.add(rng.drafted(law, first) if token else 1, first, drawn=Drawn.IID)
         draft = lost(stack([builder]))
         [tree] = trees.token_trees(draft, [0], len(laws[()]))
         return tree

@@ -12,7 +12,7 @@ import torch
 
 from forerun.drafters.guarded import Checked, check
 from forerun.errors import InvalidDraftError
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.target import Resume
 from forerun.tree import TokenTree, TreeBuilder, gather, rebuild, select, stack, token_trees
 from forerun.types import Budget, Draft, Drawn, empty_draft
@@ -125,14 +125,14 @@ def test_what_is_built_is_accepted(seed: int) -> None:
     assert checked(stack(builders), nodes=12, depth=12) == checked(empty_draft(4)) == Checked(faults={}, clean=True)
 
 
-def _growing(laws: Laws, submitted: Callable[[Draft], Draft]) -> Callable[[Coins], TokenTree]:
+def _growing(laws: Laws, submitted: Callable[[Draft], Draft]) -> Callable[[Rng], TokenTree]:
     """Draws a chain of two, of three behind token 0, where the budget is two; `submitted` is what becomes of it."""
 
-    def draw(coins: Coins) -> TokenTree:
+    def draw(rng: Rng) -> TokenTree:
         builder, path = TreeBuilder(), tuple[int, ...]()
         while len(path) < (3 if path[:1] == (0,) else 2):
             builder.set_law(len(path), laws[path].float())
-            builder.add(coins.drafted(laws[path].float(), len(path)), len(path), drawn=Drawn.IID)
+            builder.add(rng.drafted(laws[path].float(), len(path)), len(path), drawn=Drawn.IID)
             path = (*path, builder.tokens[-1])
         [tree] = token_trees(submitted(stack([builder])), [0], len(laws[()]))
         return tree

@@ -19,7 +19,7 @@ from forerun.drafters.composing.joining import expected_tokens, join
 from forerun.drafters.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.target import Target
 from forerun.tree import TokenTree, TreeBuilder, rebuild, stack
 from forerun.types import LAST_HIDDEN, Budget, Draft, Drawn
@@ -98,7 +98,7 @@ def context(*texts: Sequence[int], params: SamplingParams = GREEDY) -> DraftCont
         prompt_lengths=[1 for _ in rows],
         fresh=[0 for _ in rows],
         samplers=[Sampler(params, text) for text in texts],
-        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
         signals={},
     )
 
@@ -238,8 +238,8 @@ def test_joined_trees_keep_the_law_exactly(shape: Any, drawing: Drawing, room: i
     target, drafts = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=room)
     base = toy_drafter(drafts, shape, drawing)
 
-    def draw(coins: Coins) -> TokenTree:
-        builder = as_builder(base(coins))
+    def draw(rng: Rng) -> TokenTree:
+        builder = as_builder(base(rng))
         return join(builder, given_trees(), len(builder) + room).tree(0)
 
     single = drawing is Drawing.GREEDY_K or shape in (branching(1), branching(1, 1))
@@ -251,8 +251,8 @@ def test_a_sampled_node_pruned_for_its_value_would_be_noticed() -> None:
     target, drafts = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=1)
     base = toy_drafter(drafts, branching(1), Drawing.IID)
 
-    def draw(coins: Coins) -> TokenTree:
-        tree = base(coins)
+    def draw(rng: Rng) -> TokenTree:
+        tree = base(rng)
         return tree if tree.tokens[1] != 0 else join(TreeBuilder(), given_trees(), 3).tree(0)
 
     assert exact_law(rule_named("traversal"), target, draw, 4).error(target) > 1e-3

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.target import Target
 from forerun.types import Budget, Draft, SamplingParams
 from llamas import tiny_llama
@@ -59,7 +59,7 @@ def context(texts: list[list[int]], fresh: list[int], temperature: float = 0.0) 
         prompt_lengths=[len(PROMPT)] * len(texts),
         fresh=fresh,
         samplers=[Sampler(params, PROMPT) for _ in texts],
-        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
         signals={},
     )
 

@@ -1,4 +1,4 @@
-"""Children of a whole level at once are those that the host draws node by node from the same coins."""
+"""Children of a whole level at once are those that the host draws node by node from the same rng."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from contract.test_recorded import LoggedCoins
+from contract.test_recorded import LoggedRng
 from forerun.drafters.base import DraftContext
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
 from forerun.drafters.levels import Draws, FixedTree
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.tree import TreeBuilder
 from forerun.types import Drawn, SamplingParams
 
@@ -42,7 +42,7 @@ def growers(draw: Draw, params: list[dict[str, Any]], seed: int = 0) -> list[Gro
     for row, changes in enumerate(params):
         sampler = Sampler(replace(NEUTRAL, **changes), [1, 2])
         own = Draw.GIVEN if sampler.greedy else draw
-        found.append(Grower(draw=own, sampler=sampler, coins=Coins(100 * seed + row, 7), output=()))
+        found.append(Grower(draw=own, sampler=sampler, rng=Rng(100 * seed + row, 7), output=()))
     return found
 
 
@@ -124,9 +124,9 @@ def test_more_children_than_tokens() -> None:
 
 
 def test_two_drawn_without_replacement_follow_their_law() -> None:
-    """4,000 rows that differ in their coins alone: both tokens together, against the exact law."""
+    """4,000 rows that differ in their rng alone: both tokens together, against the exact law."""
     law = [0.5, 0.2, 0.0, 0.3]
-    rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], coins=Coins(seed, 3)) for seed in range(4000)]
+    rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], rng=Rng(seed, 3)) for seed in range(4000)]
     draws = Draws.of(rows, Shape.regular((2,)), CPU, sorts=True)
     assert draws is not None
     children = draws.children(torch.tensor(law).log().expand(4000, 1, 4), 0)
@@ -141,7 +141,7 @@ def test_where_the_host_has_to_look_there_is_none() -> None:
     shape = SHAPES[0]
     for row in (
         replace(growers(Draw.IID, [{}])[0], sampler=Sampler(replace(NEUTRAL, presence_penalty=1.0), [1])),
-        replace(growers(Draw.IID, [{}])[0], coins=LoggedCoins(Coins(1, 1))),
+        replace(growers(Draw.IID, [{}])[0], rng=LoggedRng(Rng(1, 1))),
     ):
         assert Draws.of([*growers(Draw.IID, [{}]), row], shape, CPU, sorts=True) is None
 
@@ -176,7 +176,7 @@ def context_of(samplers: list[Sampler]) -> DraftContext:
         prompt_lengths=[1] * rows,
         fresh=[0] * rows,
         samplers=samplers,
-        coins=[Coins(row, 2) for row in range(rows)],
+        rng=[Rng(row, 2) for row in range(rows)],
         signals={},
     )
 

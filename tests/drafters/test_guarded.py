@@ -11,7 +11,7 @@ import pytest
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, CommittedTokens, Draft, SamplingParams, Source, Verdict
 
@@ -78,7 +78,7 @@ def context(rows: Sequence[int], fresh: int = 1, length: int = 3) -> DraftContex
         prompt_lengths=[1 for _ in rows],
         fresh=[fresh for _ in rows],
         samplers=[Sampler(GREEDY, [1]) for _ in rows],
-        coins=[Coins(0, 3) for _ in rows],
+        rng=[Rng(0, 3) for _ in rows],
         signals={},
     )
 

@@ -143,7 +143,7 @@ def test_rows_of_a_batch_do_not_mix() -> None:
         prompt_lengths=[1, 1, 1],
         fresh=[0, 0, 0],
         samplers=[],
-        coins=[],
+        rng=[],
         signals={},
     )
     draft = made.propose(many, Budget(nodes=[64, 64, 2], depth=[9, 9, 9]))

@@ -38,9 +38,7 @@ def drafter(store: str, **options: Any) -> RestDrafter:
 
 
 def context(tokens: Sequence[int], fresh: int = 0, row: int = 0) -> DraftContext:
-    return DraftContext(
-        rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], coins=[], signals={}
-    )
+    return DraftContext(rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], rng=[], signals={})
 
 
 def nodes(draft: Draft) -> list[tuple[int, int]]:

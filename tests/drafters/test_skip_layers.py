@@ -22,7 +22,7 @@ from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter, Th
 from forerun.drafters.skipping.file import SkipFile, structure_hash
 from forerun.drafters.skipping.sublayers import every, names, parse
 from forerun.errors import ArgumentError, DataError
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.step import Row, Scores
 from forerun.target import Target
 from forerun.tree import TreeBuilder
@@ -57,7 +57,7 @@ def propose(
         prompt_lengths=[len(text) for text in texts],
         fresh=[0] * len(texts),
         samplers=[Sampler(SamplingParams(temperature=temperature, top_k=0), text) for text in texts],
-        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
         signals={},
     )
     return made.propose(context, Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts)))

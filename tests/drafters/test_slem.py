@@ -19,7 +19,7 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.slem import SlemConfig, SlemDrafter
 from forerun.drafters.translation import Spelling
 from forerun.errors import ArgumentError
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.target import Target
 from forerun.types import Budget, Draft
 from llamas import tiny_llama
@@ -95,7 +95,7 @@ def context(texts: list[list[int]], fresh: list[int]) -> DraftContext:
         prompt_lengths=[1] * len(texts),
         fresh=fresh,
         samplers=[Sampler(params, text[:1]) for text in texts],
-        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
         signals={},
     )
 

@@ -19,7 +19,7 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.target import Target
 from forerun.types import Budget, Draft
 from forerun.types import SamplingParams as Params
@@ -51,7 +51,7 @@ def context(texts: list[list[int]], fresh: list[int], params: Params) -> DraftCo
         prompt_lengths=[1] * len(texts),
         fresh=fresh,
         samplers=[Sampler(params, text[:1]) for text in texts],
-        coins=[Coins(row, len(text)) for row, text in enumerate(texts)],
+        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
         signals={},
     )
 

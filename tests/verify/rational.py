@@ -1,6 +1,6 @@
 """The rules once more in rational numbers, written from the papers' formulas and not from the code under test.
 
-Each function gives the exact law of (accepted node ids, next token) for one tree, so it needs no coins at all.
+Each function gives the exact law of (accepted node ids, next token) for one tree, so it needs no rng at all.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder
 from forerun.types import Drawn
 from forerun.verify import RULES, rule_named
@@ -13,7 +13,7 @@ from forerun.verify.enumeration import (
     SHAPES,
     TOLERANCE,
     Drawing,
-    EnumeratingCoins,
+    EnumeratingRng,
     World,
     branching,
     check_rule,
@@ -64,7 +64,7 @@ def verdict_law(name, tree, target):
 
     law: dict[tuple, float] = {}
     laws = PrefixLaws(target, tree)
-    for verdict, chance in outcomes(lambda coins: rule_named(name).verify(tree, laws, coins)):
+    for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, laws, rng)):
         key = (verdict.path, verdict.next_token, verdict.kind)
         law[key] = law.get(key, 0.0) + chance
     return {key: chance for key, chance in law.items() if chance > 0}
@@ -76,24 +76,24 @@ def test_shapes_may_depend_on_what_was_drawn_before(name: str, seed: int) -> Non
     """Every node is drawn in another way, and what hangs below it depends on the tokens above and before it."""
     target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=seed)
 
-    def draw(coins: Coins) -> TokenTree:
+    def draw(rng: Rng) -> TokenTree:
         builder = TreeBuilder()
         builder.set_law(0, draft[()])
-        first = coins.drafted(draft[()], 0, 0)
+        first = rng.drafted(draft[()], 0, 0)
         builder.add(first, 0, drawn=Drawn.IID)
         second = first
         if first != 1:
-            second = coins.drafted(draft[()], 0, 1)
+            second = rng.drafted(draft[()], 0, 1)
             builder.add(second, 0, drawn=Drawn.IID)
             law = draft[second,]
             builder.set_law(2, law)
-            builder.add(coins.drafted(law, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
+            builder.add(rng.drafted(law, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
         if second == 0:
             rest = draft[first,].clone()
             builder.add(int(rest.argmax()), 1)
             rest[int(rest.argmax())] = 0
             builder.set_law(1, rest)
-            builder.add(coins.drafted(rest, 1, 0), 1, drawn=Drawn.IID)
+            builder.add(rng.drafted(rest, 1, 0), 1, drawn=Drawn.IID)
         builder.add(2, 0)
         return builder.tree(0)
 
@@ -120,10 +120,10 @@ def test_check_rules_covers_every_lossless_rule_and_no_other() -> None:
 def test_the_enumeration_sees_every_outcome_once() -> None:
     law = torch.tensor([0.5, 0.0, 0.5])
 
-    def run(coins: EnumeratingCoins) -> tuple:
-        if coins.flip(0.25, 1):
-            return ("kept", coins.draw(law, 0))
-        return ("lost", coins.drafted(law, 0, 1), coins.flip(1.0, 2), coins.flip(0.0, 3))
+    def run(rng: EnumeratingRng) -> tuple:
+        if rng.flip(0.25, 1):
+            return ("kept", rng.draw(law, 0))
+        return ("lost", rng.drafted(law, 0, 1), rng.flip(1.0, 2), rng.flip(0.0, 3))
 
     seen = list(outcomes(run))
     assert dict(seen) == {
@@ -137,7 +137,7 @@ def test_the_enumeration_sees_every_outcome_once() -> None:
 
 def test_a_coin_used_twice_is_refused() -> None:
     with pytest.raises(AssertionError, match="used twice"):
-        list(outcomes(lambda coins: (coins.flip(0.5, 1), coins.flip(0.5, 1))))
+        list(outcomes(lambda rng: (rng.flip(0.5, 1), rng.flip(0.5, 1))))
 
 
 def test_joint_law_is_the_product_of_the_conditionals() -> None:

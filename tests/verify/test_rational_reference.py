@@ -35,7 +35,7 @@ def in_float(laws: Laws) -> dict[tuple[int, ...], torch.Tensor]:
 
 def real_law(name: str, tree: TokenTree, target: Laws) -> dict:
     rule, laws, result = rule_named(name), PrefixLaws(in_float(target), tree), defaultdict(float)
-    for verdict, chance in outcomes(lambda coins: rule.verify(tree, laws, coins)):
+    for verdict, chance in outcomes(lambda rng: rule.verify(tree, laws, rng)):
         result[verdict.path, verdict.next_token] += chance
     return result
 

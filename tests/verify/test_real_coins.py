@@ -1,4 +1,4 @@
-"""The rules with real coins and real drafts: seeded sequences over several steps, float32 laws, draft vocabularies."""
+"""The rules with real rng and real drafts: seeded sequences over several steps, float32 laws, draft vocabularies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder, stack, token_trees
 from forerun.types import Drawn
 from forerun.verify import rule_named
@@ -53,13 +53,13 @@ class After:
 
 
 def write(name: str, after: After, shape: tuple[tuple[int, ...], Drawing], seed: int) -> tuple[int, ...]:
-    """Three tokens by as many steps as it takes, every step with fresh coins at its position."""
+    """Three tokens by as many steps as it takes, every step with fresh rng at its position."""
     text: tuple[int, ...] = ()
     while len(text) < 3:
         target, draft = after(text)
-        coins = Coins(seed, 100 + len(text))
-        tree = toy_drafter(draft, branching(*shape[0]), shape[1])(coins)
-        verdict = rule_named(name).verify(tree, PrefixLaws(target, tree), coins)
+        rng = Rng(seed, 100 + len(text))
+        tree = toy_drafter(draft, branching(*shape[0]), shape[1])(rng)
+        verdict = rule_named(name).verify(tree, PrefixLaws(target, tree), rng)
         text += (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
     return text[:3]
 
@@ -98,12 +98,12 @@ def test_float32_laws_over_a_draft_vocabulary_stay_exact(name: str) -> None:
     """Through `Draft` and back: recorded in float32 over `law_ids`, judged over the target's vocabulary."""
     ids = torch.tensor([3, 0])
 
-    def draw(coins: Coins) -> TokenTree:
+    def draw(rng: Rng) -> TokenTree:
         builder = TreeBuilder()
         for node in range(2):
             law = torch.tensor([0.3, 0.7 + 0.1 * node])
             builder.set_law(node, law)
-            builder.add(int(ids[coins.drafted(law, node)]), node, drawn=Drawn.WITHOUT_REPLACEMENT)
+            builder.add(int(ids[rng.drafted(law, node)]), node, drawn=Drawn.WITHOUT_REPLACEMENT)
         return token_trees(stack([builder], law_ids=ids), [0], 4)[0]
 
     for seed in range(3):

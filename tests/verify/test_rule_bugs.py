@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder
 from forerun.types import Drawn, NodeLaws, Source, Verdict
 from forerun.verify import block, recursive_rejection, rule_named, traversal
@@ -42,14 +42,14 @@ def worst_error(rule, counts: tuple[int, ...], drawing: Drawing = Drawing.IID) -
 class UnnormalisedResidual(recursive_rejection.RecursiveRejection):
     """The second sibling is judged against [p - q]_+ as it stands."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         law, draft = Law.of(target.law(0)), Law.of(tree.laws[0])
         for child in tree.children[0]:
-            if coins.flip(ratio(law, draft, tree.tokens[child]), child):
-                return Verdict(path=(child,), next_token=coins.draw(target.law(child), 1), kind=Source.BONUS)
+            if rng.flip(ratio(law, draft, tree.tokens[child]), child):
+                return Verdict(path=(child,), next_token=rng.draw(target.law(child), 1), kind=Source.BONUS)
             left, _ = residual(law, draft)
             law = Law(left.values, 1.0)
-        return Verdict(path=(), next_token=coins.draw(law.values), kind=Source.RECOVERED)
+        return Verdict(path=(), next_token=rng.draw(law.values), kind=Source.RECOVERED)
 
 
 def test_residual_not_normalised() -> None:
@@ -60,11 +60,11 @@ def test_residual_not_normalised() -> None:
 class NoResidual(TokenRejection):
     """After a rejection the target's own law is drawn from."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         law, child = Law.of(target.law(0)), 1
-        if coins.flip(ratio(law, Law.of(tree.laws[0]), tree.tokens[child]), child):
-            return Verdict(path=(child,), next_token=coins.draw(target.law(child), 1), kind=Source.BONUS)
-        return Verdict(path=(), next_token=coins.draw(law.values), kind=Source.RECOVERED)
+        if rng.flip(ratio(law, Law.of(tree.laws[0]), tree.tokens[child]), child):
+            return Verdict(path=(child,), next_token=rng.draw(target.law(child), 1), kind=Source.BONUS)
+        return Verdict(path=(), next_token=rng.draw(law.values), kind=Source.RECOVERED)
 
 
 def test_residual_not_subtracted() -> None:
@@ -74,8 +74,8 @@ def test_residual_not_subtracted() -> None:
 class MissingBonus(TokenRejection):
     """A chain kept whole emits its last token as the step's own, and nothing after it."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        verdict = super().verify(tree, target, coins)
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+        verdict = super().verify(tree, target, rng)
         if verdict.kind is not Source.BONUS:
             return verdict
         return Verdict(path=verdict.path[:-1], next_token=tree.tokens[verdict.path[-1]], kind=Source.RECOVERED)
@@ -95,8 +95,8 @@ def test_missing_bonus_token_shows_in_the_acceptance_only() -> None:
 class StaleBonus(TokenRejection):
     """The bonus token is drawn one position too early."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        verdict = super().verify(tree, _Earlier(target, tree), coins)
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+        verdict = super().verify(tree, _Earlier(target, tree), rng)
         return verdict
 
 
@@ -124,9 +124,9 @@ def test_argmax_fallback_at_positive_temperature() -> None:
 def test_merged_sampled_duplicates(name: str) -> None:
     """Two draws of one token merged into one node: the second draw is forgotten."""
 
-    def merged(draw: Callable[[Coins], TokenTree]) -> Callable[[Coins], TokenTree]:
-        def draw_merged(coins: Coins) -> TokenTree:
-            tree, builder = draw(coins), TreeBuilder()
+    def merged(draw: Callable[[Rng], TokenTree]) -> Callable[[Rng], TokenTree]:
+        def draw_merged(rng: Rng) -> TokenTree:
+            tree, builder = draw(rng), TreeBuilder()
             for token in dict.fromkeys(tree.tokens[1:]):
                 builder.add(token, 0, drawn=Drawn.IID)
             builder.set_law(0, tree.laws[0])
@@ -148,12 +148,12 @@ def test_merged_sampled_duplicates(name: str) -> None:
 def test_law_recorded_before_processing(name: str) -> None:
     """transformers #47932: the draft samples after top-k, the rule is told the law before it."""
 
-    def draw_top_2(draft: Laws) -> Callable[[Coins], TokenTree]:
-        def draw(coins: Coins) -> TokenTree:
+    def draw_top_2(draft: Laws) -> Callable[[Rng], TokenTree]:
+        def draw(rng: Rng) -> TokenTree:
             law = draft[()]
             cut = torch.where(law < law.topk(2).values[-1], 0.0, law)
             builder = TreeBuilder()
-            builder.add(coins.drafted(cut, 0), 0, drawn=Drawn.IID)
+            builder.add(rng.drafted(cut, 0), 0, drawn=Drawn.IID)
             builder.set_law(0, law)
             return builder.tree(0)
 
@@ -168,9 +168,9 @@ def test_law_recorded_before_processing(name: str) -> None:
 def test_without_replacement_told_as_independent(name: str) -> None:
     """Siblings without replacement that the draft calls independent."""
 
-    def relabelled(draw: Callable[[Coins], TokenTree]) -> Callable[[Coins], TokenTree]:
-        def draw_relabelled(coins: Coins) -> TokenTree:
-            tree = draw(coins)
+    def relabelled(draw: Callable[[Rng], TokenTree]) -> Callable[[Rng], TokenTree]:
+        def draw_relabelled(rng: Rng) -> TokenTree:
+            tree = draw(rng)
             drawn = (Drawn.GIVEN, *[Drawn.IID] * tree.size)
             return TokenTree(tokens=tree.tokens, parents=tree.parents, drawn=drawn, laws=tree.laws)
 
@@ -187,7 +187,7 @@ def test_without_replacement_told_as_independent(name: str) -> None:
 def test_argmax_told_as_sampled() -> None:
     """Apple ReDrafter #6, dilab-zju: the likeliest token is drafted and judged as if drawn from the law."""
 
-    def draw(_coins: Coins) -> TokenTree:
+    def draw(_rng: Rng) -> TokenTree:
         builder = TreeBuilder()
         builder.add(2, 0, drawn=Drawn.IID)
         builder.set_law(0, torch.tensor([0.2, 0.3, 0.5]))
@@ -232,7 +232,7 @@ def test_uncapped_ratio_of_hierarchical_decoding(last_only: bool) -> None:
 class StopsAtFirstMiss(block.BlockVerification):
     """Block verification that stops at the first prefix that does not hold instead of keeping the longest that does."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         nodes, weights, laws = self._weigh(tree, target)
         at = 0
         while at + 1 < len(nodes):
@@ -240,14 +240,14 @@ class StopsAtFirstMiss(block.BlockVerification):
             if at + 2 < len(nodes):
                 mass = residual(*laws[at + 1], weight)[1]
                 weight = mass / (mass + 1 - weight) if mass else weight
-            if not coins.flip(weight, nodes[at + 1]):
+            if not rng.flip(weight, nodes[at + 1]):
                 break
             at += 1
         node = nodes[at]
         if at + 1 == len(nodes):
-            return Verdict(path=tree.path(node), next_token=coins.draw(target.law(node), at), kind=Source.BONUS)
+            return Verdict(path=tree.path(node), next_token=rng.draw(target.law(node), at), kind=Source.BONUS)
         left, _ = residual(*laws[at], weights[at])
-        token = coins.draw(left.values, at)
+        token = rng.draw(left.values, at)
         return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
 
 
@@ -258,9 +258,9 @@ def test_block_verification_that_stops_at_the_first_miss() -> None:
 def test_retrospective_pruning_is_biased() -> None:
     """DSpark's counterexample: p = (.7, .3), q = (.5, .5); dropping a token after it was drawn gives (.85, .15)."""
 
-    def draw(coins: Coins) -> TokenTree:
+    def draw(rng: Rng) -> TokenTree:
         builder = TreeBuilder()
-        token = coins.drafted(torch.tensor([0.5, 0.5]), 0)
+        token = rng.drafted(torch.tensor([0.5, 0.5]), 0)
         if token == 0:
             builder.add(token, 0, drawn=Drawn.IID)
             builder.set_law(0, torch.tensor([0.5, 0.5], dtype=torch.float64))
@@ -275,18 +275,18 @@ def test_retrospective_pruning_is_biased() -> None:
 def test_one_number_for_two_decisions_is_refused() -> None:
     """A shared generator: every sibling asks for the same coin."""
 
-    class SharedCoin(recursive_rejection.RecursiveRejection):
-        def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-            flip = coins.flip
-            coins.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]
-            return super().verify(tree, target, coins)
+    class SharedRng(recursive_rejection.RecursiveRejection):
+        def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+            flip = rng.flip
+            rng.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]
+            return super().verify(tree, target, rng)
 
     target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
     with pytest.raises(AssertionError, match="used twice"):
-        exact_law(SharedCoin(), target, toy_drafter(draft, branching(2), Drawing.IID), 2)
+        exact_law(SharedRng(), target, toy_drafter(draft, branching(2), Drawing.IID), 2)
 
 
 def test_the_honest_rules_on_the_same_worlds() -> None:
     for name in ("token_rejection", "block"):
         assert worst_error(rule_named(name), (1, 1)) <= TOLERANCE
-    assert sum(1 for _ in outcomes(lambda coins: coins.flip(0.5, 1))) == 2
+    assert sum(1 for _ in outcomes(lambda rng: rng.flip(0.5, 1))) == 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder
 from forerun.types import DraftKind, Drawn, Source
 from forerun.verify import RULES, check_fits, default_rule, rule_named
@@ -36,7 +36,7 @@ def peaked(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
     return (3 * torch.randn(vocabulary, generator=generator)).softmax(-1)
 
 
-def sampled_tree(counts: list[int], drawn: Drawn, coins: Coins, vocabulary: int = VOCABULARY) -> TokenTree:
+def sampled_tree(counts: list[int], drawn: Drawn, rng: Rng, vocabulary: int = VOCABULARY) -> TokenTree:
     """A tree that grows from the first child at every depth, drawn from `peaked` float32 laws."""
     builder, node = TreeBuilder(), 0
     for depth, count in enumerate(counts):
@@ -44,7 +44,7 @@ def sampled_tree(counts: list[int], drawn: Drawn, coins: Coins, vocabulary: int 
         builder.set_law(node, law)
         rest, children = law, []
         for index in range(count):
-            token = coins.drafted(rest, node, index)
+            token = rng.drafted(rest, node, index)
             children.append(builder.add(token, node, drawn=drawn))
             if drawn is Drawn.WITHOUT_REPLACEMENT:
                 rest = rest.clone()
@@ -55,7 +55,7 @@ def sampled_tree(counts: list[int], drawn: Drawn, coins: Coins, vocabulary: int 
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_empty_tree_is_plain_decoding(name: str) -> None:
-    verdict = rule_named(name).verify(TreeBuilder().tree(5), FixedLaws({0: torch.tensor([0.0, 1.0])}), Coins(1, 1))
+    verdict = rule_named(name).verify(TreeBuilder().tree(5), FixedLaws({0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
     assert (verdict.path, verdict.next_token, verdict.kind) == ((), 1, Source.TARGET)
 
 
@@ -69,9 +69,7 @@ def test_kind_of_the_next_token(name: str) -> None:
                 rule, laws = rule_named(name), PrefixLaws(target, tree)
                 if not rule.verifies(kind_of(tree)):
                     continue
-                for verdict, _ in outcomes(
-                    lambda coins, rule=rule, tree=tree, laws=laws: rule.verify(tree, laws, coins)
-                ):
+                for verdict, _ in outcomes(lambda rng, rule=rule, tree=tree, laws=laws: rule.verify(tree, laws, rng)):
                     last = verdict.path[-1] if verdict.path else 0
                     assert verdict.path == tree.path(last)
                     assert verdict.kind is (Source.RECOVERED if tree.children[last] else Source.BONUS)
@@ -86,8 +84,8 @@ def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Dra
         if not rule.verifies(kind_of(tree)):
             continue
         laws = PrefixLaws(target, tree)
-        greedy = rule_named("argmax_walk").verify(tree, laws, Coins(0, 0))
-        for verdict, _ in outcomes(lambda coins, tree=tree, laws=laws: rule.verify(tree, laws, coins)):
+        greedy = rule_named("argmax_walk").verify(tree, laws, Rng(0, 0))
+        for verdict, _ in outcomes(lambda rng, tree=tree, laws=laws: rule.verify(tree, laws, rng)):
             tokens = [tree.tokens[node] for node in verdict.path]
             assert tokens == [tree.tokens[node] for node in greedy.path]
             assert verdict.next_token == greedy.next_token
@@ -96,12 +94,12 @@ def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Dra
 @pytest.mark.parametrize("name", ["recursive_rejection", "traversal", "sample_walk", "typical"])
 @pytest.mark.parametrize("drawn", [Drawn.IID, Drawn.WITHOUT_REPLACEMENT])
 def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
-    tree = sampled_tree([4, 3, 2], drawn, Coins(3, 7))
+    tree = sampled_tree([4, 3, 2], drawn, Rng(3, 7))
     laws = FixedLaws({node: peaked(node) for node in range(tree.size + 1)})
     before = {node: law.clone() for node, law in [*laws.laws.items()]}
     recorded = {node: law.clone() for node, law in tree.laws.items()}
     for seed in range(3):
-        verdict = rule_named(name).verify(tree, laws, Coins(seed, 7))
+        verdict = rule_named(name).verify(tree, laws, Rng(seed, 7))
         assert laws.laws[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
     assert all(torch.equal(law, before[node]) for node, law in laws.laws.items()), (
         "a rule reads laws, it does not write"
@@ -111,9 +109,9 @@ def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
 def test_chains_at_a_real_vocabulary(name: str) -> None:
-    tree = sampled_tree([1] * 7, Drawn.IID, Coins(3, 7))
+    tree = sampled_tree([1] * 7, Drawn.IID, Rng(3, 7))
     laws = FixedLaws({node: peaked(100 + node) for node in range(8)})
-    verdicts = [rule_named(name).verify(tree, laws, Coins(seed, 7)) for seed in range(3)]
+    verdicts = [rule_named(name).verify(tree, laws, Rng(seed, 7)) for seed in range(3)]
     assert all(len(verdict.path) == 7 and verdict.kind is Source.BONUS for verdict in verdicts), (
         "draft law = target law"
     )
@@ -151,7 +149,7 @@ def test_vanishing_ratios_are_survived(name: str) -> None:
 
 
 def _every_verdict(name: str, tree: TokenTree, laws: FixedLaws):
-    return ((chance, verdict) for verdict, chance in outcomes(lambda coins: rule_named(name).verify(tree, laws, coins)))
+    return ((chance, verdict) for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, laws, rng)))
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
@@ -176,7 +174,7 @@ def test_the_walk_asks_only_for_the_laws_it_needs() -> None:
     builder.add_path([1, 0, 1])
     builder.add_path([0, 0, 0])
     laws = FixedLaws(dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
-    verdict = rule_named("sample_walk").verify(builder.tree(0), laws, Coins(0, 0))
+    verdict = rule_named("sample_walk").verify(builder.tree(0), laws, Rng(0, 0))
     assert (laws.asked, verdict.path, verdict.kind) == ([0, 1], (1,), Source.RECOVERED)
 
 
@@ -189,7 +187,7 @@ def test_walks_follow_all_nodes_that_hold_the_same_tokens(name: str) -> None:
     second = builder.add(1, 0, drawn=Drawn.IID)
     last = builder.add(1, second)
     laws = FixedLaws(dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
-    verdict = rule_named(name).verify(builder.tree(0), laws, Coins(0, 0))
+    verdict = rule_named(name).verify(builder.tree(0), laws, Rng(0, 0))
     assert (verdict.path, verdict.kind) == ((second, last), Source.BONUS)
 
 
@@ -211,7 +209,7 @@ def _walk_text(target, seed: int, drafter) -> list[int]:
         laws = FixedLaws(
             {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)}
         )
-        verdict = rule_named("sample_walk").verify(tree, laws, Coins(seed, 10 + len(text)))
+        verdict = rule_named("sample_walk").verify(tree, laws, Rng(seed, 10 + len(text)))
         text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     return text
 
@@ -221,9 +219,7 @@ def test_scouts_are_never_accepted() -> None:
     builder.add(1, 0, scout=True)
     tree = builder.tree(0)
     for name in RULES:
-        verdict = rule_named(name).verify(
-            tree, FixedLaws(dict.fromkeys(range(2), torch.tensor([0.0, 1.0]))), Coins(0, 0)
-        )
+        verdict = rule_named(name).verify(tree, FixedLaws(dict.fromkeys(range(2), torch.tensor([0.0, 1.0]))), Rng(0, 0))
         assert (verdict.path, verdict.kind) == ((), Source.TARGET), "nothing was drafted"
 
 
@@ -305,6 +301,6 @@ def test_typical_acceptance_thresholds() -> None:
     flat = torch.full((100,), 0.01)
     peaked_law = torch.tensor([0.95, 0.05])
     rule = rule_named("typical")
-    verdict = rule.verify(tree, FixedLaws({0: flat, 1: flat}), Coins(0, 0))
+    verdict = rule.verify(tree, FixedLaws({0: flat, 1: flat}), Rng(0, 0))
     assert verdict.path == (1,), "0.01 > 0.3 * exp(-ln 100) = 0.003"
-    assert rule.verify(tree, FixedLaws({0: peaked_law, 1: peaked_law}), Coins(0, 0)).path == (), "0.05 < 0.09"
+    assert rule.verify(tree, FixedLaws({0: peaked_law, 1: peaked_law}), Rng(0, 0)).path == (), "0.05 < 0.09"

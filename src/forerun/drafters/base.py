@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.types import Budget, Draft, DraftKind, Signal, Verdict
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class DraftContext:
     """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
     samplers: Sequence[Sampler]
     """(B,) the sampling parameters of each row, as law makers."""
-    coins: Sequence[Coins]
+    rng: Sequence[Rng]
     """(B,) the only source of randomness."""
     signals: Mapping[Signal, Tensor]
     """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
@@ -79,7 +79,7 @@ class DraftContext:
             prompt_lengths=pick(self.prompt_lengths),
             fresh=pick(self.fresh),
             samplers=pick(self.samplers),
-            coins=pick(self.coins),
+            rng=pick(self.rng),
             signals={signal: states[index] for signal, states in self.signals.items()},
             predictions=pick(self.predictions),
             cache_salts=pick(self.cache_salts),

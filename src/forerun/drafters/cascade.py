@@ -26,7 +26,7 @@ from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, NumericError
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.step import Group, Row, context_for, step
 from forerun.target import Resume, Scored, Target
 from forerun.tree import TreeBuilder, rebuild, stack
@@ -35,11 +35,11 @@ from forerun.types import Budget, Draft, DraftKind, Drawn, Signal, empty_draft
 # An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.
 #
 # What the inner level emits is the outer level's draft, so its draws are the outer level's draft draws. Knows the
-# step's rows and coins. Knows no drafter and no rule.
+# step's rows and rng. Knows no drafter and no rule.
 
 
-class InnerCoins(Coins):
-    """Coins of an inner step: the token it draws for a position is the outer level's draft draw for it.
+class InnerRng(Rng):
+    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it.
 
     So a cascade proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the
     inner drafter draws comes from the next stream.
@@ -61,7 +61,7 @@ class InnerCoins(Coins):
 class InnerRow(Row):
     """A sequence whose next tokens an inner level drafts."""
 
-    outer: Coins
+    outer: Rng
     """Of the outer level's step."""
     begun: int
     """Committed tokens when the draft began."""
@@ -72,8 +72,8 @@ class InnerRow(Row):
     certainty: list[float] = field(default_factory=list)
     """At temperature 0: the draft model's probability of each token of the chain."""
 
-    def coins(self) -> Coins:
-        return InnerCoins(self)
+    def rng(self) -> Rng:
+        return InnerRng(self)
 
     def end(self) -> None:
         """The last step failed: the chain ends behind what it drew, whose fate may not depend on what followed."""
@@ -263,11 +263,11 @@ class CascadeDrafter(Drafter):
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
             sampler=state.inner(sampler),
-            seed=context.coins[index].seed,
+            seed=context.rng[index].seed,
             stop_ids=frozenset(),
             room=room,
             rule=None if sampler.greedy else "sample_walk",
-            outer=context.coins[index],
+            outer=context.rng[index],
             begun=len(tokens),
             cache_salt=context.salt(index),
         )

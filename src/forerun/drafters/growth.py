@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError, NumericError, of_the_process
-from forerun.sampling import Coins, Sampler
+from forerun.sampling import Rng, Sampler
 from forerun.types import DraftKind, Drawn
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Grower:
     """Never AUTO."""
     sampler: Sampler
     """Of the request, so that draft and target laws see the same processors."""
-    coins: Coins
+    rng: Rng
     output: Sequence[int]
     """The row's output so far, root included; may be empty where `sampler.neutral`."""
 
@@ -272,7 +272,7 @@ def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Calla
         law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
     except NumericError:
         return Siblings([0], [Drawn.GIVEN], [math.nan], None)
-    return siblings(law, count, grower.draw, lambda law, index: grower.coins.drafted(law, node, index))
+    return siblings(law, count, grower.draw, lambda law, index: grower.rng.drafted(law, node, index))
 
 
 def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:

@@ -30,7 +30,7 @@ from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 # Children of a whole level at once, from numbers that were drawn before the first level.
 #
 # So levels follow each other without a wait for the host, and may be one recording. What comes out is what
-# `growth.grow` draws one node at a time from the same coins; that serves where processors look at each node's path.
+# `growth.grow` draws one node at a time from the same rng; that serves where processors look at each node's path.
 # Knows no model and no rule.
 
 
@@ -58,7 +58,7 @@ class Draws:
 
     @classmethod
     def of(cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, sorts: bool) -> Draws | None:
-        """None where the host has to look at every node: processors, or coins of another kind.
+        """None where the host has to look at every node: processors, or an rng of another kind.
 
         `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
         """
@@ -69,7 +69,7 @@ class Draws:
         numbers: tuple[Tensor, ...] = ()
         if sampled:
             places = _places(shape)
-            uniforms = [row for grower in growers if (row := grower.coins.uniforms(places)) is not None]
+            uniforms = [row for grower in growers if (row := grower.rng.uniforms(places)) is not None]
             if len(uniforms) < len(growers):
                 return None
             settings = [_setting(grower.sampler.params) for grower in growers]
@@ -414,7 +414,7 @@ class FixedTree:
         return Grower(
             draw=self._draw(sampler),
             sampler=sampler,
-            coins=context.coins[index],
+            rng=context.rng[index],
             output=() if sampler.neutral else tokens[prompt:],
         )
 

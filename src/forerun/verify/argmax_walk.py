@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import walk
@@ -24,6 +24,6 @@ class ArgmaxWalk:
         """Any draft: the target's choice does not depend on how the draft came about."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        """Walk while the largest processed logit is a child; `coins` are not touched."""
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+        """Walk while the largest processed logit is a child; `rng` is not touched."""
         return walk(tree, lambda node, _depth: target.argmax(node))

@@ -1,6 +1,6 @@
 """What a verification rule is, which rules there are, and which one judges a draft by default.
 
-A rule sees one row's tree, the target's laws at its nodes, and coins. It never sees a drafter.
+A rule sees one row's tree, the target's laws at its nodes, and rng. It never sees a drafter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 from typing import ClassVar, Protocol
 
 from forerun.errors import ArgumentError, nearest
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, NodeLaws, Source, Verdict
 
@@ -40,8 +40,8 @@ class Rule(Protocol):
         """Whether the rule uses all nodes of such drafts. Of others it leaves some out, which is lossless, too."""
         ...
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
-        """Judge the tree. Asks `target` only for the laws it needs; draws only from `coins`."""
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+        """Judge the tree. Asks `target` only for the laws it needs; draws only from `rng`."""
         ...
 
 

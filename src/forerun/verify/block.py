@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Source, Verdict
 from forerun.verify.base import ending
@@ -28,17 +28,17 @@ class BlockVerification:
         """Chains."""
         return kind.chain
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Weigh the chain downwards, then try the prefixes, the longest first."""
         nodes, weights, laws = self._weigh(tree, target)
         last = nodes[-1]
-        if len(nodes) == 1 or coins.flip(weights[-1], last):
-            token = coins.draw(target.law(last), tree.depths[last])
+        if len(nodes) == 1 or rng.flip(weights[-1], last):
+            token = rng.draw(target.law(last), tree.depths[last])
             return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
         for node, weight, (law, draft) in reversed(list(zip(nodes, weights, laws, strict=False))):
             left, mass = residual(law, draft, weight)
-            if node == 0 or coins.flip(share(mass, weight), node):
-                token = coins.draw(left.values, tree.depths[node])
+            if node == 0 or rng.flip(share(mass, weight), node):
+                token = rng.draw(left.values, tree.depths[node])
                 return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
         raise AssertionError("the root always holds")
 

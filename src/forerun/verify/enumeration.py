@@ -1,6 +1,6 @@
-"""Exact laws of the real rules: coins that take every outcome, and toy worlds small enough to enumerate.
+"""Exact laws of the real rules: an rng that takes every outcome, and toy worlds small enough to enumerate.
 
-A rule that meets `EnumeratingCoins` instead of `Coins` is run once per outcome with that outcome's probability, so its
+A rule that meets `EnumeratingRng` instead of `Rng` is run once per outcome with that outcome's probability, so its
 emitted law is computed, not estimated. Used by the tests and by ``forerun certify``. Knows no model and no drafter.
 """
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder
 from forerun.types import Drawn, Verdict
 from forerun.verify.base import RULES, Rule, rule_named
@@ -29,14 +29,14 @@ Laws = Mapping[tuple[int, ...], Tensor]
 """The law (V,) float64 of the token after each prefix."""
 Shape = tuple["Shape", ...]
 """A tree's shape: the shapes of a node's children; () is a leaf."""
-Draw = Callable[[Coins], TokenTree]
-"""A toy drafter: one tree, all its randomness from the coins."""
+Draw = Callable[[Rng], TokenTree]
+"""A toy drafter: one tree, all its randomness from the rng."""
 
 
-class EnumeratingCoins(Coins):
-    """Coins that follow a script of outcomes and multiply their probabilities.
+class EnumeratingRng(Rng):
+    """An rng that follows a script of outcomes and multiplies their probabilities.
 
-    A key asked twice is an error: real coins would give the same number twice, which is a bias.
+    A key asked twice is an error: a real rng would give the same number twice, which is a bias.
     """
 
     def __init__(self, script: Sequence[int] = ()) -> None:
@@ -63,7 +63,7 @@ class EnumeratingCoins(Coins):
         return self._choose(("drafted", node, index), _probabilities(law))
 
     def _choose(self, key: tuple[str, int, int], probabilities: list[float]) -> int:
-        assert key not in self._keys, f"the coin {key} was used twice"
+        assert key not in self._keys, f"the random number {key} was used twice"
         self._keys.add(key)
         possible = [outcome for outcome, chance in enumerate(probabilities) if chance > 0]
         if len(possible) > 1:
@@ -83,14 +83,14 @@ def _probabilities(law: Tensor) -> list[float]:
     return [value / total for value in values]
 
 
-def outcomes(run: Callable[[EnumeratingCoins], T]) -> Iterator[tuple[T, float]]:
-    """Every result of `run` with its probability; `run` must be a function of its coins alone."""
+def outcomes(run: Callable[[EnumeratingRng], T]) -> Iterator[tuple[T, float]]:
+    """Every result of `run` with its probability; `run` must be a function of its rng alone."""
     script: list[int] | None = []
     while script is not None:
-        coins = EnumeratingCoins(script)
-        result = run(coins)
-        yield result, coins.probability
-        script = _successor(coins.choices)
+        rng = EnumeratingRng(script)
+        result = run(rng)
+        yield result, rng.probability
+        script = _successor(rng.choices)
 
 
 def _successor(choices: list[tuple[int, int]]) -> list[int] | None:
@@ -164,7 +164,7 @@ def _law_over(rule: Rule, target: Laws, drafted: Iterable[tuple[TokenTree, float
 
 def _verdicts(rule: Rule, target: Laws, tree: TokenTree) -> Iterator[tuple[Verdict, float]]:
     laws = PrefixLaws(target, tree)
-    return outcomes(lambda coins: rule.verify(tree, laws, coins))
+    return outcomes(lambda rng: rule.verify(tree, laws, rng))
 
 
 class Drawing(StrEnum):
@@ -193,13 +193,13 @@ def shape_depth(shape: Shape) -> int:
 def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
     """A drafter that knows `laws` and fills `shape`; where a law runs out of tokens there are fewer siblings."""
 
-    def draw(coins: Coins) -> TokenTree:
+    def draw(rng: Rng) -> TokenTree:
         builder = TreeBuilder()
         places: list[tuple[int, tuple[int, ...], Shape]] = [(0, (), shape)]
         for node, prefix, below in places:
             if not below:
                 continue
-            children = _draw_children(builder, node, (laws[prefix], drawing, len(below)), coins)
+            children = _draw_children(builder, node, (laws[prefix], drawing, len(below)), rng)
             for child, next_shape in zip(children, below, strict=False):
                 places.append((child, (*prefix, builder.tokens[child - 1]), next_shape))
         return builder.tree(root=0)
@@ -207,7 +207,7 @@ def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
     return draw
 
 
-def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, int], coins: Coins) -> list[int]:
+def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, int], rng: Rng) -> list[int]:
     law, drawing, count = how
     given = {Drawing.GIVEN: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
     best = [int(token) for token in law.argsort(descending=True, stable=True)[:given]]
@@ -219,7 +219,7 @@ def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, 
     builder.set_law(node, rest / rest.sum())
     kind = Drawn.IID if drawing is Drawing.IID else Drawn.WITHOUT_REPLACEMENT
     for index in range(count - given):
-        token = coins.drafted(rest, node, index)
+        token = rng.drafted(rest, node, index)
         children.append(builder.add(token, node, drawn=kind))
         if kind is Drawn.WITHOUT_REPLACEMENT:
             rest[token] = 0

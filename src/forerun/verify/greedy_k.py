@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, NodeLaws, Verdict
 from forerun.verify.base import ending
@@ -30,22 +30,22 @@ class GreedyK:
         """Drafts with at most one sampled node among the children of any node."""
         return kind.chain or kind.multipath or not kind.sampled
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Judge the tree from the root down."""
         node = 0
         while True:
             law = target.law(node)
-            kept, law = self._try_sampled(tree, node, law, coins)
+            kept, law = self._try_sampled(tree, node, law, rng)
             token = -1
             if kept is None:
-                token = coins.draw(law, tree.depths[node])
+                token = rng.draw(law, tree.depths[node])
                 given = (child for child in tree.children[node] if tree.drawn[child] is Drawn.GIVEN)
                 kept = next((child for child in given if tree.tokens[child] == token), None)
             if kept is None:
                 return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
             node = kept
 
-    def _try_sampled(self, tree: TokenTree, node: int, law: Tensor, coins: Coins) -> tuple[int | None, Tensor]:
+    def _try_sampled(self, tree: TokenTree, node: int, law: Tensor, rng: Rng) -> tuple[int | None, Tensor]:
         """The sampled child if it is accepted, else None and what is left of the target's law."""
         if all(tree.drawn[child] is Drawn.GIVEN for child in tree.children[node]):
             return None, law
@@ -54,7 +54,7 @@ class GreedyK:
         child, draft = next(drafted_children(tree, node, exact), (0, exact))
         if tree.drawn[child] is Drawn.GIVEN:
             return None, law
-        if coins.flip(ratio(exact, draft, tree.tokens[child]), child):
+        if rng.flip(ratio(exact, draft, tree.tokens[child]), child):
             return child, law
         left, _ = residual(exact, draft)
         return None, left.values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import ending
@@ -28,18 +28,18 @@ class RecursiveRejection:
         """Any draft."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Judge the tree from the root down."""
         node = 0
         while True:
             law = Law.of(target.law(node))
             kept = None
             for child, draft in drafted_children(tree, node, law):
-                if coins.flip(ratio(law, draft, tree.tokens[child]), child):
+                if rng.flip(ratio(law, draft, tree.tokens[child]), child):
                     kept = child
                     break
                 law, _ = residual(law, draft)
             if kept is None:
-                token = coins.draw(law.values, tree.depths[node])
+                token = rng.draw(law.values, tree.depths[node])
                 return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
             node = kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import walk
@@ -29,6 +29,6 @@ class SampleWalk:
         """Any draft."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Walk while the drawn token is a child."""
-        return walk(tree, lambda node, depth: coins.draw(target.law(node), depth))
+        return walk(tree, lambda node, depth: rng.draw(target.law(node), depth))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Source, Verdict
 from forerun.verify.base import ending
@@ -27,18 +27,18 @@ class TokenRejection:
         """Chains."""
         return kind.chain
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Judge the chain from the root down."""
         node = 0
         while True:
             law = Law.of(target.law(node))
             drafted = next(drafted_children(tree, node, law), None)
             if drafted is None:
-                return self._end(tree, node, ending(tree, node), coins.draw(law.values, tree.depths[node]))
+                return self._end(tree, node, ending(tree, node), rng.draw(law.values, tree.depths[node]))
             child, draft = drafted
-            if not coins.flip(ratio(law, draft, tree.tokens[child]), child):
+            if not rng.flip(ratio(law, draft, tree.tokens[child]), child):
                 left, _ = residual(law, draft)
-                token = coins.draw(left.values, tree.depths[node])
+                token = rng.draw(left.values, tree.depths[node])
                 return self._end(tree, node, Source.RECOVERED, token)
             node = child
 

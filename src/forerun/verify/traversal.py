@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import ending
@@ -30,13 +30,13 @@ class TraversalVerification:
         """Any draft."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Judge the tree from its first leaf to the root."""
-        verdict = self._visit(tree, target, coins, (0, 1.0))
+        verdict = self._visit(tree, target, rng, (0, 1.0))
         assert verdict is not None, "the root always holds"
         return verdict
 
-    def _visit(self, tree: TokenTree, target: NodeLaws, coins: Coins, place: tuple[int, float]) -> Verdict | None:
+    def _visit(self, tree: TokenTree, target: NodeLaws, rng: Rng, place: tuple[int, float]) -> Verdict | None:
         """Judge all below `place` = (node, weight), then the node itself; None if none of it was accepted."""
         node, weight = place
         if weight <= 0:
@@ -46,12 +46,12 @@ class TraversalVerification:
             law = Law.of(target.law(node))
             for child, draft in drafted_children(tree, node, law):
                 below = min(weight * ratio(law, draft, tree.tokens[child]), 1.0)
-                verdict = self._visit(tree, target, coins, (child, below))
+                verdict = self._visit(tree, target, rng, (child, below))
                 if verdict is not None:
                     return verdict
                 law, mass = residual(law, draft, weight)
                 weight = share(mass, weight)
-        if node != 0 and not coins.flip(weight, node):
+        if node != 0 and not rng.flip(weight, node):
             return None
-        token = coins.draw(target.law(node) if law is None else law.values, tree.depths[node])
+        token = rng.draw(target.law(node) if law is None else law.values, tree.depths[node])
         return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))

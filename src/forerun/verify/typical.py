@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from forerun.devices import widest
-from forerun.sampling import Coins
+from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import DraftKind, NodeLaws, Verdict
 from forerun.verify.base import ending
@@ -37,7 +37,7 @@ class TypicalAcceptance:
         """Any draft: no draft law is read."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, coins: Coins) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
         """Search the tree for the longest plausible path, then draw the token after it from the target."""
         best, score = 0, 0.0
         reached = [(0, 0.0)]
@@ -46,7 +46,7 @@ class TypicalAcceptance:
                 best, score = node, logprob
             if tree.children[node]:
                 reached += [(child, logprob + math.log(prob)) for child, prob in self._plausible(tree, target, node)]
-        token = coins.draw(target.law(best), tree.depths[best])
+        token = rng.draw(target.law(best), tree.depths[best])
         return Verdict(path=tree.path(best), next_token=token, kind=ending(tree, best))
 
     def _plausible(self, tree: TokenTree, target: NodeLaws, node: int) -> list[tuple[int, float]]:

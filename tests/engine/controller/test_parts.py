@@ -312,7 +312,7 @@ def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
         prompt_lengths=[1] * len(rows),
         fresh=fresh,
         samplers=[None] * len(rows),  # type: ignore[list-item]
-        coins=[None] * len(rows),  # type: ignore[list-item]
+        rng=[None] * len(rows),  # type: ignore[list-item]
         signals={3: states},
     )
 
