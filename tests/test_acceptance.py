@@ -18,7 +18,7 @@ def test_first_guesses_rise_with_the_drafts_own_probability_and_fall_with_rank(d
     by_raw = [fresh.estimate(*by_draft_prob(drawn, 0, raw / 10)) for raw in range(11)]
     assert by_raw == sorted(by_raw)
     assert 0 <= by_raw[0] <= by_raw[-1] <= 1
-    if drawn is not Drawn.GIVEN:
+    if drawn is not Drawn.DETERMINISTIC:
         assert fresh.estimate(*by_draft_prob(drawn, 1, 0.5)) < fresh.estimate(*by_draft_prob(drawn, 0, 0.5))
 
 

@@ -18,11 +18,11 @@ def random_builder(seed: int, size: int, vocabulary: int = 20, *, laws: bool = T
     chance = random.Random(seed)
     builder = TreeBuilder()
     while len(builder) < size:
-        drawn = chance.choice(list(Drawn)) if laws else Drawn.GIVEN
-        scout = drawn is Drawn.GIVEN and chance.random() < 0.2
+        drawn = chance.choice(list(Drawn)) if laws else Drawn.DETERMINISTIC
+        scout = drawn is Drawn.DETERMINISTIC and chance.random() < 0.2
         parent = chance.randint(0, len(builder))
         builder.add(chance.randrange(vocabulary), parent, drawn=drawn, confidence=chance.random(), scout=scout)
-        if drawn is not Drawn.GIVEN:
+        if drawn is not Drawn.DETERMINISTIC:
             builder.set_law(parent, torch.rand(vocabulary, generator=torch.Generator().manual_seed(parent)))
     return builder
 
@@ -140,7 +140,7 @@ def test_a_rebuilt_builder_still_merges_twins() -> None:
     builder.set_law(0, torch.ones(4))
     again = rebuild(stack([builder]), 0)
     assert again.add_path([1, 2, 3]) == 4
-    assert again.add(3, 0) == 5, "a given node is no twin of a sampled one"
+    assert again.add(3, 0) == 5, "a deterministic node is no twin of a sampled one"
 
 
 def test_laws_are_widened_to_the_targets_vocabulary() -> None:
@@ -212,7 +212,7 @@ def test_a_sampled_node_without_a_law_cannot_be_rebuilt() -> None:
 
 
 def test_the_root_has_no_path() -> None:
-    tree = TokenTree(tokens=(4,), parents=(-1,), drawn=(Drawn.GIVEN,), laws={})
+    tree = TokenTree(tokens=(4,), parents=(-1,), drawn=(Drawn.DETERMINISTIC,), laws={})
     assert tree.path(0) == () and tree.depths == (0,) and tree.children == ((),) and tree.kinds() == frozenset()
 
 

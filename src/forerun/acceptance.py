@@ -102,10 +102,10 @@ def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
     Args:
         drawn: how the node comes about.
         rank: 0 for the eldest sibling.
-        prob: in 0..1: of a given node its own draft probability, of a sampled one the largest of the distribution that
-            it is drawn from.
+        prob: in 0..1: of a deterministic node its own draft probability, of a sampled one the largest of the
+            distribution that it is drawn from.
     """
-    given = drawn is Drawn.GIVEN
+    given = drawn is Drawn.DETERMINISTIC
     key = given, min(rank, _RANKS - 1), min(int(prob * _BINS), _BINS - 1)
     # A given token is as likely as the draft says; a sampled one is accepted where both distributions overlap.
     return Evidence(key, prob if given else (0.4 + 0.6 * prob) * 0.4**rank)

@@ -115,7 +115,7 @@ def _traced_nodes(tree: TokenTree, laws: RowScores, accepted: set[int]) -> tuple
 def _draft_prob(tree: TokenTree, node: int) -> float | None:
     """Under the law that it was drawn from, else the drafter's confidence."""
     law = tree.laws.get(tree.parents[node])
-    if law is not None and tree.drawn[node] is not Drawn.GIVEN:
+    if law is not None and tree.drawn[node] is not Drawn.DETERMINISTIC:
         return float(law[tree.tokens[node]])
     return tree.confidence[node] if tree.confidence else None
 

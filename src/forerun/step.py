@@ -147,7 +147,7 @@ class Group:
 
 
 Admit = Callable[[Draft], Draft]
-"""Chooses which drafted nodes are scored; may take away given nodes only."""
+"""Chooses which drafted nodes are scored; may take away deterministic nodes only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,7 +323,7 @@ def _check_laws(draft: Draft) -> None:
         for node, law in builder.laws.items():
             assert abs(float(law.double().sum()) - 1) < 1e-4, f"the law recorded at node {node} does not sum to 1"
         for token, parent, drawn in zip(builder.tokens, builder.parents, builder.drawn, strict=True):
-            if drawn is not Drawn.GIVEN:
+            if drawn is not Drawn.DETERMINISTIC:
                 assert builder.laws[parent][token] > 0, f"token {token} was drawn against the recorded law"
 
 

@@ -51,7 +51,7 @@ class TokenTree:
     parents: tuple[int, ...]
     """(N,) parent of each node, -1 for the root."""
     drawn: tuple[Drawn, ...]
-    """(N,) how each node came about; the root is GIVEN."""
+    """(N,) how each node came about; the root is DETERMINISTIC."""
     laws: Mapping[int, Tensor]
     """node -> (V,) the law its sampled children were drawn from, over the target's vocabulary."""
     scouts: frozenset[int] = frozenset()
@@ -112,10 +112,17 @@ class TreeBuilder:
         return len(self.tokens)
 
     def add(
-        self, token: int, parent: int, *, drawn: Drawn = Drawn.GIVEN, confidence: float = 1.0, scout: bool = False
+        self,
+        token: int,
+        parent: int,
+        *,
+        drawn: Drawn = Drawn.DETERMINISTIC,
+        confidence: float = 1.0,
+        scout: bool = False,
     ) -> int:
-        """Add a child of `parent` (0 is the root) and return its node id; a GIVEN twin is returned instead of added."""
-        twin = self._given.get((parent, token)) if drawn is Drawn.GIVEN and not scout else None
+        """Add a child of `parent` (0 is the root) and return its node id; a DETERMINISTIC twin is returned instead of
+        added."""
+        twin = self._given.get((parent, token)) if drawn is Drawn.DETERMINISTIC and not scout else None
         if twin is not None:
             return twin
         self.tokens.append(token)
@@ -124,21 +131,23 @@ class TreeBuilder:
         self.confidence.append(confidence)
         self.scouts.append(scout)
         node = len(self.tokens)
-        if drawn is Drawn.GIVEN and not scout:
+        if drawn is Drawn.DETERMINISTIC and not scout:
             self._given[parent, token] = node
         return node
 
     def add_path(self, tokens: Iterable[int], parent: int = 0, *, confidence: float = 1.0) -> int:
-        """Add a chain of GIVEN nodes below `parent`, sharing what is there already; returns the last node's id."""
+        """Add a chain of DETERMINISTIC nodes below `parent`, sharing what is there already; returns the last node's
+        id."""
         for token in tokens:
             parent = self.add(token, parent, confidence=confidence)
         return parent
 
     def index_given(self) -> None:
-        """Learn which GIVEN nodes there are, after the lists were filled directly; later twins are merged again."""
+        """Learn which DETERMINISTIC nodes there are, after the lists were filled directly; later twins are merged
+        again."""
         self._given.clear()
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
-            if self.drawn[node - 1] is Drawn.GIVEN and not self.scouts[node - 1]:
+            if self.drawn[node - 1] is Drawn.DETERMINISTIC and not self.scouts[node - 1]:
                 self._given.setdefault((parent, token), node)
 
     def set_law(self, node: int, law: Tensor) -> None:
@@ -178,7 +187,7 @@ def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor], masses: Mapping[
     return TokenTree(
         tokens=(root, *row.tokens),
         parents=(-1, *row.parents),
-        drawn=(Drawn.GIVEN, *row.drawn),
+        drawn=(Drawn.DETERMINISTIC, *row.drawn),
         laws=laws,
         scouts=frozenset(node for node, scout in enumerate(row.scouts, start=1) if scout),
         confidence=(1.0, *row.confidence),
@@ -315,7 +324,9 @@ def rebuild(draft: Draft, row: int, vocabulary: int | None = None, *, widen: boo
 def _laws(draft: Draft, row: int, vocabulary: int | None, *, widen: bool = True) -> dict[int, Tensor]:
     """The laws of a row's nodes that have sampled children."""
     nodes, laws = draft.rows[row], dict[int, Tensor]()
-    sampled = {parent for parent, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.GIVEN}
+    sampled = {
+        parent for parent, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.DETERMINISTIC
+    }
     for node in sorted(sampled):
         if draft.laws is None:
             raise InvalidDraftError(f"row {row}: node {node} has sampled children but the draft records no law for it")
@@ -350,7 +361,7 @@ def without(draft: Draft, wrong: Container[tuple[int, int]]) -> Draft:
     for row in range(len(draft.counts)):
         builder, kept = rebuild(draft, row, widen=False), {0}
         for child, (parent, drawn) in enumerate(zip(builder.parents, builder.drawn, strict=True), start=1):
-            if parent in kept and (drawn is Drawn.GIVEN or (row, parent) not in wrong):
+            if parent in kept and (drawn is Drawn.DETERMINISTIC or (row, parent) not in wrong):
                 kept.add(child)
         builders.append(builder.only(kept - {0}))
     return stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)

@@ -34,7 +34,7 @@ LAST_HIDDEN: Signal = -1
 class Drawn(IntEnum):
     """How a drafted node came about; decides which verification rules may judge it."""
 
-    GIVEN = 0
+    DETERMINISTIC = 0
     """Deterministic: a function of the tokens before it (top-k, copied text)."""
     IID = 1
     """Drawn from the recorded law of its parent, independently of its siblings."""
@@ -100,8 +100,8 @@ class DraftRow(NamedTuple):
 class Draft:
     """What one drafter proposed for B rows: a tree of K nodes a row.
 
-    A chain is the tree in which every parent is the node before. Only `Drawn.GIVEN` siblings are merged; a token that
-    was sampled twice is two nodes.
+    A chain is the tree in which every parent is the node before. Only `Drawn.DETERMINISTIC` siblings are merged; a
+    token that was sampled twice is two nodes.
     """
 
     tokens: Tensor
@@ -161,7 +161,7 @@ class Draft:
             (row, parent)
             for row, nodes in enumerate(self.rows)
             for parent in sorted(
-                {p for p, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.GIVEN}
+                {p for p, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.DETERMINISTIC}
             )
         ]
         if not places:

@@ -61,7 +61,7 @@ class TestMeasuring:
         assert len({(line.label, line.temperature) for line in found.lines}) == len(found.lines)
         greedy, sampled = ([line.form for line in found.lines if line.temperature == t] for t in (0.0, 1.0))
         assert sorted(greedy) == ["chain"] * 3 + ["dynamic"] * 2
-        forms = ["given", "without replacement", "greedy-k"] * len(SHAPES)
+        forms = ["deterministic", "without replacement", "greedy-k"] * len(SHAPES)
         assert sorted(sampled) == sorted(["chain"] * 3 + ["long chain", "dynamic", *forms])
 
     def test_lengths_are_pooled_and_inside_their_intervals(self, found: Acceptance) -> None:

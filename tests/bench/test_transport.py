@@ -18,7 +18,7 @@ DRAWING = {
     Draw.IID: Drawing.IID,
     Draw.WITHOUT_REPLACEMENT: Drawing.WITHOUT_REPLACEMENT,
     Draw.GREEDY_K: Drawing.GREEDY_K,
-    Draw.GIVEN: Drawing.GIVEN,
+    Draw.DETERMINISTIC: Drawing.DETERMINISTIC,
 }
 SAMPLED = [Draw.IID, Draw.WITHOUT_REPLACEMENT]
 
@@ -40,7 +40,7 @@ def sibling_sets(draft: list[float], count: int, draw: Draw) -> list[tuple[set[i
         top = sorted(tokens, key=lambda token: -draft[token])[: count - 1]
         mass = sum(draft[token] for token in tokens if token not in top)
         return [({*top, token}, draft[token] / mass) for token in tokens if token not in top]
-    if draw is Draw.GIVEN:
+    if draw is Draw.DETERMINISTIC:
         return [(set(sorted(tokens, key=lambda token: -draft[token])[:count]), 1.0)]
     possible = [token for token in tokens if draft[token] > 0]
     found = []
@@ -83,7 +83,7 @@ def test_peaked_laws_and_laws_with_zeros(draw: Draw) -> None:
         assert transport_bound(target, draft, count, draw).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("draw", "rule"), [(Draw.GREEDY_K, "greedy_k"), (Draw.GIVEN, "sample_walk")])
+@pytest.mark.parametrize(("draw", "rule"), [(Draw.GREEDY_K, "greedy_k"), (Draw.DETERMINISTIC, "sample_walk")])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_real_rules_of_given_and_greedy_k_children_reach_the_bound(draw: Draw, rule: str, count: int) -> None:
     target, draft = random_laws(4, 4, seed=7)
@@ -149,5 +149,5 @@ def test_nonsense_is_refused() -> None:
         transport_bound(law, law, 0, Draw.IID)
     with pytest.raises(ArgumentError, match="tokens"):
         transport_bound(law, law[:, :3], 1, Draw.IID)
-    with pytest.raises(ArgumentError, match="given"):
-        rejection_reach(law, law, 2, Draw.GIVEN)
+    with pytest.raises(ArgumentError, match="deterministic"):
+        rejection_reach(law, law, 2, Draw.DETERMINISTIC)

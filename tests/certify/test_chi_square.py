@@ -27,7 +27,12 @@ PARAMS = SamplingParams(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, repetiti
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path, draft_checkpoint: Path) -> LLM:
-    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3, "draw": "given"}
+    config = {
+        "method": "draft_model",
+        "model": str(draft_checkpoint),
+        "num_speculative_tokens": 3,
+        "draw": "deterministic",
+    }
     return LLM(checkpoint, speculative_config=config, max_num_seqs=8)
 
 

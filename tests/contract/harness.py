@@ -241,14 +241,14 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "draft_model": [
         _draft_model("chain", num_speculative_tokens=3),
-        _draft_model("given", num_speculative_tokens=3, draw="given"),
+        _draft_model("given", num_speculative_tokens=3, draw="deterministic"),
         _draft_model("tree", shape=(3, 2, 1)),
         _draft_model("iid-tree", shape=(3, 2, 1), draw="iid"),
-        _draft_model("given-tree", shape=(3, 2, 1), draw="given"),
+        _draft_model("given-tree", shape=(3, 2, 1), draw="deterministic"),
         _draft_model("greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
         _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
         _draft_model("irregular-tree", tree=(0, 0, 1, 1, 2, 4)),
-        _draft_model("irregular-given-tree", tree=(0, 0, 0, 1, 1, 2), draw="given"),
+        _draft_model("irregular-given-tree", tree=(0, 0, 0, 1, 1, 2), draw="deterministic"),
     ],
     "early_exit": [
         Variant("early_exit", "chain", {"exit_layer": 1, "num_speculative_tokens": 3}),
@@ -276,7 +276,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "eagle3": [
         _eagle("eagle3", "chain", num_speculative_tokens=3),
         _eagle("eagle3", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
-        _eagle("eagle3", "dynamic-given", num_speculative_tokens=3, top_k=3, nodes=8, draw="given"),
+        _eagle("eagle3", "dynamic-given", num_speculative_tokens=3, top_k=3, nodes=8, draw="deterministic"),
         _eagle("eagle3", "tree", shape=(3, 2, 1)),
         _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
     ],

@@ -75,7 +75,9 @@ class Steady(Drafter):
         for token in tokens:
             if self.sampled:
                 builder.set_law(parent, torch.full((VOCABULARY,), 1 / VOCABULARY))
-            parent = builder.add(token, parent, drawn=Drawn.IID if self.sampled else Drawn.GIVEN, confidence=0.9)
+            parent = builder.add(
+                token, parent, drawn=Drawn.IID if self.sampled else Drawn.DETERMINISTIC, confidence=0.9
+            )
         return builder
 
     def note(self) -> None:

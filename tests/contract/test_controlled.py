@@ -146,9 +146,9 @@ def test_auto_keeps_a_seeds_text_and_draws_where_there_is_no_seed(monkeypatch: p
     outputs = engine.generate(prompts, params, trace=True)
     assert tokens_of(outputs) == tokens_of(engine.generate(prompts, params, speculative=False))
     asked = {trace.drafter for output in outputs for trace in output.outputs[0].trace}
-    assert asked & {"eagle3", "draft_model"} and drawn == {Drawn.GIVEN}
+    assert asked & {"eagle3", "draft_model"} and drawn == {Drawn.DETERMINISTIC}
     engine.generate(prompts, [replace(one, seed=None) for one in params])
-    assert drawn > {Drawn.GIVEN}
+    assert drawn > {Drawn.DETERMINISTIC}
 
 
 def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
@@ -163,7 +163,7 @@ def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
         if draft.laws is None:
             return draft
         first = draft.laws[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
-        withdrawn = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.GIVEN)
+        withdrawn = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.DETERMINISTIC)
         return replace(draft, counts=torch.where(withdrawn, 0, draft.counts))
 
     monkeypatch.setattr(Drafting, "admit", peeking)

@@ -174,7 +174,7 @@ def by_the_drawn_tree(judge: Callable[..., Any]) -> Callable[..., Any]:
         kind = kind_of(tree)
         if kind.chain or not kind.sampled:
             return default_rule(kind, greedy=False)
-        given = any(drawn is Drawn.GIVEN for drawn in tree.drawn[1:])
+        given = any(drawn is Drawn.DETERMINISTIC for drawn in tree.drawn[1:])
         return "greedy_k" if kind.multipath and given else "traversal"
 
     def judged(row: Row, scores: Scores, index: int, rule: str, **more: Any) -> Any:
@@ -228,7 +228,7 @@ def _withdrawn(draft: Draft) -> Draft:
     if draft.laws is None:
         return draft
     first = draft.laws[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
-    unlikely = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.GIVEN)
+    unlikely = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.DETERMINISTIC)
     return replace(draft, counts=torch.where(unlikely, 0, draft.counts))
 
 

@@ -176,7 +176,7 @@ def merging(self: TreeBuilder, token: int, parent: int, **how: Any) -> int:
     for node, known in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
         if known == (token, parent):
             return node
-    kind = how.pop("drawn", Drawn.GIVEN)
+    kind = how.pop("drawn", Drawn.DETERMINISTIC)
     node = _add(self, token, parent, **how)
     self.drawn[node - 1] = kind
     return node

@@ -48,7 +48,7 @@ def conditional_laws(builder: TreeBuilder) -> Iterator[tuple[int, Tensor]]:
     """(token, recorded law given the elder siblings) of every sampled node."""
     rest: dict[int, Tensor] = {}
     for token, parent, kind in zip(builder.tokens, builder.parents, builder.drawn, strict=True):
-        if kind is Drawn.GIVEN:
+        if kind is Drawn.DETERMINISTIC:
             continue
         law = rest.setdefault(parent, builder.laws[parent].clone())
         yield token, law.clone()
@@ -120,7 +120,7 @@ def watch(variant: Variant, prompts: Sequence[Sequence[int]], alterations: int =
 
 def draws_anything(variant: Variant) -> bool:
     """Whether any of its nodes is sampled."""
-    return any(kind is not Drawn.GIVEN for tree in trees_of(variant) for kind in tree.drawn)
+    return any(kind is not Drawn.DETERMINISTIC for tree in trees_of(variant) for kind in tree.drawn)
 
 
 @pytest.mark.parametrize("variant", variants(), ids=str)

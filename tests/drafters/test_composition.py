@@ -66,7 +66,7 @@ class Stub(Drafter):
             for token in path[:limit]:
                 if self.config.sampled:
                     builder.set_law(parent, torch.full((12,), 1 / 12))
-                kind = Drawn.IID if self.config.sampled else Drawn.GIVEN
+                kind = Drawn.IID if self.config.sampled else Drawn.DETERMINISTIC
                 parent = builder.add(token, parent, drawn=kind, confidence=self.config.confidence)
         for token in range(self.config.scouts):
             builder.add(token, 0, scout=True)

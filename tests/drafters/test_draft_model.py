@@ -175,7 +175,7 @@ def test_a_sampled_chain_records_the_law_at_the_drafters_own_temperature() -> No
     torch.testing.assert_close(draft.laws[0, 0], (logits / 2).softmax(-1), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "iid"}, {"draw": "given"}])
+@pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "iid"}, {"draw": "deterministic"}])
 def test_confidence_follows_what_was_kept(options: dict[str, Any]) -> None:
     made, text = drafter(model(seed=3), **options), list(PROMPT)
     made.extend(context([text], [len(text)]))

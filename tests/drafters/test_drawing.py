@@ -23,7 +23,7 @@ from forerun.types import Drawn, SamplingParams
 CPU = torch.device("cpu")
 VOCABULARY = 13
 SHAPES = [Shape.regular((1, 1, 1)), Shape.regular((3, 2, 1)), Shape.of([0, 0, 0, 1, 1, 2, 4])]
-DRAWS = [Draw.GIVEN, Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K]
+DRAWS = [Draw.DETERMINISTIC, Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K]
 NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 PARAMS: list[dict[str, Any]] = [
     {},
@@ -41,7 +41,7 @@ def growers(draw: Draw, params: list[dict[str, Any]], seed: int = 0) -> list[Gro
     found = []
     for row, changes in enumerate(params):
         sampler = Sampler(replace(NEUTRAL, **changes), [1, 2])
-        own = Draw.GIVEN if sampler.greedy else draw
+        own = Draw.DETERMINISTIC if sampler.greedy else draw
         found.append(Grower(draw=own, sampler=sampler, rng=Rng(100 * seed + row, 7), output=()))
     return found
 
@@ -78,7 +78,7 @@ def check_alike(at_once: Children, single: Children) -> None:
     assert at_once.valid is None or torch.equal(at_once.valid, valid)
     for name in ("tokens", "drawn", "confidence"):
         torch.testing.assert_close(getattr(at_once, name)[valid], getattr(single, name)[valid], atol=1e-6, rtol=1e-5)
-    sampled = (single.drawn != int(Drawn.GIVEN)) & valid
+    sampled = (single.drawn != int(Drawn.DETERMINISTIC)) & valid
     if bool(sampled.any()):
         assert at_once.laws is not None and single.laws is not None
         torch.testing.assert_close(at_once.laws[sampled.any(-1)], single.laws[sampled.any(-1)], atol=1e-6, rtol=1e-5)

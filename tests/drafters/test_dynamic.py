@@ -95,6 +95,6 @@ def test_tokens_are_the_targets_and_nodes_are_given() -> None:
     row = columns(tree.grow(model.first, descend, vocabulary, 2))[0]
     builder, submitted = tree.cut(row, 5, 2)
     assert set(builder.tokens) <= set(ids.tolist())
-    assert set(builder.drawn) == {Drawn.GIVEN}
+    assert set(builder.drawn) == {Drawn.DETERMINISTIC}
     assert submitted.tokens == builder.tokens
     assert set(submitted.evidence) == set(range(1, 6))

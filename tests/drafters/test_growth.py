@@ -28,8 +28,8 @@ def scripted(*tokens: int) -> tuple[Callable[[Tensor, int], int], list[Tensor]]:
 
 
 def test_given_children_are_the_likeliest_and_carry_their_probability() -> None:
-    found = siblings(LAW, 2, Draw.GIVEN, scripted()[0])
-    assert (found.tokens, found.drawn, found.law) == ([1, 3], [Drawn.GIVEN] * 2, None)
+    found = siblings(LAW, 2, Draw.DETERMINISTIC, scripted()[0])
+    assert (found.tokens, found.drawn, found.law) == ([1, 3], [Drawn.DETERMINISTIC] * 2, None)
     assert found.confidence == pytest.approx([0.4, 0.3])
 
 
@@ -53,7 +53,7 @@ def test_without_replacement_the_elder_are_removed_and_the_rest_renormalised() -
 def test_greedy_k_draws_one_from_the_law_restricted_to_the_others_and_records_that() -> None:
     pick, seen = scripted(0)
     found = siblings(LAW, 3, Draw.GREEDY_K, pick)
-    assert (found.tokens, found.drawn) == ([1, 3, 0], [Drawn.GIVEN, Drawn.GIVEN, Drawn.IID])
+    assert (found.tokens, found.drawn) == ([1, 3, 0], [Drawn.DETERMINISTIC, Drawn.DETERMINISTIC, Drawn.IID])
     restricted = torch.tensor([1, 0, 0, 0, 2]) / 3
     assert found.law is not None
     torch.testing.assert_close(found.law, restricted)
@@ -66,7 +66,7 @@ def test_greedy_one_is_an_ordinary_draw() -> None:
     assert found.law is not None and torch.equal(found.law, LAW)
 
 
-@pytest.mark.parametrize("draw", [Draw.GIVEN, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K])
+@pytest.mark.parametrize("draw", [Draw.DETERMINISTIC, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K])
 def test_no_more_children_than_the_law_has_tokens(draw: Draw) -> None:
     narrow = torch.tensor([0.0, 0.7, 0.0, 0.3])
     found = siblings(narrow, 4, draw, scripted(3, 1)[0])
@@ -84,14 +84,14 @@ def test_the_batched_way_gives_what_the_law_gives() -> None:
     found = likeliest(logits, 3)
     for row in range(3):
         for node in range(2):
-            one = siblings(logits[row, node].softmax(-1), 3, Draw.GIVEN, scripted()[0])
+            one = siblings(logits[row, node].softmax(-1), 3, Draw.DETERMINISTIC, scripted()[0])
             assert found.tokens[row, node].tolist() == one.tokens
             assert found.confidence[row, node].tolist() == pytest.approx(one.confidence, abs=1e-6)
 
 
 def test_what_auto_means() -> None:
-    assert resolve(Draw.AUTO, greedy=True, chain=False) is Draw.GIVEN
-    assert resolve(Draw.IID, greedy=True, chain=True) is Draw.GIVEN
+    assert resolve(Draw.AUTO, greedy=True, chain=False) is Draw.DETERMINISTIC
+    assert resolve(Draw.IID, greedy=True, chain=True) is Draw.DETERMINISTIC
     assert resolve(Draw.AUTO, greedy=False, chain=True) is Draw.IID
     assert resolve(Draw.AUTO, greedy=False, chain=False) is Draw.WITHOUT_REPLACEMENT
     assert resolve(Draw.GREEDY_K, greedy=False, chain=True) is Draw.GREEDY_K

@@ -38,9 +38,9 @@ def sibling_law(tree: TokenTree, draft: Laws, child: int) -> Law:
     """The law that `child` was drawn from, given its elder siblings."""
     parent, kind = tree.parents[child], tree.drawn[child]
     law = draft[prefix(tree, parent)]
-    if kind is Drawn.GIVEN:
+    if kind is Drawn.DETERMINISTIC:
         return [Fraction(token == tree.tokens[child]) for token in range(len(law))]
-    gone = [tree.tokens[node] for node in tree.children[parent] if tree.drawn[node] is Drawn.GIVEN]
+    gone = [tree.tokens[node] for node in tree.children[parent] if tree.drawn[node] is Drawn.DETERMINISTIC]
     if kind is Drawn.WITHOUT_REPLACEMENT:
         gone += [tree.tokens[node] for node in tree.children[parent] if node < child]
     return restricted(law, gone)
@@ -55,7 +55,7 @@ def tree_probability(tree: TokenTree, draft: Laws) -> Fraction:
 
 
 def sampled_first(tree: TokenTree, node: int) -> list[int]:
-    return sorted(tree.children[node], key=lambda child: tree.drawn[child] is Drawn.GIVEN)
+    return sorted(tree.children[node], key=lambda child: tree.drawn[child] is Drawn.DETERMINISTIC)
 
 
 def recursive(tree: TokenTree, target: Laws, draft: Laws) -> Result:
@@ -131,14 +131,14 @@ def traversal(tree: TokenTree, target: Laws, draft: Laws) -> Result:
 
 
 def greedy_k(tree: TokenTree, target: Laws, draft: Laws) -> Result:
-    """Section 1.3: rejection with the restricted law; a draw that a given sibling holds descends there."""
+    """Section 1.3: rejection with the restricted law; a draw that a deterministic sibling holds descends there."""
     result: Result = defaultdict(Fraction)
 
     def visit(node: int, reach: Fraction) -> None:
         law = target[prefix(tree, node)]
-        given = {tree.tokens[child]: child for child in tree.children[node] if tree.drawn[child] is Drawn.GIVEN}
+        given = {tree.tokens[child]: child for child in tree.children[node] if tree.drawn[child] is Drawn.DETERMINISTIC}
         for child in tree.children[node]:
-            if tree.drawn[child] is not Drawn.GIVEN:
+            if tree.drawn[child] is not Drawn.DETERMINISTIC:
                 drafted, token = sibling_law(tree, draft, child), tree.tokens[child]
                 accept = min(ONE, law[token] / drafted[token])
                 visit(child, reach * accept)

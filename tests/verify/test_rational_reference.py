@@ -43,7 +43,7 @@ def real_law(name: str, tree: TokenTree, target: Laws) -> dict:
 CASES = [
     ("token_rejection", branching(1, 1, 1), Drawing.IID),
     ("block", branching(1, 1, 1), Drawing.IID),
-    ("block", branching(1, 1), Drawing.GIVEN),
+    ("block", branching(1, 1), Drawing.DETERMINISTIC),
     ("recursive_rejection", branching(2, 1), Drawing.WITHOUT_REPLACEMENT),
     ("recursive_rejection", branching(2, 1), Drawing.IID),
     ("recursive_rejection", branching(3, 1), Drawing.MIXED),
@@ -53,8 +53,8 @@ CASES = [
     ("traversal", SHAPES["leaf left, deep right"], Drawing.WITHOUT_REPLACEMENT),
     ("traversal", branching(3, 1), Drawing.MIXED),
     ("greedy_k", branching(2, 1), Drawing.GREEDY_K),
-    ("greedy_k", branching(2, 2), Drawing.GIVEN),
-    ("sample_walk", branching(2, 1), Drawing.GIVEN),
+    ("greedy_k", branching(2, 2), Drawing.DETERMINISTIC),
+    ("sample_walk", branching(2, 1), Drawing.DETERMINISTIC),
     ("sample_walk", branching(2, 1), Drawing.IID),
 ]
 
@@ -74,7 +74,7 @@ def test_real_rule_and_reference(name: str, shape: Shape, drawing: Drawing, seed
         assert chance == pytest.approx(float(drawn), abs=1e-14)
         add_completed(joint, tree, drawn, exact, target, depth + 1)
         trees += 1
-    assert trees > (drawing is not Drawing.GIVEN)
+    assert trees > (drawing is not Drawing.DETERMINISTIC)
     assert all(value == text_probability(target, text) for text, value in joint.items()), (
         "exact, not within a tolerance"
     )

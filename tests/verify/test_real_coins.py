@@ -28,7 +28,7 @@ from forerun.verify.enumeration import (
 
 SEQUENCES = 2000
 CASES = [
-    ("sample_walk", (2, 1), Drawing.GIVEN),
+    ("sample_walk", (2, 1), Drawing.DETERMINISTIC),
     ("token_rejection", (1, 1), Drawing.IID),
     ("block", (1, 1), Drawing.IID),
     ("recursive_rejection", (2, 1), Drawing.WITHOUT_REPLACEMENT),

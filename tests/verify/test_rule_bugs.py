@@ -117,7 +117,7 @@ def test_bonus_from_the_wrong_position() -> None:
 
 def test_argmax_fallback_at_positive_temperature() -> None:
     assert worst_error(rule_named("argmax_walk"), (1, 1)) > CLEARLY_WRONG
-    assert worst_error(rule_named("argmax_walk"), (2,), Drawing.GIVEN) > CLEARLY_WRONG
+    assert worst_error(rule_named("argmax_walk"), (2,), Drawing.DETERMINISTIC) > CLEARLY_WRONG
 
 
 @pytest.mark.parametrize("name", ["recursive_rejection", "traversal"])
@@ -171,7 +171,7 @@ def test_without_replacement_told_as_independent(name: str) -> None:
     def relabelled(draw: Callable[[Rng], TokenTree]) -> Callable[[Rng], TokenTree]:
         def draw_relabelled(rng: Rng) -> TokenTree:
             tree = draw(rng)
-            drawn = (Drawn.GIVEN, *[Drawn.IID] * tree.size)
+            drawn = (Drawn.DETERMINISTIC, *[Drawn.IID] * tree.size)
             return TokenTree(tokens=tree.tokens, parents=tree.parents, drawn=drawn, laws=tree.laws)
 
         return draw_relabelled

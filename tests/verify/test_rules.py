@@ -227,7 +227,7 @@ def tree_with(*siblings: Drawn, below: Drawn | None = None, recorded: bool = Tru
     builder = TreeBuilder()
     for token, kind in enumerate(siblings):
         builder.add(token, 0, drawn=kind)
-    if recorded and set(siblings) - {Drawn.GIVEN}:
+    if recorded and set(siblings) - {Drawn.DETERMINISTIC}:
         builder.set_law(0, torch.full((4,), 0.25))
     if below is not None:
         builder.add(0, 1, drawn=below)
@@ -235,7 +235,7 @@ def tree_with(*siblings: Drawn, below: Drawn | None = None, recorded: bool = Tru
     return builder.tree(0)
 
 
-GIVEN, IID, WITHOUT = Drawn.GIVEN, Drawn.IID, Drawn.WITHOUT_REPLACEMENT
+DETERMINISTIC, IID, WITHOUT = Drawn.DETERMINISTIC, Drawn.IID, Drawn.WITHOUT_REPLACEMENT
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,10 @@ def test_default_rule(kind: DraftKind, rule: str) -> None:
     ("tree", "kind"),
     [
         (tree_with(), DraftKind(chain=True, multipath=True)),
-        (tree_with(GIVEN, GIVEN), DraftKind(multipath=True)),
+        (tree_with(DETERMINISTIC, DETERMINISTIC), DraftKind(multipath=True)),
         (tree_with(IID, below=IID), DraftKind(sampled=True, chain=True, multipath=True)),
-        (tree_with(GIVEN, GIVEN, WITHOUT, below=WITHOUT), DraftKind(sampled=True, multipath=True)),
-        (tree_with(GIVEN, WITHOUT, WITHOUT), DraftKind(sampled=True)),
+        (tree_with(DETERMINISTIC, DETERMINISTIC, WITHOUT, below=WITHOUT), DraftKind(sampled=True, multipath=True)),
+        (tree_with(DETERMINISTIC, WITHOUT, WITHOUT), DraftKind(sampled=True)),
     ],
 )
 def test_kind_of(tree: TokenTree, kind: DraftKind) -> None:

@@ -70,7 +70,7 @@ def transport_bound(target: Tensor, draft: Tensor, count: int, draw: Draw) -> Te
         ArgumentError: shapes differ, no child, or AUTO.
     """
     target, draft = _laws(target, draft, count, draw)
-    if draw is Draw.GIVEN:
+    if draw is Draw.DETERMINISTIC:
         return target.gather(1, _likeliest(draft, count)).sum(1).clamp(max=1)
     if draw is Draw.GREEDY_K:
         return _greedy_k(target, draft, count)
@@ -226,7 +226,7 @@ def compare_roots(target: Tensor, draft: Tensor, counts: Sequence[int]) -> list[
     lines = []
     for count in counts:
         found = {
-            "given": transport_bound(target, draft, count, Draw.GIVEN),
+            "deterministic": transport_bound(target, draft, count, Draw.DETERMINISTIC),
             "greedy_k": transport_bound(target, draft, count, Draw.GREEDY_K),
             "distinct": rejection_reach(target, draft, count, Draw.WITHOUT_REPLACEMENT),
             "distinct_bound": transport_bound(target, draft, count, Draw.WITHOUT_REPLACEMENT),
@@ -452,13 +452,17 @@ def sampled_ways(who: Contestants, dynamic: Mapping[str, Any]) -> list[Way]:
     """Temperature 1: chains by block verification, then trees of `EQUAL_NODES` nodes, each by its own rule."""
     ways = _chains(who, 1.0)
     long = _head(who, num_speculative_tokens=EQUAL_NODES, rule="block")
-    tree = {**dynamic, "nodes": EQUAL_NODES, "draw": "given", "rule": "sample_walk"}
+    tree = {**dynamic, "nodes": EQUAL_NODES, "draw": "deterministic", "rule": "sample_walk"}
     ways.append(_sampled(f"eagle3 chain of {EQUAL_NODES}", "long chain", long))
     label = f"eagle3 dynamic tree, top {dynamic['top_k']}, depth {dynamic['num_speculative_tokens']}"
     ways.append(_sampled(label, "dynamic", tree))
     for shape in SHAPES:
         name = "-".join(map(str, shape))
-        for draw, rule in (("given", "sample_walk"), ("without_replacement", "traversal"), ("greedy_k", "greedy_k")):
+        for draw, rule in (
+            ("deterministic", "sample_walk"),
+            ("without_replacement", "traversal"),
+            ("greedy_k", "greedy_k"),
+        ):
             form = draw.replace("_", " ") if draw != "greedy_k" else "greedy-k"
             config = _head(who, shape=shape, num_speculative_tokens=len(shape), draw=draw, rule=rule)
             ways.append(_sampled(f"eagle3 tree {name}, {form}", form, config))

@@ -125,7 +125,7 @@ def _roots(found: Acceptance) -> Table:
     title = f"Chance that the next token is among k drafted children, {found.root_count} roots met at T = 1"
     table = Table(title=title, title_justify="left")
     table.add_column("k", justify="right")
-    for name in ("given", "greedy-k", "distinct, rejection", "distinct, bound", "iid, rejection", "iid, bound"):
+    for name in ("deterministic", "greedy-k", "distinct, rejection", "distinct, bound", "iid, rejection", "iid, bound"):
         table.add_column(name, justify="right")
     for line in found.roots:
         chances = (line.given, line.greedy_k, line.distinct, line.distinct_bound, line.iid, line.iid_bound)

@@ -26,7 +26,7 @@ class Entry:
     adapts: bool = False
     """Its weights can be trained while it serves: `Drafter.trainable`."""
     copies: bool = False
-    """Proposals are given nodes that were looked up, without a forward pass: `auto` asks at every step."""
+    """Proposals are deterministic nodes that were looked up, without a forward pass: `auto` asks at every step."""
 
 
 DRAFTERS: dict[str, Entry] = {

@@ -324,7 +324,7 @@ class CascadeDrafter(Drafter):
         for place, token in enumerate(row.chain):
             law = row.laws.get(place)
             if law is None:
-                drawn, prob = Drawn.GIVEN, row.certainty[place]
+                drawn, prob = Drawn.DETERMINISTIC, row.certainty[place]
             else:
                 drawn, prob = Drawn.IID, float(law.max())
                 builder.set_law(place, law)
@@ -349,7 +349,7 @@ class CascadeDrafter(Drafter):
             graft(builder, rebuild(draft, index), end, since=end)
             for node in range(end + 1, len(builder) + 1):
                 # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
-                evidence[node] = by_draft_prob(Drawn.GIVEN, 1, builder.confidence[node - 1])
+                evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, builder.confidence[node - 1])
                 builder.confidence[node - 1] = acceptance.estimate(*evidence[node])
             submitted = self._rows[row.row].submitted
             if submitted is not None:

@@ -92,7 +92,7 @@ class DynamicTree:
         for place, token, parent, probability, _, rank in sorted(chosen):
             if int(parent) not in ids:  # only where rounding gave a child its parent's score
                 continue
-            evidence = by_draft_prob(Drawn.GIVEN, int(rank), probability)
+            evidence = by_draft_prob(Drawn.DETERMINISTIC, int(rank), probability)
             parents.append(ids[int(parent)])
             node = builder.add(int(token), ids[int(parent)], confidence=acceptance.estimate(*evidence))
             ids[int(place) + 1] = node

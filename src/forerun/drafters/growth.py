@@ -29,7 +29,7 @@ class Draw(StrEnum):
 
     AUTO = "auto"
     """Given at temperature 0; above it a chain is drawn iid and a tree without replacement."""
-    GIVEN = "given"
+    DETERMINISTIC = "deterministic"
     """The likeliest tokens."""
     IID = "iid"
     WITHOUT_REPLACEMENT = "without_replacement"
@@ -40,7 +40,7 @@ class Draw(StrEnum):
 def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
     """What `draw` means for one row; at temperature 0 there is nothing to draw."""
     if greedy:
-        return Draw.GIVEN
+        return Draw.DETERMINISTIC
     if draw is not Draw.AUTO:
         return draw
     return Draw.IID if chain else Draw.WITHOUT_REPLACEMENT
@@ -48,7 +48,7 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
 
 def kind_of(draw: Draw, *, chain: bool) -> DraftKind:
     """What trees hold whose nodes are drawn so; `draw` is never AUTO."""
-    return DraftKind(sampled=draw is not Draw.GIVEN, chain=chain, multipath=draw is Draw.GREEDY_K)
+    return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,12 @@ class Children:
     drawn: Tensor
     """(B, F, C) uint8"""
     confidence: Tensor
-    """(B, F, C) float32: of a given node its probability; of a drawn one a figure that does not depend on its value."""
+    """(B, F, C) float32: of a deterministic node its probability; of a drawn one a figure that does not depend on its
+    value."""
     valid: Tensor | None
     """(B, F, C) bool: False where the law had no further token; None where all are good."""
     laws: Tensor | None
-    """(B, F, V) of each parent, the law that its sampled children were drawn from; None where all are given."""
+    """(B, F, V) of each parent, the law that its sampled children were drawn from; None where all are deterministic."""
 
     def only(self, chosen: Sequence[int]) -> Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
@@ -195,7 +196,7 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     """The `count` likeliest tokens at each node, from raw logits (B, F, V): no law, no wait for the host."""
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
-    drawn = torch.full(best.indices.shape, int(Drawn.GIVEN), dtype=torch.uint8, device=logits.device)
+    drawn = torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device)
     tokens = best.indices if vocabulary is None else vocabulary.token_ids[best.indices]
     return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, laws=None)
 
@@ -229,7 +230,7 @@ def grow(
         for row in range(batch)
     ]
     laws = None
-    if any(grower.draw is not Draw.GIVEN for grower in growers):
+    if any(grower.draw is not Draw.DETERMINISTIC for grower in growers):
         blank = logits.new_zeros(logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
         rows = [torch.stack([blank if node.law is None else node.law for node in nodes]) for nodes in found]
         laws = torch.stack(rows)
@@ -258,7 +259,7 @@ class Siblings:
     drawn: list[Drawn]
     confidence: list[float]
     law: Tensor | None
-    """(V,) what the sampled ones were drawn from; None where all are given."""
+    """(V,) what the sampled ones were drawn from; None where all are deterministic."""
 
 
 _NONE = Siblings([], [], [], None)
@@ -271,7 +272,7 @@ def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Calla
     try:
         law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
     except NumericError:
-        return Siblings([0], [Drawn.GIVEN], [math.nan], None)
+        return Siblings([0], [Drawn.DETERMINISTIC], [math.nan], None)
     return siblings(law, count, grower.draw, lambda law, index: grower.rng.drafted(law, node, index))
 
 
@@ -298,7 +299,7 @@ def siblings(law: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], 
         draw: never AUTO.
         pick: (law, child's index) -> token drawn from that law.
     """
-    if draw is Draw.GIVEN:
+    if draw is Draw.DETERMINISTIC:
         return _given(law, count)
     if draw is Draw.IID:
         tokens = [pick(law, index) for index in range(count)]
@@ -311,7 +312,9 @@ def siblings(law: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], 
 def _given(law: Tensor, count: int) -> Siblings:
     best = law.topk(min(count, len(law)))
     pairs = [(token, prob) for token, prob in zip(best.indices.tolist(), best.values.tolist(), strict=True) if prob > 0]
-    return Siblings([token for token, _ in pairs], [Drawn.GIVEN] * len(pairs), [prob for _, prob in pairs], None)
+    return Siblings(
+        [token for token, _ in pairs], [Drawn.DETERMINISTIC] * len(pairs), [prob for _, prob in pairs], None
+    )
 
 
 def _without_replacement(law: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:

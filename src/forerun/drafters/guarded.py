@@ -174,7 +174,7 @@ def _fault(nodes: DraftRow, vocabulary: int, most: int, deepest: int) -> Fault |
             expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
             return Fault(error=InvalidDraftError(f"node {node} has parent {parent}; {expected}"))
         depths.append(depths[parent] + 1)
-    if any(scout and kind is not Drawn.GIVEN for kind, scout in zip(nodes.drawn, nodes.scouts, strict=True)):
+    if any(scout and kind is not Drawn.DETERMINISTIC for kind, scout in zip(nodes.drawn, nodes.scouts, strict=True)):
         error = InvalidDraftError("a node was sampled and is a scout; nodes that are never accepted are given")
         return Fault(error=error)
     for node, token in enumerate(nodes.tokens, start=1):

@@ -80,7 +80,7 @@ class Draws:
         assert len(drawn) < 2, "one tree draws in one way"
         return cls(
             shape=shape,
-            draw=drawn.pop() if drawn else Draw.GIVEN,
+            draw=drawn.pop() if drawn else Draw.DETERMINISTIC,
             greedy=len(sampled) < len(growers),
             filters=filters,
             one_by_one=[grower.sampler.params for grower in growers] if filters and not sorts else (),
@@ -125,9 +125,9 @@ class Draws:
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
         size = laws.shape[1] * count
         uniforms = self.numbers[0][:, before : before + size].view(-1, laws.shape[1], count)
-        if self.draw is Draw.GIVEN:
+        if self.draw is Draw.DETERMINISTIC:
             tokens, chances = _top(laws, count)
-            return _packed([(tokens, chances, chances > 0, Drawn.GIVEN)], None)
+            return _packed([(tokens, chances, chances > 0, Drawn.DETERMINISTIC)], None)
         if self.draw is Draw.IID:
             surest = laws.amax(-1, keepdim=True).expand(-1, -1, count)
             return _packed([(quantiles(laws, uniforms), surest, surest > 0, Drawn.IID)], laws)
@@ -173,7 +173,7 @@ def _greedy_k(laws: Tensor, uniforms: Tensor) -> Children:
     parts, rest, count = list[_Drawn](), laws, uniforms.shape[-1] - 1
     if count:
         tokens, chances = _top(laws, count)
-        parts.append((tokens, chances, chances > 0, Drawn.GIVEN))
+        parts.append((tokens, chances, chances > 0, Drawn.DETERMINISTIC))
         rest = laws.scatter(-1, tokens, 0.0)
     mass = rest.sum(-1, keepdim=True)
     rest = _renormalised(rest)
@@ -261,7 +261,7 @@ class Grown:
     confidence: Tensor
     valid: Tensor | None
     laws: Tensor | None
-    """(B, parents, V) by node id from the root on; None where all are given."""
+    """(B, parents, V) by node id from the root on; None where all are deterministic."""
     run: int
     """Nodes that the model has run, from the first."""
 
@@ -398,7 +398,7 @@ class FixedTree:
             evidence = by_draft_prob(kind, self.shape.ranks[node - 1], row.confidence[node - 1])
             submitted.evidence[node], confidence = evidence, acceptance.estimate(*evidence)
             ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
-            if kind is not Drawn.GIVEN:
+            if kind is not Drawn.DETERMINISTIC:
                 assert grown.laws is not None
                 builder.set_law(ids[parent], grown.laws[place, parent])
         return builder, submitted

@@ -208,7 +208,7 @@ class LookaheadDrafter(Drafter):
                     return guessed
                 rank = children.get(parent, 0)
                 prior = _PRIOR[min(place, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
-                evidence = by_draft_prob(Drawn.GIVEN, rank, prior)
+                evidence = by_draft_prob(Drawn.DETERMINISTIC, rank, prior)
                 before = len(builder)
                 node = builder.add(token, parent, confidence=row.acceptance.estimate(*evidence))
                 if len(builder) > before:

@@ -1,7 +1,7 @@
 """Retrieval: what a corpus went on with after the same words is drafted.
 
 The method of REST (arXiv 2311.08252): the longest end of the text that occurs in a datastore, all that followed it
-there, merged into a trie, of which the most frequent nodes are the draft. Deterministic: all nodes are given, so at a
+there, merged into a trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a
 temperature the target's own sample walks the tree, which is exact and optimal there. Knows no model and no law.
 """
 
@@ -238,7 +238,7 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
 def _tree(drafted: _Drafted) -> TreeBuilder:
     builder, size = TreeBuilder(), len(drafted.tokens)
     builder.tokens, builder.parents = drafted.tokens, list(drafted.parents)
-    builder.drawn, builder.scouts = [Drawn.GIVEN] * size, [False] * size
+    builder.drawn, builder.scouts = [Drawn.DETERMINISTIC] * size, [False] * size
     builder.confidence = [drafted.acceptance.estimate(*drafted.evidence[node]) for node in range(1, size + 1)]
     builder.index_given()
     return builder

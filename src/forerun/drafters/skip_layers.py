@@ -328,7 +328,7 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
         if not children:
             continue
         judged += 1
-        given = tree.drawn[children[0]] is Drawn.GIVEN
+        given = tree.drawn[children[0]] is Drawn.DETERMINISTIC
         favourite = tree.tokens[children[0]] if given else int(tree.laws[node].argmax())
         right += favourite == laws.argmax(node)
     return right, judged

@@ -241,7 +241,7 @@ class SlemDrafter(Drafter):
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended
-            evidence = submitted.evidence[node + 1] = by_draft_prob(Drawn.GIVEN, int(last), raw)
+            evidence = submitted.evidence[node + 1] = by_draft_prob(Drawn.DETERMINISTIC, int(last), raw)
             builder.add(span.id, node, confidence=text.acceptance.estimate(*evidence))
         text.row.submitted = submitted
         return builder

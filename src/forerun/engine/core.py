@@ -178,14 +178,14 @@ def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
     return max(0, length - 1) // BLOCK * BLOCK
 
 
-# Before a pass: given nodes that an answer's grammar forbids are left out, since no rule could keep them.
+# Before a pass: deterministic nodes that an answer's grammar forbids are left out, since no rule could keep them.
 #
 # Knows drafts and grammars. Sampled nodes stay: they were drawn under the grammar, and what was drawn decides
 # nothing.
 
 
 def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
-    """The draft of a step of `rows` without the given nodes that their grammars forbid, and all below those."""
+    """The draft of a step of `rows` without the deterministic nodes that their grammars forbid, and all below those."""
     keep = dict[int, list[int]]()
     for index, row in enumerate(rows):
         grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)

@@ -88,7 +88,7 @@ def walk(tree: TokenTree, choose: Callable[[int, int], int]) -> Verdict:
 
 def kind_of(tree: TokenTree) -> DraftKind:
     """The narrowest kind that holds for one tree. For tests: the engine asks the drafter, before anything is drawn."""
-    sampled = [sum(tree.drawn[child] is not Drawn.GIVEN for child in children) for children in tree.children]
+    sampled = [sum(tree.drawn[child] is not Drawn.DETERMINISTIC for child in children) for children in tree.children]
     return DraftKind(
         sampled=max(sampled) > 0,
         chain=all(len(children) <= 1 for children in tree.children),

@@ -17,7 +17,7 @@ class BlockVerification:
     Sun et al., arXiv 2403.10444. With weights w_0 = 1, w_i = min(w_{i-1} * target(x_i) / draft(x_i), 1) and, below node
     i, Z_i = sum_x [w_i * target(x) - draft(x)]_+, prefix i holds with probability Z_i / (Z_i + 1 - w_i), the whole
     chain with w_n. The longest that holds is kept, and the token after it comes from norm[w_i * target - draft]_+, or
-    the target after the whole chain. A given node counts as a draw from a point mass.
+    the target after the whole chain. A deterministic node counts as a draw from a point mass.
     """
 
     name: ClassVar[str] = "block"

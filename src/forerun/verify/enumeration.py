@@ -172,7 +172,7 @@ class Drawing(StrEnum):
 
     IID = "iid"
     WITHOUT_REPLACEMENT = "without replacement"
-    GIVEN = "given"
+    DETERMINISTIC = "deterministic"
     """The likeliest tokens."""
     GREEDY_K = "greedy-k"
     """The likeliest tokens, and as the last sibling one drawn from the rest."""
@@ -209,7 +209,7 @@ def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
 
 def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, int], rng: Rng) -> list[int]:
     law, drawing, count = how
-    given = {Drawing.GIVEN: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
+    given = {Drawing.DETERMINISTIC: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
     best = [int(token) for token in law.argsort(descending=True, stable=True)[:given]]
     children = [builder.add(token, node) for token in best]
     rest = law.clone()

@@ -76,19 +76,19 @@ def ratio(target: Law, draft: Law, token: int) -> float:
 def drafted_children(tree: TokenTree, node: int, target: Law) -> Iterator[tuple[int, Law]]:
     """(child, law it was drawn from given its elder siblings) for every acceptable child of `node`.
 
-    Sampled children come first, in the order they were drawn, then the given ones, as draws from point masses: given
-    siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779). A sampled child to which
-    its law gives no mass is left out: its draw has probability zero, and leaving a child out never biases a rule.
+    Sampled children come first, in the order they were drawn, then the deterministic ones, as draws from point masses:
+    given siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779). A sampled child to
+    which its law gives no mass is left out: its draw has probability zero, and leaving a child out never biases a rule.
     `target` lends its width, dtype and device.
     """
     children = tree.children[node]
-    sampled = [child for child in children if tree.drawn[child] is not Drawn.GIVEN]
+    sampled = [child for child in children if tree.drawn[child] is not Drawn.DETERMINISTIC]
     if sampled:
         values = tree.laws[node].to(target.values.device)
         law = Law(values, tree.masses[node]) if node in tree.masses else Law.of(values)
         yield from _sampled(tree, sampled, law)
     for child in children:
-        if tree.drawn[child] is Drawn.GIVEN:
+        if tree.drawn[child] is Drawn.DETERMINISTIC:
             point = torch.zeros_like(target.values)
             point[tree.tokens[child]] = 1.0
             yield child, Law(point, 1.0)

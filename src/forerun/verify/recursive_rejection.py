@@ -16,8 +16,8 @@ class RecursiveRejection:
 
     p is the target's law as the elder siblings left it, q the law that x was drawn from given them: the recorded law
     for iid siblings (SpecInfer, arXiv 2305.09781), without the elder siblings' tokens and renormalised for draws
-    without replacement (Sequoia, arXiv 2402.12374), a point mass for a given sibling. If none is accepted the token is
-    drawn from p.
+    without replacement (Sequoia, arXiv 2402.12374), a point mass for a deterministic sibling. If none is accepted the
+    token is drawn from p.
     """
 
     name: ClassVar[str] = "recursive_rejection"

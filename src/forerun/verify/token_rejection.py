@@ -15,8 +15,8 @@ class TokenRejection:
     """Accepts x with probability min(1, target(x) / draft(x)); the first rejection emits norm[target - draft]_+.
 
     Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Exact since draft * min(1, target / draft) +
-    P(rejected) * norm[target - draft]_+ = min(target, draft) + [target - draft]_+ = target. A given node counts as a
-    draw from a point mass.
+    P(rejected) * norm[target - draft]_+ = min(target, draft) + [target - draft]_+ = target. A deterministic node counts
+    as a draw from a point mass.
     """
 
     name: ClassVar[str] = "token_rejection"

@@ -80,7 +80,7 @@ class Simulated(Drafter):
             for place in range(min(nodes, depth)):
                 right = self.random.random() < alpha
                 token = truth(len(tokens) + place) if right else (truth(len(tokens) + place) + 1) % VOCABULARY
-                if self.drawn is not Drawn.GIVEN:
+                if self.drawn is not Drawn.DETERMINISTIC:
                     builder.set_law(parent, UNIFORM)
                 parent = builder.add(token, parent, drawn=self.drawn, confidence=alpha)
             builders.append(builder)
@@ -143,7 +143,7 @@ class World:
             Simulated(
                 spec.alpha if callable(spec.alpha) else (lambda step, row, alpha=spec.alpha: alpha),
                 seed + index,
-                drawn=Drawn.GIVEN if spec.copies else Drawn.IID,
+                drawn=Drawn.DETERMINISTIC if spec.copies else Drawn.IID,
                 fails_at=spec.fails_at,
             )
             for index, spec in enumerate(specs)

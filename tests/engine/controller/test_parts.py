@@ -141,9 +141,9 @@ def test_a_sampled_node_cannot_be_pruned() -> None:
     draft = stack([sampled(1, 2), mixed, scouting, given((1, 0, 0.9))])
     assert [prunable(draft, row) for row in range(4)] == [False, False, False, True]
     for row in range(3):
-        with pytest.raises(AssertionError, match="only given nodes"):
+        with pytest.raises(AssertionError, match="only deterministic nodes"):
             GivenTree.of(draft, row, lambda stated: stated)
-        with pytest.raises(AssertionError, match="only given nodes"):
+        with pytest.raises(AssertionError, match="only deterministic nodes"):
             prune(draft, {row: ()})
 
 

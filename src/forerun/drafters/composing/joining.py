@@ -26,16 +26,17 @@ def expected_tokens(builder: TreeBuilder) -> float:
 
 def draws(builder: TreeBuilder) -> bool:
     """Whether any node was sampled."""
-    return any(kind is not Drawn.GIVEN for kind in builder.drawn)
+    return any(kind is not Drawn.DETERMINISTIC for kind in builder.drawn)
 
 
 def join(base: TreeBuilder, others: Sequence[TreeBuilder], nodes: int) -> TreeBuilder:
-    """`base` whole and in its own numbering, then the given nodes of the others, the likeliest first, up to `nodes`.
+    """`base` whole and in its own numbering, then the deterministic nodes of the others, the likeliest first, up to
+    `nodes`.
 
-    Nodes that hold the same tokens from the root on become one, whose confidence is the largest. A given node whose
-    token a sampled sibling holds is left out, and what follows it hangs from that sibling. Sampled nodes of the others
-    are left out with all below them: which given nodes there are never decides whether a sampled one is submitted.
-    Scouts come last, as far as there is room.
+    Nodes that hold the same tokens from the root on become one, whose confidence is the largest. A deterministic node
+    whose token a sampled sibling holds is left out, and what follows it hangs from that sibling. Sampled nodes of the
+    others are left out with all below them: which deterministic nodes there are never decides whether a sampled one is
+    submitted. Scouts come last, as far as there is room.
     """
     whole = copy(base)
     places = [graft(whole, other, 0, since=len(base)) for other in others]
@@ -55,7 +56,7 @@ def copy(builder: TreeBuilder) -> TreeBuilder:
 
 
 def graft(tree: TreeBuilder, other: TreeBuilder, below: int, *, since: int) -> dict[int, int]:
-    """Hang the given nodes of `other` below a node of `tree`, twins only once; other's node -> tree's node.
+    """Hang the deterministic nodes of `other` below a node of `tree`, twins only once; other's node -> tree's node.
 
     Args:
         since: nodes of `tree` up to this one keep the confidence that they have.
@@ -66,7 +67,7 @@ def graft(tree: TreeBuilder, other: TreeBuilder, below: int, *, since: int) -> d
             there.setdefault((parent, token), node)
     place = {0: below}
     for node, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True), start=1):
-        if parent not in place or other.scouts[node - 1] or other.drawn[node - 1] is not Drawn.GIVEN:
+        if parent not in place or other.scouts[node - 1] or other.drawn[node - 1] is not Drawn.DETERMINISTIC:
             continue
         confidence = other.confidence[node - 1]
         twin = there.get((place[parent], token))

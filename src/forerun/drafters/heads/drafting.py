@@ -42,7 +42,7 @@ class HeadDrafterConfig:
     """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
 
     Above temperature 0 a deterministic tree loses (docs/lab-notes.md), so there ``draw="auto"`` draws a tree of fixed
-    shape and no more nodes instead, without replacement; ``draw="given"`` keeps the dynamic one.
+    shape and no more nodes instead, without replacement; ``draw="deterministic"`` keeps the dynamic one.
     """
     nodes: int = 32
     """Nodes of the dynamic tree, root not counted (EAGLE: 59)."""
@@ -72,7 +72,10 @@ class HeadDrafterConfig:
                 self.temperature is None or GREEDY_BELOW <= self.temperature <= MAX_TEMPERATURE,
                 f"temperature must be in [{GREEDY_BELOW:g}, {MAX_TEMPERATURE:g}], got {self.temperature}",
             ),
-            (self.top_k is None or self.draw in ("auto", "given"), "the nodes of a dynamic tree are given, not drawn"),
+            (
+                self.top_k is None or self.draw in ("auto", "deterministic"),
+                "the nodes of a dynamic tree are deterministic, not drawn",
+            ),
         ]
         for passed, message in checks:
             if not passed:

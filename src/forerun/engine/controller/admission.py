@@ -1,4 +1,4 @@
-"""After drafting: which of the drafted nodes the target shall score. Only given nodes are ever taken away.
+"""After drafting: which of the drafted nodes the target shall score. Only deterministic nodes are ever taken away.
 
 A node is worth its place if its probability of surviving exceeds the running goodput times what it costs. Costs are
 staircases, so the rule is applied to sizes of a pass (`filling`): rank each row's nodes by the probability that their
@@ -23,7 +23,8 @@ Agreed = Callable[[int, float], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenTree:
-    """A row's draft of given nodes, ranked: the only thing that may be pruned. Sampled nodes cannot become one."""
+    """A row's draft of deterministic nodes, ranked: the only thing that may be pruned. Sampled nodes cannot become
+    one."""
 
     nodes: tuple[tuple[int, int, float], ...]
     """(token, parent id, stated confidence) of node 1, 2, ..."""
@@ -44,7 +45,7 @@ class GivenTree:
             AssertionError: the row holds a sampled node, whose fate may not depend on its value; a scout; or nodes
                 that have already run.
         """
-        assert prunable(draft, row), "only given nodes may be pruned after they were drawn"
+        assert prunable(draft, row), "only deterministic nodes may be pruned after they were drawn"
         nodes, survival = draft.rows[row], [1.0]
         for parent, confidence in zip(nodes.parents, nodes.confidence, strict=True):
             survival.append(survival[parent] * estimate(confidence))
@@ -96,9 +97,9 @@ class GivenTree:
 
 
 def prunable(draft: Draft, row: int) -> bool:
-    """Whether a row may lose nodes: all are given, none is a scout, none has already run through any layer."""
+    """Whether a row may lose nodes: all are deterministic, none is a scout, none has already run through any layer."""
     nodes = draft.rows[row]
-    return draft.resume is None and not any(nodes.scouts) and all(kind is Drawn.GIVEN for kind in nodes.drawn)
+    return draft.resume is None and not any(nodes.scouts) and all(kind is Drawn.DETERMINISTIC for kind in nodes.drawn)
 
 
 def _overlaid(trees: Mapping[int, GivenTree], most: int) -> tuple[list[tuple[int, int]], list[float], list[int]]:
@@ -146,6 +147,6 @@ def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:
     """
     builders = [trees.rebuild(draft, row, widen=False) for row in range(len(draft.counts))]
     for row, nodes in keep.items():
-        assert prunable(draft, row), "only given nodes may be pruned after they were drawn"
+        assert prunable(draft, row), "only deterministic nodes may be pruned after they were drawn"
         builders[row] = builders[row].only(nodes)
     return trees.stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)

@@ -1,7 +1,7 @@
-"""What a drafter's own confidence in a given node is worth: learned from which nodes the text went on with.
+"""What a drafter's own confidence in a deterministic node is worth: learned from which nodes the text went on with.
 
-Only of given nodes, whose would-be acceptance follows from the committed text whether or not they were submitted. Nodes
-may be of kinds that are learned apart, such as who else proposed them.
+Only of deterministic nodes, whose would-be acceptance follows from the committed text whether or not they were
+submitted. Nodes may be of kinds that are learned apart, such as who else proposed them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One rule decides all of it: expected tokens less the running goodput times what they cost, staircase by staircase
 (docs/control.md); plain decoding is the first stair. What is decided before drawing sees running figures alone; what
-is decided after drafting sees given nodes alone. Knows drafters only as arms, and no request.
+is decided after drafting sees deterministic nodes alone. Knows drafters only as arms, and no request.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def learn(
 
 
 def _confidences(arms: Sequence[Arm], moment: Moment, own: Sequence[Emitted]) -> None:
-    """What the text went on with tells for every given node whether it was right, submitted or not."""
+    """What the text went on with tells for every deterministic node whether it was right, submitted or not."""
     for asked in moment.asked:
         for member, tree in asked.trees.items():
             arms[asked.arm].confidence.learn(moment.rows[member].row, tree.nodes, own[member].tokens)
@@ -109,7 +109,8 @@ def _cost(arm: Arm, moment: Moment, costs: StepCosts, depth: int, members: int) 
 def _outcome(moment: Moment, member: int, step: Emitted, allowed: int) -> tuple[int, int]:
     """(accepted, drafted). A drafter that stopped short of what it was allowed has not survived there.
 
-    Of given nodes that were taken away the text still tells, as far as it was committed, what would have been kept.
+    Of deterministic nodes that were taken away the text still tells, as far as it was committed, what would have been
+    kept.
     """
     if member in moment.pruned:
         return moment.matched[member], min(allowed, len(step.tokens))
@@ -220,7 +221,8 @@ class Controller:
         return [self._group(moment, arm, index) for index, arm in enumerate(self.arms)]
 
     def admit(self, draft: Draft) -> Draft:
-        """Take away given nodes that do not pay, before the target scores them; sampled rows stay as they are."""
+        """Take away deterministic nodes that do not pay, before the target scores them; sampled rows stay as they
+        are."""
         moment = self._moment
         assert moment is not None, "admit() comes after plan()"
         self._rank(moment, draft)

@@ -55,11 +55,11 @@ class Moment:
     offers: list[Offer] = field(default_factory=list)
     choice: Choice = PLAIN
     trees: dict[int, GivenTree] = field(default_factory=dict)
-    """Member -> the given tree that is proposed, wherever it comes from."""
+    """Member -> the deterministic tree that is proposed, wherever it comes from."""
     pruned: set[int] = field(default_factory=set)
     """Members that lost nodes after they were drafted."""
     matched: dict[int, int] = field(default_factory=dict)
-    """Member -> how many of the committed tokens its given tree held, before any node was taken away."""
+    """Member -> how many of the committed tokens its deterministic tree held, before any node was taken away."""
     submitted: list[int] = field(default_factory=list)
     """By member: nodes that the target scores."""
     size: int = 0
