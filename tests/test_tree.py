@@ -19,9 +19,9 @@ def random_builder(seed: int, size: int, vocabulary: int = 20, *, laws: bool = T
     builder = TreeBuilder()
     while len(builder) < size:
         drawn = chance.choice(list(Drawn)) if laws else Drawn.DETERMINISTIC
-        scout = drawn is Drawn.DETERMINISTIC and chance.random() < 0.2
+        probe = drawn is Drawn.DETERMINISTIC and chance.random() < 0.2
         parent = chance.randint(0, len(builder))
-        builder.add(chance.randrange(vocabulary), parent, drawn=drawn, confidence=chance.random(), scout=scout)
+        builder.add(chance.randrange(vocabulary), parent, drawn=drawn, confidence=chance.random(), probe=probe)
         if drawn is not Drawn.DETERMINISTIC:
             builder.set_law(parent, torch.rand(vocabulary, generator=torch.Generator().manual_seed(parent)))
     return builder
@@ -72,7 +72,7 @@ def test_host_tree_agrees_with_the_tensors(seed: int) -> None:
     mask = ancestor_mask(draft.parents)[0]
     for node in range(31):
         assert [0, *tree.path(node)] == torch.nonzero(mask[node]).flatten().tolist()
-        expected = [child for child in range(1, 31) if tree.parents[child] == node and child not in tree.scouts]
+        expected = [child for child in range(1, 31) if tree.parents[child] == node and child not in tree.probes]
         assert list(tree.children[node]) == expected
     assert tree.kinds() == set(builder.drawn)
 
@@ -99,17 +99,17 @@ def test_given_twins_are_merged_and_nothing_else() -> None:
     assert builder.add(5, 1) == 5, "the same token below another parent"
     assert builder.add(5, 0, drawn=Drawn.IID) == 6, "a sampled twin stays a node"
     assert builder.add(5, 0, drawn=Drawn.IID) == 7
-    assert builder.add(5, 0, scout=True) == 8, "a scout may not stand in for a node"
+    assert builder.add(5, 0, probe=True) == 8, "a probe may not stand in for a node"
     assert builder.add(5, 0) == 1
     assert builder.parents == [0, 1, 2, 2, 1, 0, 0, 0]
 
 
 def test_scouts_have_no_place_among_the_children() -> None:
     builder = TreeBuilder()
-    builder.add(1, 0, scout=True)
+    builder.add(1, 0, probe=True)
     builder.add(2, 0)
     tree = builder.tree(9)
-    assert tree.children[0] == (2,) and tree.scouts == {1}
+    assert tree.children[0] == (2,) and tree.probes == {1}
 
 
 @pytest.mark.parametrize("law_ids", [None, torch.tensor([0, 3, 5, 11])])
@@ -123,11 +123,11 @@ def test_stack_and_rebuild_round_trip(law_ids: Tensor | None) -> None:
     same(stack([rebuild(draft, row, widen=False) for row in range(4)], law_ids=law_ids), draft)
     for row, builder in enumerate(builders):
         again = rebuild(draft, row)
-        assert (again.tokens, again.parents, again.drawn, again.scouts) == (
+        assert (again.tokens, again.parents, again.drawn, again.probes) == (
             builder.tokens,
             builder.parents,
             builder.drawn,
-            builder.scouts,
+            builder.probes,
         )
         assert again.confidence == pytest.approx(builder.confidence)
         assert set(again.laws) == set(builder.laws)

@@ -106,7 +106,7 @@ def _traced_nodes(tree: TokenTree, laws: RowScores, accepted: set[int]) -> tuple
                 draft_prob=_draft_prob(tree, node),
                 target_prob=laws.known(parent, token),
                 accepted=node in accepted,
-                scout=node in tree.scouts,
+                probe=node in tree.probes,
             )
         )
     return tuple(nodes)

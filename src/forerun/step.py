@@ -157,9 +157,9 @@ class Emitted:
     tokens: list[int]
     sources: list[Source]
     drafted: int
-    """Drafted nodes, scouts not counted."""
+    """Drafted nodes, probes not counted."""
     depth: int
-    """Depth of the drafted tree, scouts not counted."""
+    """Depth of the drafted tree, probes not counted."""
     logprobs: Logprobs | None
     """One entry per token where the request asked for log-probabilities."""
     trace: StepTrace
@@ -388,8 +388,8 @@ def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: 
     return Emitted(
         tokens=judgement.tokens,
         sources=[Source.DRAFT] * len(verdict.path) + [verdict.kind],
-        drafted=tree.size - len(tree.scouts),
-        depth=max(depth for node, depth in enumerate(tree.depths) if node not in tree.scouts),
+        drafted=tree.size - len(tree.probes),
+        depth=max(depth for node, depth in enumerate(tree.depths) if node not in tree.probes),
         logprobs=judgement.logprobs,
         trace=trace,
     )

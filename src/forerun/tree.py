@@ -54,7 +54,7 @@ class TokenTree:
     """(N,) how each node came about; the root is DETERMINISTIC."""
     laws: Mapping[int, Tensor]
     """node -> (V,) the law its sampled children were drawn from, over the target's vocabulary."""
-    scouts: frozenset[int] = frozenset()
+    probes: frozenset[int] = frozenset()
     """Nodes that may never be accepted."""
     confidence: tuple[float, ...] = ()
     """(N,) what the drafter gave each node to survive, 1 for the root; for traces, no rule reads it. May be empty."""
@@ -66,7 +66,7 @@ class TokenTree:
         """(N,) the acceptable children of each node, in the order they were drafted."""
         lists: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents):
-            if parent >= 0 and node not in self.scouts:
+            if parent >= 0 and node not in self.probes:
                 lists[parent].append(node)
         return tuple(tuple(nodes) for nodes in lists)
 
@@ -104,7 +104,7 @@ class TreeBuilder:
         self.parents: list[int] = []
         self.drawn: list[Drawn] = []
         self.confidence: list[float] = []
-        self.scouts: list[bool] = []
+        self.probes: list[bool] = []
         self.laws: dict[int, Tensor] = {}
         self._given: dict[tuple[int, int], int] = {}
 
@@ -118,20 +118,20 @@ class TreeBuilder:
         *,
         drawn: Drawn = Drawn.DETERMINISTIC,
         confidence: float = 1.0,
-        scout: bool = False,
+        probe: bool = False,
     ) -> int:
         """Add a child of `parent` (0 is the root) and return its node id; a DETERMINISTIC twin is returned instead of
         added."""
-        twin = self._given.get((parent, token)) if drawn is Drawn.DETERMINISTIC and not scout else None
+        twin = self._given.get((parent, token)) if drawn is Drawn.DETERMINISTIC and not probe else None
         if twin is not None:
             return twin
         self.tokens.append(token)
         self.parents.append(parent)
         self.drawn.append(drawn)
         self.confidence.append(confidence)
-        self.scouts.append(scout)
+        self.probes.append(probe)
         node = len(self.tokens)
-        if drawn is Drawn.DETERMINISTIC and not scout:
+        if drawn is Drawn.DETERMINISTIC and not probe:
             self._given[parent, token] = node
         return node
 
@@ -147,7 +147,7 @@ class TreeBuilder:
         again."""
         self._given.clear()
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
-            if self.drawn[node - 1] is Drawn.DETERMINISTIC and not self.scouts[node - 1]:
+            if self.drawn[node - 1] is Drawn.DETERMINISTIC and not self.probes[node - 1]:
                 self._given.setdefault((parent, token), node)
 
     def set_law(self, node: int, law: Tensor) -> None:
@@ -163,7 +163,7 @@ class TreeBuilder:
                 ids[self.parents[node - 1]],
                 drawn=self.drawn[node - 1],
                 confidence=self.confidence[node - 1],
-                scout=self.scouts[node - 1],
+                probe=self.probes[node - 1],
             )
         smaller.laws = {ids[node]: law for node, law in self.laws.items() if node in ids}
         return smaller
@@ -175,7 +175,7 @@ class TreeBuilder:
             parents=tuple(self.parents),
             drawn=tuple(self.drawn),
             confidence=tuple(self.confidence),
-            scouts=tuple(self.scouts),
+            probes=tuple(self.probes),
         )
 
     def tree(self, root: int) -> TokenTree:
@@ -189,7 +189,7 @@ def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor], masses: Mapping[
         parents=(-1, *row.parents),
         drawn=(Drawn.DETERMINISTIC, *row.drawn),
         laws=laws,
-        scouts=frozenset(node for node, scout in enumerate(row.scouts, start=1) if scout),
+        probes=frozenset(node for node, probe in enumerate(row.probes, start=1) if probe),
         confidence=(1.0, *row.confidence),
         masses=masses,
     )
@@ -213,7 +213,7 @@ def stack(
         counts=torch.tensor(counts, dtype=torch.int64, device=device),
         drawn=padded([row.drawn for row in rows], torch.uint8),
         confidence=padded([row.confidence for row in rows], torch.float32),
-        scouts=padded([row.scouts for row in rows], torch.bool) if any(any(row.scouts) for row in rows) else None,
+        probes=padded([row.probes for row in rows], torch.bool) if any(any(row.probes) for row in rows) else None,
         laws=_stack_laws(builders, size, device),
         law_ids=law_ids,
     )
@@ -255,7 +255,7 @@ def select(draft: Draft, rows: Sequence[int]) -> Draft:
         laws=pick(draft.laws),
         law_ids=draft.law_ids,
         confidence=pick(draft.confidence),
-        scouts=pick(draft.scouts),
+        probes=pick(draft.probes),
         resume=begun,
     )
 
@@ -315,7 +315,7 @@ def rebuild(draft: Draft, row: int, vocabulary: int | None = None, *, widen: boo
     """
     builder, nodes = TreeBuilder(), draft.rows[row]
     builder.tokens, builder.parents, builder.drawn = list(nodes.tokens), list(nodes.parents), list(nodes.drawn)
-    builder.confidence, builder.scouts = list(nodes.confidence), list(nodes.scouts)
+    builder.confidence, builder.probes = list(nodes.confidence), list(nodes.probes)
     builder.index_given()
     builder.laws = _laws(draft, row, vocabulary, widen=widen)
     return builder

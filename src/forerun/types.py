@@ -93,7 +93,7 @@ class DraftRow(NamedTuple):
     drawn: tuple[Drawn, ...]
     confidence: tuple[float, ...]
     """1 where the drafter states none."""
-    scouts: tuple[bool, ...]
+    probes: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Draft:
     """(V',) int64, target token id of each entry of `laws`; None where the vocabularies are the same."""
     confidence: Tensor | None = None
     """(B, K) float32, estimated probability that the node survives if its parent does."""
-    scouts: Tensor | None = None
+    probes: Tensor | None = None
     """(B, K) bool, nodes scored for the drafter's own use, never accepted."""
     resume: Resume | None = None
     """What the first nodes of each row have already run through in this step; scoring then runs only the rest."""
@@ -137,7 +137,7 @@ class Draft:
             self.parents.tolist(),
             self.drawn.tolist(),
             blank if self.confidence is None else self.confidence.tolist(),
-            blank if self.scouts is None else self.scouts.tolist(),
+            blank if self.probes is None else self.probes.tolist(),
         )
         counts: list[int] = self.counts.tolist()
         return tuple(
@@ -146,9 +146,9 @@ class Draft:
                 parents=tuple(parents[:count]),
                 drawn=tuple([_DRAWN[kind] for kind in drawn[:count]]),
                 confidence=(1.0,) * count if confidence is None else tuple(confidence[:count]),
-                scouts=(False,) * count if scouts is None else tuple(scouts[:count]),
+                probes=(False,) * count if probes is None else tuple(probes[:count]),
             )
-            for count, tokens, parents, drawn, confidence, scouts in zip(counts, *columns, strict=True)
+            for count, tokens, parents, drawn, confidence, probes in zip(counts, *columns, strict=True)
         )
 
     @cached_property
@@ -225,7 +225,7 @@ class TracedNode:
     target_prob: float | None
     """Probability under the target's processed law; None where no rule asked for that law."""
     accepted: bool
-    scout: bool = False
+    probe: bool = False
     """Scored for the drafter's own use, never accepted."""
 
 

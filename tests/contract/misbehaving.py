@@ -248,8 +248,8 @@ DRAFTS: dict[str, Callable[[Draft], Any]] = {
     "confidence-negative": lambda draft: _set(draft, "confidence", -0.5, ..., 0),
     "confidence-above-1": lambda draft: _set(draft, "confidence", 1.5, ..., 0),
     "confidence-flat": lambda draft: replace(draft, confidence=draft.confidence.flatten()),  # type: ignore[union-attr]
-    "scouts-flat": lambda draft: replace(draft, scouts=torch.ones(3, dtype=torch.bool)),
-    "scouts-numbers": lambda draft: replace(draft, scouts=torch.ones_like(draft.tokens)),
+    "probes-flat": lambda draft: replace(draft, probes=torch.ones(3, dtype=torch.bool)),
+    "probes-numbers": lambda draft: replace(draft, probes=torch.ones_like(draft.tokens)),
     "resume-misshapen": lambda draft: _resumed(draft, states=torch.zeros(len(draft.counts), 2, 31)),
     "resume-other-type": lambda draft: _resumed(draft, states=torch.zeros(len(draft.counts), 2, 32).double()),
     "resume-nowhere": lambda draft: _resumed(draft, boundary=0),
@@ -280,7 +280,7 @@ SAMPLED_DRAFTS: dict[str, Callable[[Draft], Any]] = {
     "laws-whole-numbers": lambda draft: replace(draft, laws=draft.laws.long()),  # type: ignore[union-attr]
     "law-ids-alien": lambda draft: replace(draft, law_ids=torch.arange(1, VOCABULARY + 1)),
     "law-ids-short": lambda draft: replace(draft, law_ids=torch.arange(3)),
-    "sampled-scouts": lambda draft: replace(draft, scouts=torch.ones_like(draft.tokens, dtype=torch.bool)),
+    "sampled-probes": lambda draft: replace(draft, probes=torch.ones_like(draft.tokens, dtype=torch.bool)),
 }
 LISTS: dict[str, Callable[[Any], Any]] = {
     "append": lambda values: values.append(1),

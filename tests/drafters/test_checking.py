@@ -40,7 +40,7 @@ FLAWS: list[tuple[Any, str]] = [
     (chain([1], [0], confidence=torch.tensor([[float("nan")]])), "confidence nan"),
     (chain([1], [0], confidence=torch.tensor([[-0.1]])), "confidence -0.1"),
     (chain([1], [0], confidence=torch.tensor([[1.01]])), "a probability is from 0 to 1"),
-    (replace(SAMPLED_CHAIN, scouts=torch.tensor([[True]])), "sampled and is a scout"),
+    (replace(SAMPLED_CHAIN, probes=torch.tensor([[True]])), "sampled and is a probe"),
     (chain([1] * 9, list(range(9))), "9 nodes, 9 deep, exceed the budget of 8 nodes"),
 ]
 BROKEN: list[tuple[Any, str]] = [
@@ -59,7 +59,7 @@ BROKEN: list[tuple[Any, str]] = [
     (replace(chain([1], [0]), parents=torch.zeros(1, 2, dtype=torch.int64)), "parents of a draft"),
     (chain([1], [0], confidence=torch.ones(1)), "confidence of a draft"),
     (chain([1], [0], confidence=torch.ones(1, 1, dtype=torch.float64)), "confidence of a draft"),
-    (chain([1], [0], scouts=torch.zeros(1, 1)), "scouts of a draft"),
+    (chain([1], [0], probes=torch.zeros(1, 1)), "probes of a draft"),
     (replace(SAMPLED_CHAIN, laws=torch.ones(1, 1, 10)), r"expected floats of the shape \(1, 2, V\)"),
     (replace(SAMPLED_CHAIN, laws=torch.ones(1, 2, 10, dtype=torch.int64)), "expected floats"),
     (replace(SAMPLED_CHAIN, laws=torch.ones(2)), "expected floats"),

@@ -37,7 +37,7 @@ class StubConfig:
     paths: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     confidence: float = 0.5
     sampled: bool = False
-    scouts: int = 0
+    probes: int = 0
     fails: bool = False
 
 
@@ -68,8 +68,8 @@ class Stub(Drafter):
                     builder.set_law(parent, torch.full((12,), 1 / 12))
                 kind = Drawn.IID if self.config.sampled else Drawn.DETERMINISTIC
                 parent = builder.add(token, parent, drawn=kind, confidence=self.config.confidence)
-        for token in range(self.config.scouts):
-            builder.add(token, 0, scout=True)
+        for token in range(self.config.probes):
+            builder.add(token, 0, probe=True)
         return builder
 
 
@@ -110,7 +110,7 @@ def roomy(rows: int, nodes: int = 32) -> Budget:
 def paths(draft: Draft, row: int = 0) -> set[tuple[int, ...]]:
     """The tokens that lead to each node that may be accepted."""
     tree = rebuild(draft, row).tree(0)
-    nodes = (node for node in range(1, tree.size + 1) if node not in tree.scouts)
+    nodes = (node for node in range(1, tree.size + 1) if node not in tree.probes)
     return {tuple(tree.tokens[step] for step in tree.path(node)) for node in nodes}
 
 
@@ -206,17 +206,17 @@ def test_sampled_nodes_come_from_one_member_and_are_never_pruned() -> None:
 
 
 def test_scouts_take_what_room_is_left() -> None:
-    made = composed("merge", stub(paths={1: [[4, 5]]}, scouts=3), stub(paths={1: [[6]]}))
+    made = composed("merge", stub(paths={1: [[4, 5]]}, probes=3), stub(paths={1: [[6]]}))
     draft = made.propose(context([1]), roomy(1, nodes=5))
     tree = rebuild(draft, 0).tree(1)
     assert paths(draft) == {(4,), (4, 5), (6,)}
-    assert tree.scouts == {4, 5}
+    assert tree.probes == {4, 5}
 
 
 def as_builder(tree: TokenTree, confidence: float = 0.5) -> TreeBuilder:
     builder = TreeBuilder()
     builder.tokens, builder.parents, builder.drawn = list(tree.tokens[1:]), list(tree.parents[1:]), list(tree.drawn[1:])
-    builder.confidence, builder.scouts = [confidence] * tree.size, [False] * tree.size
+    builder.confidence, builder.probes = [confidence] * tree.size, [False] * tree.size
     builder.laws = dict(tree.laws)
     return builder
 
@@ -262,7 +262,7 @@ def test_expected_tokens_are_summed_over_paths() -> None:
     builder = TreeBuilder()
     builder.add_path([1, 2], confidence=0.5)
     builder.add(3, 0, confidence=0.25)
-    builder.add(4, 0, scout=True)
+    builder.add(4, 0, probe=True)
     assert expected_tokens(builder) == pytest.approx(0.5 + 0.25 + 0.25)
 
 

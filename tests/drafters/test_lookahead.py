@@ -105,8 +105,8 @@ def test_mask_and_positions_are_the_published_ones(sizes: tuple[int, int, int]) 
     assert torch.equal(mask, wanted)
     positions = [row + column if kind == "window" else row + 1 for kind, row, column in found]
     assert (mask.sum(-1) - 1).tolist() == positions
-    scouts = [kind == "window" for kind, _, _ in found[1:]]
-    assert (draft.scouts[0].tolist() if draft.scouts is not None else [False] * len(scouts)) == scouts
+    probes = [kind == "window" for kind, _, _ in found[1:]]
+    assert (draft.probes[0].tolist() if draft.probes is not None else [False] * len(probes)) == probes
 
 
 def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
@@ -116,7 +116,7 @@ def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
     builder = rebuild(made.propose(context([5, 1, 2, 3]), ROOMY), 0)
     tree = builder.tree(3)
     accepted = [
-        [tree.tokens[n] for n in tree.path(node)] for node in range(1, tree.size + 1) if node not in tree.scouts
+        [tree.tokens[n] for n in tree.path(node)] for node in range(1, tree.size + 1) if node not in tree.probes
     ]
     assert accepted == [[6], [6, 2], [1], [1, 4], [1, 2]], "the most recent n-gram first"
 
@@ -137,8 +137,8 @@ def test_the_window_shrinks_before_the_guesses() -> None:
     counts = {}
     for nodes in (31, 15, 6):
         tree = rebuild(lookahead(text).propose(context(text), Budget(nodes=[nodes], depth=[64])), 0).tree(6)
-        counts[nodes] = (tree.size - len(tree.scouts), len(tree.scouts))
-    assert counts == {31: (4, 27), 15: (4, 11), 6: (3, 3)}, "(guesses, scouts); a column is left room for"
+        counts[nodes] = (tree.size - len(tree.probes), len(tree.probes))
+    assert counts == {31: (4, 27), 15: (4, 11), 6: (3, 3)}, "(guesses, probes); a column is left room for"
 
 
 # --- the window's update --------------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ def test_a_tree_that_was_numbered_anew_or_cut_is_read_by_its_tokens() -> None:
     window.plant(builder)
     other.add(77, other.add(99, 0))
     shift = len(other)
-    for token, parent, scout in zip(builder.tokens, builder.parents, builder.scouts, strict=True):
-        other.add(token, parent + shift if parent else 0, scout=scout)
+    for token, parent, probe in zip(builder.tokens, builder.parents, builder.probes, strict=True):
+        other.add(token, parent + shift if parent else 0, probe=probe)
     columns = [list(column) for column in window.columns]
     heads = [column[0] for column in columns]
     wanted = [choice([*heads[: j + 1], *column[1:]]) for j, column in enumerate(columns)]
@@ -252,7 +252,7 @@ def test_the_texts_own_n_grams_are_guessed_once_each() -> None:
     made = lookahead(text[:4], level=3)
     made.extend(context(text, 2))
     tree = rebuild(made.propose(context(text), ROOMY), 0).tree(1)
-    assert [tree.tokens[node] for node in range(1, tree.size + 1) if node not in tree.scouts] == [2, 3]
+    assert [tree.tokens[node] for node in range(1, tree.size + 1) if node not in tree.probes] == [2, 3]
     assert len(made._rows[0].pool) == 4
 
 
@@ -263,7 +263,7 @@ def test_a_freed_row_remembers_nothing_but_what_is_shared(shared: bool) -> None:
     assert not made._rows
     made.extend(context([1], 1))
     draft = made.propose(context([1]), ROOMY)
-    guesses = int(draft.counts) - int(draft.scouts.sum()) if draft.scouts is not None else int(draft.counts)
+    guesses = int(draft.counts) - int(draft.probes.sum()) if draft.probes is not None else int(draft.counts)
     assert guesses == (2 if shared else 0)
 
 

@@ -223,12 +223,12 @@ def test_drafts_are_as_long_as_a_request_asks_for(own: Live) -> None:
         wish = {"drafter": name, "num_speculative_tokens": length}
         [trace] = own.post(TEXT, {**body, "speculative": wish}).json()["speculation_trace"]
         for step in trace["steps"]:
-            nodes = [node for node in step["nodes"] if not node["scout"]]
+            nodes = [node for node in step["nodes"] if not node["probe"]]
             depths = {0: 0}
             for number, node in enumerate(step["nodes"], start=1):
                 depths[number] = depths[node["parent"]] + 1
             assert all(
-                depths[number] <= length for number, node in enumerate(step["nodes"], start=1) if not node["scout"]
+                depths[number] <= length for number, node in enumerate(step["nodes"], start=1) if not node["probe"]
             )
             assert len(nodes) >= 0
 

@@ -1,4 +1,4 @@
-"""What a rule promises besides its law: the next token's kind, T = 0, real vocabularies, float32, scouts, defaults."""
+"""What a rule promises besides its law: the next token's kind, T = 0, real vocabularies, float32, probes, defaults."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _walk_text(target, seed: int, drafter) -> list[int]:
 
 def test_scouts_are_never_accepted() -> None:
     builder = TreeBuilder()
-    builder.add(1, 0, scout=True)
+    builder.add(1, 0, probe=True)
     tree = builder.tree(0)
     for name in RULES:
         verdict = rule_named(name).verify(tree, FixedLaws(dict.fromkeys(range(2), torch.tensor([0.0, 1.0]))), Rng(0, 0))

@@ -108,7 +108,7 @@ def _check_form(draft: Draft, batch: int) -> None:
         ("parents", draft.parents, shape, torch.int64),
         ("drawn", draft.drawn, shape, torch.uint8),
         ("confidence", draft.confidence, shape, torch.float32),
-        ("scouts", draft.scouts, shape, torch.bool),
+        ("probes", draft.probes, shape, torch.bool),
     ]
     for name, values, wanted, dtype in expected:
         if values is not None and (tuple(values.shape) != wanted or values.dtype is not dtype):
@@ -174,8 +174,8 @@ def _fault(nodes: DraftRow, vocabulary: int, most: int, deepest: int) -> Fault |
             expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
             return Fault(error=InvalidDraftError(f"node {node} has parent {parent}; {expected}"))
         depths.append(depths[parent] + 1)
-    if any(scout and kind is not Drawn.DETERMINISTIC for kind, scout in zip(nodes.drawn, nodes.scouts, strict=True)):
-        error = InvalidDraftError("a node was sampled and is a scout; nodes that are never accepted are given")
+    if any(probe and kind is not Drawn.DETERMINISTIC for kind, probe in zip(nodes.drawn, nodes.probes, strict=True)):
+        error = InvalidDraftError("a node was sampled and is a probe; nodes that are never accepted are deterministic")
         return Fault(error=error)
     for node, token in enumerate(nodes.tokens, start=1):
         if not 0 <= token < vocabulary:

@@ -1,7 +1,7 @@
 """Lookahead decoding: the target guesses several positions at once and collects the n-grams that it comes across.
 
 Fu et al., arXiv 2402.02057. One pass scores the last token, a window of W Jacobi trajectories of N - 1 tokens, and up
-to G guesses of N - 1 tokens. The window's elements are scouts: nothing in it is ever accepted. What the target says
+to G guesses of N - 1 tokens. The window's elements are probes: nothing in it is ever accepted. What the target says
 after the newest row completes W n-grams, which go to a pool; the guesses are the pool's n-grams that begin with the
 last token, and these are ordinary given branches.
 
@@ -118,7 +118,7 @@ class _Row:
 
 
 class LookaheadDrafter(Drafter):
-    """Jacobi trajectories as scouts, and guesses from the n-grams that they grew into."""
+    """Jacobi trajectories as probes, and guesses from the n-grams that they grew into."""
 
     name = "lookahead"
     Config = LookaheadConfig

@@ -238,7 +238,7 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
 def _tree(drafted: _Drafted) -> TreeBuilder:
     builder, size = TreeBuilder(), len(drafted.tokens)
     builder.tokens, builder.parents = drafted.tokens, list(drafted.parents)
-    builder.drawn, builder.scouts = [Drawn.DETERMINISTIC] * size, [False] * size
+    builder.drawn, builder.probes = [Drawn.DETERMINISTIC] * size, [False] * size
     builder.confidence = [drafted.acceptance.estimate(*drafted.evidence[node]) for node in range(1, size + 1)]
     builder.index_given()
     return builder

@@ -137,7 +137,7 @@ def test_a_sampled_node_cannot_be_pruned() -> None:
     mixed.set_law(1, LAW)
     mixed.add(2, 1, drawn=Drawn.WITHOUT_REPLACEMENT)
     scouting = given((1, 0, 0.9))
-    scouting.add(2, 0, scout=True)
+    scouting.add(2, 0, probe=True)
     draft = stack([sampled(1, 2), mixed, scouting, given((1, 0, 0.9))])
     assert [prunable(draft, row) for row in range(4)] == [False, False, False, True]
     for row in range(3):

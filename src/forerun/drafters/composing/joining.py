@@ -12,10 +12,10 @@ from forerun.types import Drawn
 
 
 def path_probabilities(builder: TreeBuilder) -> list[float]:
-    """(N,) estimated probability that a node survives, root first: the confidences along its path, a scout's 0."""
+    """(N,) estimated probability that a node survives, root first: the confidences along its path, a probe's 0."""
     found = [1.0]
-    for parent, confidence, scout in zip(builder.parents, builder.confidence, builder.scouts, strict=True):
-        found.append(0.0 if scout else found[parent] * min(max(confidence, 0.0), 1.0))
+    for parent, confidence, probe in zip(builder.parents, builder.confidence, builder.probes, strict=True):
+        found.append(0.0 if probe else found[parent] * min(max(confidence, 0.0), 1.0))
     return found
 
 
@@ -36,7 +36,7 @@ def join(base: TreeBuilder, others: Sequence[TreeBuilder], nodes: int) -> TreeBu
     Nodes that hold the same tokens from the root on become one, whose confidence is the largest. A deterministic node
     whose token a sampled sibling holds is left out, and what follows it hangs from that sibling. Sampled nodes of the
     others are left out with all below them: which deterministic nodes there are never decides whether a sampled one is
-    submitted. Scouts come last, as far as there is room.
+    submitted. Probe nodes come last, as far as there is room.
     """
     whole = copy(base)
     places = [graft(whole, other, 0, since=len(base)) for other in others]
@@ -50,7 +50,7 @@ def copy(builder: TreeBuilder) -> TreeBuilder:
     """The same tree, to be added to."""
     made = TreeBuilder()
     made.tokens, made.parents, made.drawn = list(builder.tokens), list(builder.parents), list(builder.drawn)
-    made.confidence, made.scouts, made.laws = list(builder.confidence), list(builder.scouts), dict(builder.laws)
+    made.confidence, made.probes, made.laws = list(builder.confidence), list(builder.probes), dict(builder.laws)
     made.index_given()
     return made
 
@@ -63,11 +63,11 @@ def graft(tree: TreeBuilder, other: TreeBuilder, below: int, *, since: int) -> d
     """
     there: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
-        if not tree.scouts[node - 1]:
+        if not tree.probes[node - 1]:
             there.setdefault((parent, token), node)
     place = {0: below}
     for node, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True), start=1):
-        if parent not in place or other.scouts[node - 1] or other.drawn[node - 1] is not Drawn.DETERMINISTIC:
+        if parent not in place or other.probes[node - 1] or other.drawn[node - 1] is not Drawn.DETERMINISTIC:
             continue
         confidence = other.confidence[node - 1]
         twin = there.get((place[parent], token))
@@ -92,7 +92,7 @@ def _pruned(whole: TreeBuilder, fixed: int, nodes: int) -> _Kept:
     likely = path_probabilities(whole)
     rest = sorted(range(fixed + 1, len(whole) + 1), key=lambda node: (-likely[node], node))
     base = copy(whole)
-    for values in (base.tokens, base.parents, base.drawn, base.confidence, base.scouts):
+    for values in (base.tokens, base.parents, base.drawn, base.confidence, base.probes):
         del values[fixed:]
     base.index_given()
     kept = _Kept(base)
@@ -107,5 +107,5 @@ def _add_scouts(tree: _Kept, other: TreeBuilder, place: dict[int, int], nodes: i
     for node, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True), start=1):
         if len(tree.builder) >= nodes:
             return
-        if other.scouts[node - 1] and parent in where:
-            where[node] = tree.builder.add(token, where[parent], scout=True)
+        if other.probes[node - 1] and parent in where:
+            where[node] = tree.builder.add(token, where[parent], probe=True)

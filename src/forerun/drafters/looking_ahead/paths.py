@@ -19,5 +19,5 @@ class Paths:
             first.append(self._below.setdefault((first[tree.parents[node]], tree.tokens[node]), node))
 
     def child(self, node: int | None, token: int) -> int | None:
-        """The node that holds `token` below `node`, scouts included; None if it was not scored, or `node` is None."""
+        """The node that holds `token` below `node`, probes included; None if it was not scored, or `node` is None."""
         return None if node is None else self._below.get((node, token))

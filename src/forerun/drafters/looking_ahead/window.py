@@ -48,14 +48,14 @@ class Window:
         self._base = len(tokens)
 
     def plant(self, builder: TreeBuilder) -> None:
-        """Add the window to a tree as scouts: row 0 first, then column by column."""
+        """Add the window to a tree as probes: row 0 first, then column by column."""
         heads = [0]
         for column in self.columns[1:]:
-            heads.append(builder.add(column[0], heads[-1], scout=True))
+            heads.append(builder.add(column[0], heads[-1], probe=True))
         for head, column in zip(heads, self.columns, strict=False):
             parent = head
             for token in column[1:]:
-                parent = builder.add(token, parent, scout=True)
+                parent = builder.add(token, parent, probe=True)
 
     def read(self, paths: Paths, choose: Callable[[int], int]) -> list[int]:
         """The token that each column goes on with, left to right, up to the first column that was not scored.

@@ -42,7 +42,7 @@ class GivenTree:
         """Rank a row of a draft.
 
         Raises:
-            AssertionError: the row holds a sampled node, whose fate may not depend on its value; a scout; or nodes
+            AssertionError: the row holds a sampled node, whose fate may not depend on its value; a probe; or nodes
                 that have already run.
         """
         assert prunable(draft, row), "only deterministic nodes may be pruned after they were drawn"
@@ -97,9 +97,9 @@ class GivenTree:
 
 
 def prunable(draft: Draft, row: int) -> bool:
-    """Whether a row may lose nodes: all are deterministic, none is a scout, none has already run through any layer."""
+    """Whether a row may lose nodes: all are deterministic, none is a probe, none has already run through any layer."""
     nodes = draft.rows[row]
-    return draft.resume is None and not any(nodes.scouts) and all(kind is Drawn.DETERMINISTIC for kind in nodes.drawn)
+    return draft.resume is None and not any(nodes.probes) and all(kind is Drawn.DETERMINISTIC for kind in nodes.drawn)
 
 
 def _overlaid(trees: Mapping[int, GivenTree], most: int) -> tuple[list[tuple[int, int]], list[float], list[int]]:

@@ -25,7 +25,7 @@ class TrialStep:
     """One step of a trial."""
 
     drafted: int
-    """Nodes, scouts not counted."""
+    """Nodes, probes not counted."""
     depth: int
     accepted: int
     context: int

@@ -148,7 +148,7 @@ function append(pane, moment) {
     const node = token.source === "draft" ? path[index] : null;
     pane.append(shown(token.text, token.source === "draft" ? "accepted" : token.source, moment, node));
   });
-  const ghosts = moment.nodes.filter((node) => !node.accepted && !node.scout).slice(0, 12);
+  const ghosts = moment.nodes.filter((node) => !node.accepted && !node.probe).slice(0, 12);
   for (const node of ghosts) pane.append(shown(folded(node.text), "rejected", moment, node));
   pane.scrollTop = pane.scrollHeight;
 }
