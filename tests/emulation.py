@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.target.fast import building, glue, native, packing
-from forerun.target.fast.packing import Contents, PackedWeight
+from forerun.target.kernels import building, fused_ops, native, packing
+from forerun.target.kernels.packing import Contents, PackedWeight
 
 HEADERS = Path(__file__).parent / "emulated"
 FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "-Wno-psabi", f"-I{HEADERS}")
@@ -22,13 +22,13 @@ FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "
 
 def forget_kernels() -> None:
     """Let the next that asks for a kernel load it anew."""
-    for known in (native.kernel, glue.kernels, building._known):
+    for known in (native.kernel, fused_ops.kernels, building._known):
         known.cache_clear()
 
 
 @contextmanager
 def kernels_in_c() -> Iterator[None]:
-    """While open, `attend.c` and `glue.c` run, compiled against `emulated/immintrin.h` where that is needed."""
+    """While open, `attend.c` and `fused_ops.c` run, compiled against `emulated/immintrin.h` where that is needed."""
     if native.kernel() is not None:
         yield
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.errors import NumericError
 from forerun.sampling import Sampler
-from forerun.target.fast import glue
+from forerun.target.kernels import fused_ops
 from forerun.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def _largest(logits: Tensor) -> list[list[int]]:
 
     On a CPU our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
     """
-    if glue.takes(logits):
-        nodes, ids = logits.shape[1], glue.largest(logits)
+    if fused_ops.takes(logits):
+        nodes, ids = logits.shape[1], fused_ops.largest(logits)
         return [ids[start : start + nodes] for start in range(0, len(ids), nodes)]
     if logits.device.type != "cpu":
         values, places = logits.max(-1)

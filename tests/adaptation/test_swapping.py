@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from forerun.errors import CheckpointError
-from forerun.target.fast import accelerate
-from forerun.target.fast.packing import FusedLinear, cpu_packs
+from forerun.target.kernels import accelerate
+from forerun.target.kernels.packing import FusedLinear, cpu_packs
 from forerun.target.swapping import exchange, ready
 
 SIZES = {

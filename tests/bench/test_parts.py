@@ -23,7 +23,7 @@ from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count
 from forerun.bench.workloads import Setting, contexts, loops
 from forerun.errors import ArgumentError
 from forerun.target import Target
-from forerun.target.fast.packing import cpu_packs, pack
+from forerun.target.kernels.packing import cpu_packs, pack
 from forerun.types import Source, StepTrace
 
 GREEDY = Setting(name="greedy", temperature=0.0, new_tokens=24)

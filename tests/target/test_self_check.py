@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target import Target, fast, self_check, support
+from forerun.target import Target, kernels, self_check, support
 from forerun.target.cache import SlotCache
 from forerun.target.masks import MaskStyle
 from forerun.target.prepare import cache_bytes_per_token
@@ -90,7 +90,7 @@ def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
             model.model.layers[2].mlp.down_proj.weight.mul_(1.05)
         return "broken"
 
-    monkeypatch.setattr(fast, "accelerate", broken)
+    monkeypatch.setattr(kernels, "accelerate", broken)
     Target.load(make("llama"))
     refused(make("llama"), "failed the self-check", repack=True)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.target import Target
-from forerun.target.fast.packing import FusedLinear, PackedLinear, PackedWeight
+from forerun.target.kernels.packing import FusedLinear, PackedLinear, PackedWeight
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Draft, empty_draft
 

@@ -21,7 +21,7 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target.fast.packing import FusedLinear, PackedLinear
+from forerun.target.kernels.packing import FusedLinear, PackedLinear
 from forerun.target.parts import base_name, base_of, layers_of, replaced, shallow
 
 BITS = (8, 4)

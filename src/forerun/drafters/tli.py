@@ -29,7 +29,7 @@ from forerun.drafters.translation import (
     target_tokenizer,
 )
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.target.fast.packing import PackedLinear, packable
+from forerun.target.kernels.packing import PackedLinear, packable
 from forerun.target.parts import OutputHead
 from forerun.types import Draft
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from forerun.target import masks
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
-from forerun.target.fast.padding import Flat
+from forerun.target.kernels.padding import Flat
 from forerun.target.masks import MaskStyle
 from forerun.tree import ancestor_mask
 from forerun.types import Draft

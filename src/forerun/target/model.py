@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError
-from forerun.target import fast, resuming
+from forerun.target import kernels, resuming
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.capture import captured, check_signals
-from forerun.target.fast.packing import packed_bytes
-from forerun.target.fast.padding import Flat, Pass, running
 from forerun.target.inputs import Frame, Nodes
+from forerun.target.kernels.packing import packed_bytes
+from forerun.target.kernels.padding import Flat, Pass, running
 from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
 from forerun.target.nouns import Plan, Resume, Scored
@@ -150,7 +150,7 @@ class Target:
             rows: sequences that the cache holds.
             slots: tokens of a row, drafted ones included; default: the context, at most `DEFAULT_SLOTS`.
             self_check: compare small trees with plain forwards first, which may shorten `max_length`; see `self_check`.
-            repack: make the modules faster in place (`fast.accelerate`); default: only what was loaded here.
+            repack: make the modules faster in place (`kernels.accelerate`); default: only what was loaded here.
             compile: compile the step; takes a while at each new shape.
             reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
 
@@ -354,7 +354,7 @@ class Target:
     @property
     def _folds(self) -> bool:
         """Whether attention finds rows and real tokens by itself."""
-        return fast.folds(self.model, self._base)
+        return kernels.folds(self.model, self._base)
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""

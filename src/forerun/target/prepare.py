@@ -268,5 +268,5 @@ def _plain(model: Any) -> bool:
 
 
 def _accelerate(model: Any, *, compile: bool) -> Any:
-    """Whatever `forerun.target.fast` can do for this model, in place; imported late because it registers kernels."""
-    return importlib.import_module("forerun.target.fast").accelerate(model, compile=compile)
+    """Whatever `forerun.target.kernels` can do for this model, in place; imported late because it registers kernels."""
+    return importlib.import_module("forerun.target.kernels").accelerate(model, compile=compile)

@@ -1,7 +1,7 @@
 """New weights for a model that is in use: made ready beside it, then exchanged in no time, the old ones handed back.
 
-Works on plain parameters and on layers that `fast.packing` repacked. Tied weights stay tied. Values only: names, shapes
-and dtypes are the model's own. Knows no training.
+Works on plain parameters and on layers that `kernels.packing` repacked. Tied weights stay tied. Values only: names,
+shapes and dtypes are the model's own. Knows no training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import CheckpointError
-from forerun.target.fast.packing import Contents, FusedLinear, PackedLinear, PackedWeight
+from forerun.target.kernels.packing import Contents, FusedLinear, PackedLinear, PackedWeight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.sampling import Sampler
-from forerun.target.fast import forwards, packing
+from forerun.target.kernels import forwards, packing
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, DraftKind, Signal, empty_draft
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.target import Target
 from forerun.target.cache import SlotCache, contiguous
-from forerun.target.fast.attention import attend
-from forerun.target.fast.packing import packed_bytes
-from forerun.target.fast.padding import Pass
 from forerun.target.inputs import Nodes
+from forerun.target.kernels.attention import attend
+from forerun.target.kernels.packing import packed_bytes
+from forerun.target.kernels.padding import Pass
 from forerun.target.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.types import Signal
 

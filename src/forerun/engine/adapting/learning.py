@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from forerun.engine.adapting.pieces import Piece
 from forerun.engine.adapting.settings import AdaptConfig
 from forerun.errors import UnsupportedModelError
-from forerun.target.fast.attention import NAME as FOLDED
+from forerun.target.kernels.attention import NAME as FOLDED
 from forerun.target.parts import OutputHead, base_of, is_quantised
 
 HELD_PIECES = 32

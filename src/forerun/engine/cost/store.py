@@ -22,8 +22,8 @@ from forerun.caching import cache_root
 from forerun.engine.cost.model import CostModel
 from forerun.engine.cost.passes import NODES, REPEATS, SECONDS, Grid, Tell, measure
 from forerun.target import Target
-from forerun.target.fast import building, native
-from forerun.target.fast.packing import FusedLinear, PackedLinear
+from forerun.target.kernels import building, native
+from forerun.target.kernels.packing import FusedLinear, PackedLinear
 from forerun.writing import written
 
 log = logging.getLogger(__name__)

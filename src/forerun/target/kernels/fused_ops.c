@@ -1,6 +1,5 @@
-// What stands between the matrix products of a decoder layer: norms, rotary embeddings with the write to the cache, the
-// gated activation; and behind the last, the largest logits. bf16, AVX-512; every intermediate value is rounded where
-// transformers' modules round it.
+// Fused kernels: RMSNorm, RoPE with the write to the KV cache, the gated activation (SwiGLU), argmax of the logits. bf16,
+// AVX-512; every intermediate value is rounded where transformers' modules round it.
 //
 // What a token gets depends on that token alone, to the bit. Knows pointers; everything is contiguous, widths are
 // multiples of 16, a head's of 32; a vocabulary is as large as it likes. Slots that are not there are refused before

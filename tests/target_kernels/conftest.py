@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from emulation import kernels_in_c, packed_linears
-from forerun.target.fast import native
+from forerun.target.kernels import native
 
 COMMON = {
     "vocab_size": 128,

@@ -1,5 +1,4 @@
-"""What stands between the matrix products of a decoder layer, in C (`glue.c`): norms, rotary embeddings with the write
-to the cache, the gated activation; and the largest of the logits behind the last one.
+"""Fused C kernels (`fused_ops.c`): RMSNorm, RoPE with the write to the KV cache, the gated activation, argmax.
 
 In torch they are some forty small operations a layer, which at a few tokens cost more than their arithmetic. Knows
 tensors and no module.
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError
-from forerun.target.fast import building
+from forerun.target.kernels import building
 
 LANES = 16
 """Widths are multiples of it; those of a head of twice as much."""
@@ -30,7 +29,7 @@ _ARGUMENTS = {
 
 
 class _Placing(ctypes.Structure):
-    """`Placing` of ``glue.c``."""
+    """`Placing` of ``fused_ops.c``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("states", "cosine", "sine", "query_norm", "key_norm", "places")),
@@ -45,7 +44,7 @@ class _Placing(ctypes.Structure):
 @cache
 def kernels() -> ctypes.CDLL | None:
     """The compiled library; None where this machine cannot have it."""
-    library = building.library("glue", ctypes.PyDLL)
+    library = building.library("fused_ops", ctypes.PyDLL)
     if library is None:
         return None
     assert library.forerun_placing_size() == ctypes.sizeof(_Placing)

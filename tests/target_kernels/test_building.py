@@ -18,7 +18,7 @@ import pytest
 from emulation import forget_kernels
 from forerun import caching
 from forerun.caching import cache_root
-from forerun.target.fast import building
+from forerun.target.kernels import building
 
 pytestmark = pytest.mark.usefixtures("in_c")
 NAME = "little"

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.target import Target
-from forerun.target.fast import accelerate, forwards, packing
-from forerun.target.fast.forwards import AttentionForward, GatedForward, NormForward
+from forerun.target.kernels import accelerate, forwards, packing
+from forerun.target.kernels.forwards import AttentionForward, GatedForward, NormForward
 from forerun.types import empty_draft
-from target_fast.conftest import COMMON
+from target_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
 

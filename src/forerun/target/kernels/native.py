@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError
-from forerun.target.fast import building
+from forerun.target.kernels import building
 
 DEPTHS = range(32, 257, 32)
 """Widths of a head that it takes."""

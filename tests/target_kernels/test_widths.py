@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from forerun.target.buckets import Buckets
-from forerun.target.fast.attention import fold_attention
-from forerun.target.fast.packing import cpu_packs
+from forerun.target.kernels.attention import fold_attention
+from forerun.target.kernels.packing import cpu_packs
 
 LOWEST = torch.finfo(torch.bfloat16).min
 

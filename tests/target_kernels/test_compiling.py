@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from forerun.target import Target
-from forerun.target.fast import accelerate
-from forerun.target.fast.compiling import CompiledForward
-from forerun.target.fast.packing import cpu_packs
+from forerun.target.kernels import accelerate
+from forerun.target.kernels.compiling import CompiledForward
+from forerun.target.kernels.packing import cpu_packs
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Draft
-from target_fast.conftest import build
+from target_kernels.conftest import build
 
 pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
 

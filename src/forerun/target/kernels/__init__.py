@@ -1,5 +1,5 @@
-"""Speed for a loaded target, without touching its modelling code: packed linears, folded attention, what stands
-between them in C, compilation.
+"""Speed for a loaded target, without touching its modelling code: packed linears, folded attention, fused C kernels,
+compilation.
 
 `accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
 nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.target.fast import attention, compiling, forwards, packing
-from forerun.target.fast.packing import Packing
+from forerun.target.kernels import attention, compiling, forwards, packing
+from forerun.target.kernels.packing import Packing
 
 __all__ = ["Acceleration", "accelerate"]
 

@@ -4,7 +4,7 @@ Packed linears, and attention together with the cache, are single opaque operati
 between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and shapes stay
 symbolic: there is one graph for one token and one for more.
 
-Knows `forerun.target.fast`'s own operations. Does not capture hidden states: passes with hooks run as before.
+Knows `forerun.target.kernels`'s own operations. Does not capture hidden states: passes with hooks run as before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from forerun.caching import cache_root
-from forerun.target.fast.attention import COMPILED, NAME
-from forerun.target.fast.padding import Pass, running
+from forerun.target.kernels.attention import COMPILED, NAME
+from forerun.target.kernels.padding import Pass, running
 from forerun.target.parts import base_of
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from forerun.errors import UnsupportedModelError
-from forerun.target.fast import attention
-from forerun.target.fast.attention import fold_attention
-from target_fast.conftest import build, by_definition
+from forerun.target.kernels import attention
+from forerun.target.kernels.attention import fold_attention
+from target_kernels.conftest import build, by_definition
 
 KEEP_OWN = {"gemma2"}
 

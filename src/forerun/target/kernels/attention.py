@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
-from forerun.target.fast import native
-from forerun.target.fast.padding import Pass, current
+from forerun.target.kernels import native
+from forerun.target.kernels.padding import Pass, current
 
 NAME = "forerun_fold"
 """Under which transformers knows it."""

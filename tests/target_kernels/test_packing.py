@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from forerun.target import Target
-from forerun.target.fast import accelerate
-from forerun.target.fast.packing import FusedGroup, FusedLinear, PackedLinear, cpu_packs, pack, packable
-from target_fast.conftest import build
+from forerun.target.kernels import accelerate
+from forerun.target.kernels.packing import FusedGroup, FusedLinear, PackedLinear, cpu_packs, pack, packable
+from target_kernels.conftest import build
 
 pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
 SHAPES = [(48, 80), (1536, 3072), (384, 8192), (192, 256)]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from emulation import forget_kernels
 from forerun.errors import ArgumentError
-from forerun.target.fast import building, native
-from forerun.target.fast.attention import fold_attention
-from target_fast.conftest import by_definition
+from forerun.target.kernels import building, native
+from forerun.target.kernels.attention import fold_attention
+from target_kernels.conftest import by_definition
 
 LOWEST = torch.finfo(torch.bfloat16).min
 pytestmark = pytest.mark.usefixtures("in_c")
