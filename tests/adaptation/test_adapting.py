@@ -40,7 +40,7 @@ from forerun.engine.adapting.settings import AdaptConfig
 from forerun.engine.adapting.throttle import Throttle
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.controller import Nominal
-from forerun.engine.drafting import Drafting
+from forerun.engine.drafting import DrafterPool
 from forerun.target import Target
 from forerun.target.swapping import Weights, exchange, ready
 from forerun.types import Budget, Draft
@@ -297,7 +297,7 @@ def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> 
 
 def test_the_controllers_drafters_adapt_inside() -> None:
     setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
-    drafting = Drafting(setup, costs=Nominal())
+    drafting = DrafterPool(setup, costs=Nominal())
     config = SpeculativeConfig.parse({"method": "draft_model", "model": copy.deepcopy(relative()), "adaptive": True})
     key, seen = drafting.ensure(config) or "", list[Drafter]()
 

@@ -3,7 +3,7 @@
 A toy target in float64 over four tokens runs behind a real `LLM`. Its step is run once for every outcome of the
 drafter's draws, from the policy's plan through composition, `admit` and the grammar to the rule that the engine chose;
 there the rule and the cut at a stop token are run once for every outcome of theirs, and each result goes through the
-engine's own `Answer`. What comes out, completed by the target where the answer goes on, must be the target's
+engine's own `Completion`. What comes out, completed by the target where the answer goes on, must be the target's
 distribution of whole answers. The reference is transformers' own: logits of a pass without a cache, temperature, top-p.
 """
 
@@ -25,7 +25,7 @@ from contract.harness import Variant
 from forerun import LLM, SamplingParams
 from forerun import step as stepping
 from forerun.engine import drafting
-from forerun.engine.answer import Answer
+from forerun.engine.completion import Completion
 from forerun.engine.controller.build import controller_for
 from forerun.engine.grammar import Budget, GrammarProcessor
 from forerun.judging import Judgement
@@ -295,7 +295,7 @@ class Enumeration:
                 yield rest, chance * further
 
     def _taken_in(self, tokens: Answered) -> tuple[Answered, bool]:
-        """The tokens as the engine's own `Answer` takes them in: (what it then holds, whether it ended)."""
+        """The tokens as the engine's own `Completion` takes them in: (what it then holds, whether it ended)."""
         answer = copy.copy(self.answer)
         answer.row, answer.tokens = copy.copy(answer.row), list(answer.tokens)
         answer.row.tokens = [*answer.row.tokens, *tokens]
@@ -321,7 +321,7 @@ class Enumeration:
             logprobs=None,
             trace=trace,
         )
-        Answer.absorb(answer, emitted)
+        Completion.append(answer, emitted)
         return tuple(token.id for token in answer.tokens[1:]), answer.finish_reason is not None
 
 

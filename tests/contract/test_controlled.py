@@ -31,7 +31,7 @@ from forerun import LLM, SamplingParams
 from forerun.engine import drafting
 from forerun.engine.controller.build import controller_for
 from forerun.engine.cost import DraftCost
-from forerun.engine.drafting import Drafting
+from forerun.engine.drafting import DrafterPool
 from forerun.types import Draft, Drawn
 
 
@@ -132,14 +132,14 @@ def test_a_walk_gives_the_very_text_of_plain_decoding(variant: Variant) -> None:
 
 def test_auto_keeps_a_seeds_text_and_draws_where_there_is_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who drafts depends on other requests and on costs that change all the time; the text for a seed does not."""
-    admit, drawn = Drafting.admit, set[Drawn]()
+    admit, drawn = DrafterPool.admit, set[Drawn]()
 
-    def noted(self: Drafting, draft: Draft) -> Draft:
+    def noted(self: DrafterPool, draft: Draft) -> Draft:
         for kinds, count in zip(draft.drawn.tolist(), draft.counts.tolist(), strict=True):
             drawn.update(Drawn(kind) for kind in kinds[:count])
         return admit(self, draft)
 
-    monkeypatch.setattr(Drafting, "admit", noted)
+    monkeypatch.setattr(DrafterPool, "admit", noted)
     engine = llm(Variant("auto", "seeded", {"drafters": SEVERAL}), rows=3)
     prompts = as_prompts(PROMPTS * 2)
     params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(len(prompts))]
@@ -155,9 +155,9 @@ def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch, costs: Costs
 ) -> None:
     costs.slope, costs.draft = 0.0, DraftCost(fixed_ms=0.0, level_ms=0.0)  # so that there is always something drawn
-    admit = Drafting.admit
+    admit = DrafterPool.admit
 
-    def peeking(self: Drafting, draft: Draft) -> Draft:
+    def peeking(self: DrafterPool, draft: Draft) -> Draft:
         """Withdraws a chain whose first token is not its law's likeliest."""
         draft = admit(self, draft)
         if draft.laws is None:
@@ -166,7 +166,7 @@ def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
         withdrawn = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.DETERMINISTIC)
         return replace(draft, counts=torch.where(withdrawn, 0, draft.counts))
 
-    monkeypatch.setattr(Drafting, "admit", peeking)
+    monkeypatch.setattr(DrafterPool, "admit", peeking)
     engine = llm(adaptive("draft_model", "chain"), rows=64, check=False)
     assert p_value(sample(engine, draws()), expected()) < LEVEL
 

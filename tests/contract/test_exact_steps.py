@@ -23,8 +23,8 @@ from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.drafters.levels import FixedTree, Grown, Submitted
 from forerun.engine import core
-from forerun.engine.answer import Answer
-from forerun.engine.drafting import Drafting
+from forerun.engine.completion import Completion
+from forerun.engine.drafting import DrafterPool
 from forerun.sampling import Sampler
 from forerun.scores import Scores
 from forerun.step import Row
@@ -234,9 +234,9 @@ def _withdrawn(draft: Draft) -> Draft:
 
 @pytest.mark.parametrize("name", ["draft_model-chain", "merge-path-beside-3", "auto-several"])
 def test_a_policy_that_looks_at_drawn_values(monkeypatch: Patch, name: str) -> None:
-    admit = Drafting.admit
+    admit = DrafterPool.admit
     assert _bias(name, prompt=NOVEL, controlled=True) < TOLERANCE
-    monkeypatch.setattr(Drafting, "admit", lambda self, draft: _withdrawn(admit(self, draft)))
+    monkeypatch.setattr(DrafterPool, "admit", lambda self, draft: _withdrawn(admit(self, draft)))
     assert _bias(name, prompt=NOVEL, controlled=True) > 0.01
 
 
@@ -276,11 +276,11 @@ def test_a_cut_at_a_stop_token_that_loses_it(monkeypatch: Patch) -> None:
 
 
 def test_a_cut_at_max_tokens_that_comes_late(monkeypatch: Patch) -> None:
-    check = Answer._check_end
+    check = Completion._check_end
 
-    def counted(self: Answer, token: int, piece: str, length: int) -> None:
+    def counted(self: Completion, token: int, piece: str, length: int) -> None:
         self.row.room += length == 3
         check(self, token, piece, length)
 
-    monkeypatch.setattr(Answer, "_check_end", counted)
+    monkeypatch.setattr(Completion, "_check_end", counted)
     assert _bias("draft_model-chain", room=3) > 0.01

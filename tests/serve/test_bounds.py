@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from forerun import AsyncLLM, SamplingParams
 from forerun.drafters import default_length
-from forerun.engine.drafting import Drafting
+from forerun.engine.drafting import DrafterPool
 from forerun.engine.lanes import LARGE
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
@@ -201,8 +201,8 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens(
 def test_no_request_builds_a_drafter(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is there from the start, built for the longest drafts that may be asked for."""
     built: list[Any] = []
-    build = Drafting._built
-    monkeypatch.setattr(Drafting, "_built", lambda self, config: (built.append(config), build(self, config))[1])
+    build = DrafterPool._built
+    monkeypatch.setattr(DrafterPool, "_built", lambda self, config: (built.append(config), build(self, config))[1])
     card = own.get("/v1/models").json()["data"][0]["speculation"]
     assert card["max_speculative_tokens"] == {"draft_model": 3, "ngram": 16, "lookahead": 16}
     for name, most in card["max_speculative_tokens"].items():

@@ -12,7 +12,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from forerun.serve.dialect import dialect_of
+from forerun.serve.chat_format import chat_format_of
 from forerun.serve.protocol.answers import ScoredToken, completion_logprobs
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.types import TokenLogprob
@@ -239,7 +239,7 @@ class TestCalls:
             {"messages": ASK, "tools": [TOOL, OTHER], "tool_choice": allowed(mode, "time")}
         )
         llm = templated.session.engine.llm
-        form = dialect_of(llm, templated.session.settings, body).constrained(body, None, llm.grammar_mark)
+        form = chat_format_of(llm, templated.session.settings, body).constrained(body, None, llm.grammar_mark)
         assert form is not None and form.grammar is not None and "time" in form.grammar
         assert "weather" not in form.grammar
         names = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun import judging
 from forerun.engine import reading
-from forerun.engine.answer import Answer, Request
+from forerun.engine.completion import Completion, Request
 from forerun.engine.core import Engine
 from forerun.engine.grammar import GrammarProcessor
 from forerun.sampling import Sampler, logprobs_of
@@ -63,26 +63,26 @@ class Fault:
         return called
 
 
-def with_processor(answer: Answer, processor: Callable[[Sequence[int], Tensor], Any]) -> None:
+def with_processor(answer: Completion, processor: Callable[[Sequence[int], Tensor], Any]) -> None:
     """The row's sampler, with one more processor."""
     old = answer.row.sampler
     params = dataclasses.replace(old.params, logits_processors=(*old.params.logits_processors, processor))
     answer.row.sampler = Sampler(params, old.prompt, banned_until_min=old.banned_until_min, bad_words=old.bad_words)
 
 
-def in_distribution(answer: Answer, fault: Fault) -> None:
+def in_distribution(answer: Completion, fault: Fault) -> None:
     answer.row.sampler.law = fault.before(answer.row.sampler.law)  # type: ignore[method-assign]
 
 
-def in_processing(answer: Answer, fault: Fault) -> None:
+def in_processing(answer: Completion, fault: Fault) -> None:
     answer.row.sampler._penalise = fault.before(answer.row.sampler._penalise)  # type: ignore[method-assign]
 
 
-def in_a_callable(answer: Answer, fault: Fault) -> None:
+def in_a_callable(answer: Completion, fault: Fault) -> None:
     with_processor(answer, fault.before(lambda tokens, logits: logits))
 
 
-def in_its_result(answer: Answer, fault: Fault) -> None:
+def in_its_result(answer: Completion, fault: Fault) -> None:
     """What comes back is no tensor."""
 
     def process(tokens: Sequence[int], logits: Tensor) -> Any:
@@ -92,7 +92,7 @@ def in_its_result(answer: Answer, fault: Fault) -> None:
     with_processor(answer, process)
 
 
-def in_its_width(answer: Answer, fault: Fault) -> None:
+def in_its_width(answer: Completion, fault: Fault) -> None:
     """What comes back names tokens that there are not."""
 
     def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -120,19 +120,19 @@ class Matcher:
         return b"\xff" * self._length
 
 
-def in_grammar(method: str) -> Callable[[Answer, Fault], None]:
-    def sabotage(answer: Answer, fault: Fault) -> None:
+def in_grammar(method: str) -> Callable[[Completion, Fault], None]:
+    def sabotage(answer: Completion, fault: Fault) -> None:
         matcher = Matcher(fault, method, 64)
         with_processor(answer, GrammarProcessor(matcher, answer.row.prompt_length, [0]))
 
     return sabotage
 
 
-def in_detokenizer(answer: Answer, fault: Fault) -> None:
+def in_detokenizer(answer: Completion, fault: Fault) -> None:
     answer.detokenizer.add = fault.before(answer.detokenizer.add)  # type: ignore[method-assign]
 
 
-def in_the_last_character(answer: Answer, fault: Fault) -> None:
+def in_the_last_character(answer: Completion, fault: Fault) -> None:
     fault.left = 0
     answer.detokenizer.flush = fault.before(answer.detokenizer.flush)  # type: ignore[method-assign]
 
@@ -148,11 +148,11 @@ class Text:
         return self._faults[name].before(found) if name in self._faults else found
 
 
-def in_stop_strings(answer: Answer, fault: Fault) -> None:
+def in_stop_strings(answer: Completion, fault: Fault) -> None:
     answer.text = Text(answer.text, add=fault)  # type: ignore[assignment]
 
 
-def in_what_is_held_back(answer: Answer, fault: Fault) -> None:
+def in_what_is_held_back(answer: Completion, fault: Fault) -> None:
     answer.text = Text(answer.text, release=fault)  # type: ignore[assignment]
 
 
@@ -166,12 +166,12 @@ class Ends(frozenset[int]):
         return super().__contains__(token)
 
 
-def in_stop_tokens(answer: Answer, fault: Fault) -> None:
+def in_stop_tokens(answer: Completion, fault: Fault) -> None:
     answer.row.stop_ids = ends = Ends(answer.row.stop_ids)
     ends.fault = fault
 
 
-def in_rule(answer: Answer, fault: Fault) -> None:
+def in_rule(answer: Completion, fault: Fault) -> None:
     answer.row.rule = "faulty"
     Rule.fault = fault
 
@@ -189,25 +189,25 @@ class Rule:
         return base.rule_named("sample_walk").verify(*args)
 
 
-def in_output(answer: Answer, fault: Fault) -> None:
+def in_output(answer: Completion, fault: Fault) -> None:
     fault.left = 0
     answer.stats = answer.traces = None  # type: ignore[assignment]
     answer.request.output = fault  # type: ignore[method-assign,assignment]
 
 
-def at_submission(answer: Answer, fault: Fault) -> None:
+def at_submission(answer: Completion, fault: Fault) -> None:
     """Before it is queued, as a tokenizer or the compiler of a grammar may."""
     raise fault.error
 
 
-def nowhere(answer: Answer, fault: Fault) -> None: ...
+def nowhere(answer: Completion, fault: Fault) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where the fault is, and what the request must ask for to come by."""
 
-    sabotage: Callable[[Answer, Fault], None]
+    sabotage: Callable[[Completion, Fault], None]
     asks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
-from forerun.serve.dialect import Dialect
+from forerun.serve.chat_format import ChatFormat
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps
@@ -120,8 +120,8 @@ FORMS = [
 def test_a_form_binds_what_comes_behind(
     compiler: GrammarCompiler, form: StructuredOutputs, text: str, marks: Marks, inside: bool
 ) -> None:
-    dialect = Dialect(prompt={"prompt": "x"}, marks=marks, inside=inside)
-    wish = dialect.constrained(ChatRequest.model_validate({"messages": ASK}), form, compiler.mark)
+    chat_format = ChatFormat(prompt={"prompt": "x"}, marks=marks, inside=inside)
+    wish = chat_format.constrained(ChatRequest.model_validate({"messages": ASK}), form, compiler.mark)
     assert wish is not None
 
     def allowed(answer: str) -> str:

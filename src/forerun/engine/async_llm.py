@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from forerun.engine.answer import Request
+from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.lanes import Lanes
 from forerun.engine.llm import LLM, Speculative

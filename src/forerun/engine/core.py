@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.engine.answer import Answer, Request
+from forerun.engine.completion import Completion, Request
 from forerun.engine.controller.admission import prunable, prune
-from forerun.engine.drafting import Drafting, Newcomer
+from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
 from forerun.engine.reading import Reading, read
 from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
@@ -219,7 +219,7 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafting: Drafting, *, check: bool = False, scheduling: Scheduling | None = None
+        self, target: Target, drafting: DrafterPool, *, check: bool = False, scheduling: Scheduling | None = None
     ) -> None:
         self.target, self.drafting, self._check = target, drafting, check
         self.scheduling = Scheduling() if scheduling is None else scheduling
@@ -231,8 +231,8 @@ class Engine:
         """Prompt tokens that were found in the cache."""
         self._order = itertools.count()
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Answer] = []
-        self._running: list[Answer] = []
+        self._waiting: list[Completion] = []
+        self._running: list[Completion] = []
         self._reading: list[Reading] = []
         self._unread: list[Reading] = []
         self._prefixes = Prefixes(target, enabled=self.scheduling.enable_prefix_caching)
@@ -314,7 +314,7 @@ class Engine:
         self._running.sort(key=lambda answer: answer.row.row)
         self._drop_prefixes()
 
-    def _seat(self, answer: Answer) -> None:
+    def _seat(self, answer: Completion) -> None:
         """Give the answer a row, and what it lacks there to whoever reads the same prompt just now, or to itself."""
         request = answer.request
         same = [text for text in self._reading if text.begins and text.answers[0].request is request]
@@ -342,11 +342,11 @@ class Engine:
             self.drafting.forget(seat.drafter, [seat.row], [seat.known])
         return seat
 
-    def _held(self, answer: Answer) -> Busy:
+    def _held(self, answer: Completion) -> Busy:
         row = answer.row
         return Busy(tokens=row.tokens[: self.target.lengths[row.row]], salt=row.cache_salt)
 
-    def _leave(self, answer: Answer, *, keep: bool) -> None:
+    def _leave(self, answer: Completion, *, keep: bool) -> None:
         """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
         row, drafter = answer.row, answer.drafter
         keep = keep and self._prefixes.enabled
@@ -391,11 +391,11 @@ class Engine:
             self._waiting.append(answer)
         self._drop_prefixes()
 
-    def _fits(self, answers: Sequence[Answer]) -> bool:
+    def _fits(self, answers: Sequence[Completion]) -> bool:
         most = self.scheduling.kv_cache_tokens
         return most is None or sum(map(self._claim, answers)) <= most
 
-    def _claim(self, answer: Answer) -> int:
+    def _claim(self, answer: Completion) -> int:
         """Tokens that its row may hold after the next step."""
         row, config = answer.row, answer.request.speculative
         asked = config.num_speculative_tokens if config is not None else None
@@ -426,9 +426,9 @@ class Engine:
             return ended
         rows, places = [answer.row for _, answer in beginning], [place for place, _ in beginning]
         emitted = first_tokens(rows, logits[places], isolate=True)
-        return ended + [answer.absorb(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
+        return ended + [answer.append(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
 
-    def _decode(self, answers: Sequence[Answer]) -> list[StreamChunk]:
+    def _decode(self, answers: Sequence[Completion]) -> list[StreamChunk]:
         self._introduce()
         began = time.perf_counter()
         rows = [answer.row for answer in answers]
@@ -443,20 +443,20 @@ class Engine:
         emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began, isolate=True)
         self.drafting.learn(emitted)
         self.drafting.count_failures(rows)
-        return [answer.absorb(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
+        return [answer.append(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
     def _introduce(self) -> None:
         """Show drafters the prompts of rows that came in since; after their first tokens, so that these never wait."""
-        newcomers = defaultdict[str, list[Newcomer]](list)
+        new_sequences = defaultdict[str, list[NewSequence]](list)
         for text in self._unread:
             states = text.signals()
             for place, answer in enumerate(text.answers):
                 if answer.drafter is not None:
                     known = text.known if place == 0 else 0
-                    newcomers[answer.drafter].append(Newcomer(row=answer.row, known=known, states=states))
+                    new_sequences[answer.drafter].append(NewSequence(row=answer.row, known=known, states=states))
                     answer.introduced = True
         self._unread.clear()
-        for key, found in newcomers.items():
+        for key, found in new_sequences.items():
             self.drafting.introduce(key, found)
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:

@@ -54,7 +54,7 @@ class _Active:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Newcomer:
+class NewSequence:
     """A row whose text its drafter has not been shown."""
 
     row: Row
@@ -64,7 +64,7 @@ class Newcomer:
     """(M, H) of the tokens before each of the others; M is one less where none is known."""
 
 
-class Drafting:
+class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
     def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: Costs | None = None) -> None:
@@ -172,7 +172,7 @@ class Drafting:
             return active.depth
         return min(asked, active.depth)
 
-    def introduce(self, key: str, found: Sequence[Newcomer]) -> None:
+    def introduce(self, key: str, found: Sequence[NewSequence]) -> None:
         """Show drafters the texts (prompts and first tokens) of rows that are new to them."""
         rows = [newcomer.row for newcomer in found]
         fresh = [len(newcomer.row.tokens) - newcomer.known for newcomer in found]

@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.adapting.settings import AdaptConfig, adapt_config
-from forerun.engine.answer import Request
+from forerun.engine.completion import Request
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
 from forerun.engine.controller.build import measured
 from forerun.engine.core import Engine
-from forerun.engine.drafting import Drafting
+from forerun.engine.drafting import DrafterPool
 from forerun.engine.lanes import Lane
 from forerun.engine.loading import drafter_bytes, load_tokenizer
 from forerun.engine.prompts import Prompt, PromptReader, as_list, as_params
@@ -239,7 +239,7 @@ class LLM:
         if reproducible:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         most = REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS
-        self.engine = Engine(self.target, Drafting(setup, nodes=most), check=check, scheduling=scheduling)
+        self.engine = Engine(self.target, DrafterPool(setup, nodes=most), check=check, scheduling=scheduling)
         self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
         self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = defaultdict(deque)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from forerun.engine.answer import Answer, Request
+from forerun.engine.completion import Completion, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
 from forerun.engine.lanes import Lane
@@ -223,9 +223,9 @@ class PromptReader:
         given: Any = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         return (given, self.encode("prompt", given, whole=whole)) if isinstance(given, str) else (None, given)
 
-    def _answer(self, request: Request, index: int, row: Row) -> Answer:
+    def _answer(self, request: Request, index: int, row: Row) -> Completion:
         ids, params = request.prompt_tokens, request.params
-        return Answer(
+        return Completion(
             request=request,
             index=index,
             row=row,

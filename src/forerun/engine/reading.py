@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forerun.engine.answer import Answer
+from forerun.engine.completion import Completion
 from forerun.judging import Isolation
 from forerun.sampling import logprobs_of
 from forerun.target import Scored, Target
@@ -25,7 +25,7 @@ _SCORED_AT_ONCE = 64
 class Reading:
     """One text: a prompt or, after a preemption, prompt and output."""
 
-    answers: list[Answer]
+    answers: list[Completion]
     """The first one's row is filled; the others, to the same prompt, copy it."""
     tokens: list[int]
     """What is to stand in the cache: of an answer that has begun, all but the last token, which is the next root."""
@@ -39,7 +39,7 @@ class Reading:
     """(M, H) of each piece that was run."""
 
     @classmethod
-    def of(cls, answer: Answer, requires: frozenset[Signal]) -> Reading:
+    def of(cls, answer: Completion, requires: frozenset[Signal]) -> Reading:
         """What the answer's row lacks."""
         text = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
         return cls(answers=[answer], tokens=text, requires=requires)

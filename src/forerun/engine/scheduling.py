@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.engine.answer import Answer, Request
+from forerun.engine.completion import Completion, Request
 from forerun.engine.reading import Reading
 from forerun.errors import ArgumentError
 from forerun.target.model import PIECE
@@ -42,7 +42,7 @@ class Scheduling:
         return min(PIECE, self.max_num_batched_tokens)
 
 
-def next_in_line(waiting: Sequence[Answer], running: Sequence[Answer]) -> Answer:
+def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -> Completion:
     """The answer that gets the next row.
 
     One that was preempted comes first. Otherwise the client with the fewest rows is next, of its users the one with the
@@ -53,7 +53,7 @@ def next_in_line(waiting: Sequence[Answer], running: Sequence[Answer]) -> Answer
     """
     held = Counter(group for answer in running for group in _groups(answer.request))
 
-    def place(answer: Answer) -> tuple[bool, list[int], int]:
+    def place(answer: Completion) -> tuple[bool, list[int], int]:
         return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
 
     first = min(waiting, key=place)
@@ -61,7 +61,7 @@ def next_in_line(waiting: Sequence[Answer], running: Sequence[Answer]) -> Answer
     return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *place(answer)))
 
 
-def _client(answer: Answer) -> str:
+def _client(answer: Completion) -> str:
     return answer.request.client or answer.request.id
 
 
@@ -72,7 +72,7 @@ def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
     return (request.client,), (request.client, request.user), ("", request.id)
 
 
-def youngest(running: Sequence[Answer]) -> Answer:
+def youngest(running: Sequence[Completion]) -> Completion:
     """The answer that is preempted: the one that came last."""
     return max(running, key=lambda answer: answer.order)
 

@@ -23,8 +23,8 @@ from forerun.engine.async_llm import all_or_none
 from forerun.errors import ForerunError
 from forerun.serve import logs, schema, sse
 from forerun.serve.bodies import StrictRoute, aside
+from forerun.serve.chat_format import ChatFormat, chat_format_of, reasoning_tokens
 from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter
-from forerun.serve.dialect import Dialect, dialect_of, reasoning_tokens
 from forerun.serve.guards import BodyLimit, KeyCheck, Recorder, own_path
 from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import Event, ItemWriter
@@ -51,15 +51,15 @@ class ResponsesWriter(AnswerWriter):
     Args:
         body: what was asked.
         model: the served name.
-        dialect: how the answer is to be read.
+        chat_format: how the answer is to be read.
     """
 
     marks_end: ClassVar[bool] = False
 
-    def __init__(self, body: ResponsesRequest, model: str, dialect: Dialect) -> None:
-        self.body, self._model, self._dialect = body, model, dialect
+    def __init__(self, body: ResponsesRequest, model: str, chat_format: ChatFormat) -> None:
+        self.body, self._model, self._chat_format = body, model, chat_format
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
-        self._reader, self._items = dialect.reader(), _Items(dialect.new_id)
+        self._reader, self._items = chat_format.reader(), _Items(chat_format.new_id)
         self._output: RequestOutput | None = None
         self._sequence = 0
 
@@ -128,7 +128,7 @@ class ResponsesWriter(AnswerWriter):
     def _ending(self, output: RequestOutput) -> dict[str, Any]:
         answer = output.outputs[0]
         prompt, completion = len(output.prompt_token_ids), len(answer.token_ids)
-        reasoning = reasoning_tokens(self._dialect, answer.text, answer.tokens)
+        reasoning = reasoning_tokens(self._chat_format, answer.text, answer.tokens)
         complete = answer.finish_reason == "stop"
         why = "max_output_tokens" if answer.finish_reason == "length" else answer.finish_reason
         return {
@@ -262,8 +262,8 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs, dialect = await _prepared(http, lambda: chat_jobs(session, body))
-        writer = ChatWriter(body, session.settings.model_name, _tokenizer(session), dialect)
+        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body))
+        writer = ChatWriter(body, session.settings.model_name, _tokenizer(session), chat_format)
         return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions")
@@ -276,14 +276,14 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs, dialect = await _prepared(http, lambda: chat_jobs(session, body.chat()))
-        return await _respond(session, http, jobs, ResponsesWriter(body, session.settings.model_name, dialect))
+        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, ResponsesWriter(body, session.settings.model_name, chat_format))
 
     @app.post("/v1/messages")
     async def message(body: MessagesRequest, http: Request) -> Response:
         check_model(session, body.model)
-        jobs, dialect = await _prepared(http, lambda: chat_jobs(session, body.chat()))
-        return await _respond(session, http, jobs, MessagesWriter(body, session.settings.model_name, dialect))
+        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, MessagesWriter(body, session.settings.model_name, chat_format))
 
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
@@ -367,8 +367,8 @@ def _add_tokens(app: FastAPI, session: Session) -> None:
     async def count_tokens(body: CountRequest, http: Request) -> dict[str, int]:
         check_model(session, body.model)
         llm = session.engine.llm
-        dialect = await _prepared(http, lambda: dialect_of(llm, session.settings, body.chat()))
-        return {"input_tokens": len(dialect.prompt["prompt_token_ids"])}
+        chat_format = await _prepared(http, lambda: chat_format_of(llm, session.settings, body.chat()))
+        return {"input_tokens": len(chat_format.prompt["prompt_token_ids"])}
 
 
 def _add_operations(app: FastAPI, session: Session) -> None:

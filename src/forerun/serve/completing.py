@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.serve.dialect import Dialect, reasoning_tokens
+from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol import answers
 from forerun.serve.protocol.answers import PromptLogprobs
@@ -233,9 +233,9 @@ class Writer(AnswerWriter):
 class _Stream:
     """One choice of a chat: its reader and the message that comes out of it."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        self.reader = dialect.reader()
-        self.message = MessageWriter(dialect.new_id)
+    def __init__(self, chat_format: ChatFormat) -> None:
+        self.reader = chat_format.reader()
+        self.message = MessageWriter(chat_format.new_id)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The engine's reason, or that the model waits for what its calls bring."""
@@ -246,23 +246,25 @@ class ChatWriter(Writer):
     """``chat.completion`` and ``chat.completion.chunk``.
 
     Args:
-        dialect: how the answers are to be read.
+        chat_format: how the answers are to be read.
     """
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatRequest
 
-    def __init__(self, body: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase, dialect: Dialect) -> None:
+    def __init__(
+        self, body: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat
+    ) -> None:
         super().__init__(body, model, tokenizer)
-        self._dialect = dialect
-        self._streams = defaultdict[int, _Stream](lambda: _Stream(dialect))
+        self._chat_format = chat_format
+        self._streams = defaultdict[int, _Stream](lambda: _Stream(chat_format))
 
     @property
     def wants_logprobs(self) -> bool:
         return self.body.logprobs
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        stream = _Stream(self._dialect)
+        stream = _Stream(self._chat_format)
         return {
             "index": index,
             "message": stream.message.message(stream.reader.whole(answer.text)),
@@ -292,10 +294,10 @@ class ChatWriter(Writer):
         return {**found, **self.prompt_logprobs(ids, logprobs)}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
-        if self._dialect.marks is None:
+        if self._chat_format.marks is None:
             return None
         answered = [answer for output in outputs for answer in output.outputs]
-        return sum(reasoning_tokens(self._dialect, answer.text, answer.tokens) for answer in answered)
+        return sum(reasoning_tokens(self._chat_format, answer.text, answer.tokens) for answer in answered)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         return answers.chat_logprobs(tokens, self._name) if self.wants_logprobs else None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from forerun.serve import identity
-from forerun.serve.dialect import Dialect, dialect_of
+from forerun.serve.chat_format import ChatFormat, chat_format_of
 from forerun.serve.protocol.common import Sampling
 from forerun.serve.protocol.errors import ApiError, bad_request
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
@@ -32,7 +32,7 @@ class Tagged:
     chunk: StreamChunk
 
 
-def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], Dialect]:
+def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatFormat]:
     """The one job of a chat request, and how its answers are to be read.
 
     Raises:
@@ -40,17 +40,17 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], Dialect]:
     """
     llm = session.engine.llm
     assert llm.tokenizer is not None, "the server loads a model with its tokenizer"
-    dialect = dialect_of(llm, session.settings, body)
+    chat_format = chat_format_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(session, body, limit, top)
     params = replace(
         params,
-        structured_outputs=dialect.constrained(body, params.structured_outputs, llm.grammar_mark),
-        skip_special_tokens=params.skip_special_tokens and not dialect.hides_marks(llm.tokenizer),
+        structured_outputs=chat_format.constrained(body, params.structured_outputs, llm.grammar_mark),
+        skip_special_tokens=params.skip_special_tokens and not chat_format.hides_marks(llm.tokenizer),
     )
-    _check_scored(params, len(dialect.prompt["prompt_token_ids"]))
-    return [_job(session, body, dialect.prompt, params)], dialect
+    _check_scored(params, len(chat_format.prompt["prompt_token_ids"]))
+    return [_job(session, body, chat_format.prompt, params)], chat_format
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from forerun.serve.chat_format import ChatFormat
 from forerun.serve.completing import AnswerWriter
-from forerun.serve.dialect import Dialect
 from forerun.serve.handling import Tagged
 from forerun.serve.items import Event, ItemWriter
 from forerun.serve.protocol import answers
@@ -29,15 +29,15 @@ class MessagesWriter(AnswerWriter):
     Args:
         body: what was asked.
         model: the served name.
-        dialect: how the answer is to be read.
+        chat_format: how the answer is to be read.
     """
 
     marks_end: ClassVar[bool] = False
 
-    def __init__(self, body: MessagesRequest, model: str, dialect: Dialect) -> None:
+    def __init__(self, body: MessagesRequest, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model = body, model
         self._id = f"msg_{secrets.token_hex(12)}"
-        self._reader, self._blocks = dialect.reader(), _Blocks(dialect.new_id)
+        self._reader, self._blocks = chat_format.reader(), _Blocks(chat_format.new_id)
         self._output: RequestOutput | None = None
         self._begun = False
 

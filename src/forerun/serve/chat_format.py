@@ -32,7 +32,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dialect:
+class ChatFormat:
     """How the answers to one request are written."""
 
     prompt: dict[str, Any]
@@ -108,9 +108,9 @@ class Dialect:
 class AnswerReader(PieceReader):
     """Reads one answer: reasoning first, then text and calls."""
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, chat_format: ChatFormat) -> None:
         self._reasoned = [0]
-        super().__init__(partial(_steps, dialect, self._reasoned))
+        super().__init__(partial(_steps, chat_format, self._reasoned))
 
     @property
     def reasoning_end(self) -> int:
@@ -122,18 +122,18 @@ class AnswerReader(PieceReader):
         return [*self.feed(text), *self.close()]
 
 
-def _steps(dialect: Dialect, reasoned: list[int], text: Incoming) -> Steps[None]:
+def _steps(chat_format: ChatFormat, reasoned: list[int], text: Incoming) -> Steps[None]:
     """Reads an answer; where its reasoning ended is added to `reasoned`. Does not name the reader that runs it."""
-    if dialect.marks is not None:
-        yield from read_reasoning(text, dialect.marks, inside=dialect.inside)
+    if chat_format.marks is not None:
+        yield from read_reasoning(text, chat_format.marks, inside=chat_format.inside)
         reasoned.append(text.at)
-    if dialect.format is not None:
-        yield from dialect.format.read(text)
+    if chat_format.format is not None:
+        yield from chat_format.format.read(text)
     else:
         yield from text.rest(Kind.CONTENT)
 
 
-def dialect_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Dialect:
+def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> ChatFormat:
     """The prompt of a chat request and how its answers are written.
 
     Raises:
@@ -161,7 +161,7 @@ def dialect_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Dialect:
     if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
         marks = None
     functions = [tool.function.function() for tool in body.callable_tools]
-    return Dialect(
+    return ChatFormat(
         prompt=prompt,
         format=kind(template, functions) if kind is not None and functions else None,
         marks=marks,
@@ -169,9 +169,9 @@ def dialect_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Dialect:
     )
 
 
-def reasoning_tokens(dialect: Dialect, text: str, tokens: Sequence[OutputToken]) -> int:
+def reasoning_tokens(chat_format: ChatFormat, text: str, tokens: Sequence[OutputToken]) -> int:
     """How many tokens of an answer are reasoning, marks included."""
-    reader = dialect.reader()
+    reader = chat_format.reader()
     reader.whole(text)
     place = count = 0
     while count < len(tokens) and place < reader.reasoning_end:

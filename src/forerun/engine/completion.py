@@ -42,7 +42,7 @@ class Request:
     """Of the client, where its rows are to be shared fairly among its users."""
     timeout_s: float | None = None
     """Time from queueing to the end, seconds."""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     queued_at: float | None = None
     first_token_at: float | None = None
@@ -100,7 +100,7 @@ class Request:
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Answer:
+class Completion:
     """One of a request's `n` answers."""
 
     request: Request
@@ -124,7 +124,7 @@ class Answer:
     failed: bool = False
     """What its row holds is of no use to others."""
 
-    def absorb(self, emitted: Emitted) -> StreamChunk:
+    def append(self, emitted: Emitted) -> StreamChunk:
         """Take one step's tokens in, one by one, up to the first that ends the answer.
 
         If the row failed in the step, or its text fails here, the whole request ends, and no other.
