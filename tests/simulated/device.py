@@ -28,9 +28,18 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "sim"
 
-_READS = {"_local_scalar_dense", "equal"}
+_READS = {"_local_scalar_dense", "allclose", "equal"}
 """Operations that return a value of the device to the host."""
-_SIZED = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "bincount", "repeat_interleave"}
+_SIZED = {
+    "nonzero",
+    "masked_select",
+    "unique_consecutive",
+    "_unique2",
+    "unique_dim",
+    "_unique",
+    "bincount",
+    "repeat_interleave",
+}
 """Operations whose result has a size that depends on values: the host waits for it."""
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 """Take indices from the CPU, too, and copy them to the device, blocking."""

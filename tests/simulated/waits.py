@@ -167,7 +167,7 @@ def summary(found: Sequence[Waits]) -> dict[str, Any]:
             "staged_copies": waits.per_step(Kind.STAGED),
         }
         arm = arms.setdefault(waits.arm, {"reads": 0.0, "blocking_writes": 0.0, "settings": {}})
-        arm["settings"][f"{waits.setting}, {waits.rows} rows"] = own
+        arm["settings"][f"{waits.setting}, rows={waits.rows}"] = own
         for name in ("reads", "blocking_writes"):
             arm[name] = max(arm[name], own[name])
     return arms
