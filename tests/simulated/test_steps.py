@@ -1,0 +1,144 @@
+"""Every registered drafter on the simulated device: the text and the drafts of the CPU, no tensors of two devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, eagle_head, model, variants
+from drafters.test_speed import SPEED, tied
+from forerun import LLM, SamplingParams
+from forerun.drafters import DRAFTERS
+from forerun.engine.cost import load_or_measure
+from simulated.device import NAME, Kind, SimulatedDevice, moved
+from simulated.waits import recording
+
+LENGTH = 10
+SETTINGS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=LENGTH),
+    "penalties": SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={3: 1.0},
+        seed=4,
+        max_tokens=LENGTH,
+    ),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=LENGTH),
+}
+AUTO = Variant("auto", options={"model": eagle_head()})
+EVERY: list[Variant | None] = [None, *variants(), SPEED, AUTO]
+FIRST = {str(variant) for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])[:1]}
+"""The others of a drafter's variants run with the slow tests."""
+FAULTS: dict[tuple[str, str], str] = {}
+"""(variant, setting) -> what goes wrong on a device today. Whoever mends it takes the line away."""
+
+
+def cases(settings: Sequence[str]) -> list[Any]:
+    """Every variant in these settings: one of each drafter, the others slow, known faults expected to fail."""
+    found = []
+    for variant in EVERY:
+        for setting in settings:
+            marks = list[pytest.MarkDecorator]()
+            if str(variant) not in {*FIRST, str(None), str(SPEED), str(AUTO)}:
+                marks.append(pytest.mark.slow)
+            if reason := FAULTS.get((str(variant), setting)):
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
+            found.append(pytest.param(variant, setting, marks=marks, id=f"{variant}-{setting}"))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes cost, which `auto` asks for, is measured in no time and kept nowhere."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setitem(load_or_measure.__kwdefaults__, "seconds", 0.1)
+    monkeypatch.setitem(load_or_measure.__kwdefaults__, "repeats", 1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is compared between devices."""
+
+    token_ids: list[int]
+    logprobs: list[Any]
+    drafted: int
+    accepted: int
+    drafter_errors: int
+
+
+def on_device(value: Any) -> Any:
+    """A drafter's options with the models among them on the device."""
+    if isinstance(value, nn.Module):
+        return moved(value)
+    if isinstance(value, Mapping):
+        return {name: on_device(inner) for name, inner in value.items()}
+    return [on_device(inner) for inner in value] if isinstance(value, list) else value
+
+
+def answers(variant: Variant | None, params: SamplingParams, *, there: bool) -> list[Answer]:
+    """What the tiny target answers to the suite's prompts, three at once, on the CPU or `there` on the open device."""
+    config = None if variant is None else variant.config()
+    target = tied() if variant is SPEED else model()
+    if there:
+        target, config = moved(target), on_device(config)
+    llm = LLM(
+        target,
+        tokenizer=False,
+        speculative_config=config,
+        max_num_seqs=3,
+        max_model_len=64,
+        self_check=False,
+    )
+    assert llm.target.device.type == (NAME if there else "cpu")
+    with llm.engine.drafting.free_of_charge() if variant is AUTO else nullcontext():
+        outputs = [output.outputs[0] for output in llm.generate(as_prompts(PROMPTS), params)]
+    return [
+        Answer(
+            token_ids=output.token_ids,
+            logprobs=[token.top_logprobs for token in output.tokens],
+            drafted=output.speculation.num_draft_tokens,
+            accepted=output.speculation.num_accepted_draft_tokens,
+            drafter_errors=output.speculation.drafter_errors,
+        )
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(("variant", "setting"), cases(list(SETTINGS)))
+def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | None, setting: str) -> None:
+    expected = answers(variant, SETTINGS[setting], there=False)
+    device = SimulatedDevice()
+    with device, recording(device):
+        found = answers(variant, SETTINGS[setting], there=True)
+    assert not device.refused
+    assert found == expected
+    assert not any(answer.drafter_errors for answer in found)
+    assert variant is None or sum(answer.drafted for answer in found) > 0
+    assert device.counts.of(Kind.READ) > 0, "what came out was computed on the device"
+
+
+@pytest.mark.parametrize(("variant", "setting"), cases(["greedy without float64", "top-p without float64"]))
+def test_a_device_without_float64_does_it_too(variant: Variant | None, setting: str) -> None:
+    params = SETTINGS[setting.partition(" ")[0]]
+    expected = answers(variant, params, there=False)
+    device = SimulatedDevice(lacks=[torch.float64])
+    with device:
+        found = answers(variant, params, there=True)
+    assert not device.refused
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert not any(answer.drafter_errors for answer in found)
+
+
+def test_every_fault_belongs_to_a_test() -> None:
+    settings = {*SETTINGS, *(f"{name} without float64" for name in ("greedy", "top-p"))}
+    assert {(str(variant), setting) for variant in EVERY for setting in settings} >= FAULTS.keys()
