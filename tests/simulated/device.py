@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "sim"
@@ -205,12 +205,12 @@ class SimulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves = [*_leaves(args), *_leaves(kwargs.values())]
         devices = [leaf.type for leaf in leaves if isinstance(leaf, torch.device)]
         concerned = NAME in devices or any(isinstance(leaf, DeviceTensor) for leaf in leaves)
         if not concerned:
             return self._on_host(func, name, args, kwargs)
-        if name not in _WHOLE and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if _composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if name == "copy_":
@@ -219,7 +219,8 @@ class SimulatedDevice(TorchDispatchMode):
             return self._copied(*args, **kwargs)
         self._refuse_mixed(name, leaves)
         self._note_waits(name, args)
-        given, named = tree_unflatten([_inside(leaf) for leaf in leaves], structure)
+        given = [_each(_inside, arg) for arg in args]
+        named = {key: _each(_inside, value) for key, value in kwargs.items()}
         if not devices or NAME in devices:
             return self._launched(name, func, given, named, leaves)
         return func(*given, **named)  # e.g. torch.zeros_like(tensor, device="cpu")
@@ -243,10 +244,12 @@ class SimulatedDevice(TorchDispatchMode):
         if any(owner.shape != owner.held.shape for owner in owners.values()):
             raise NotImplementedError(f"{name} at {self._site()}: the simulated device changes no shape in place")
 
-        def outside(value: Tensor) -> Tensor:
+        def outside(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
             return owners[id(value)] if id(value) in owners else self._made(name, value)
 
-        return tree_map_only(Tensor, outside, result)
+        return _each(outside, result)
 
     def _copy_into(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """``target.copy_(source)`` where one of them, or both, are on the device."""
@@ -338,7 +341,7 @@ class _Call:
     def repeat(self) -> None:
         """Run it again; what comes out takes the place of what came out first."""
         again = self.func(*self.args, **self.kwargs)
-        for old, new in zip(tree_iter(self.result), tree_iter(again), strict=True):
+        for old, new in zip(_leaves([self.result]), _leaves([again]), strict=True):
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
@@ -361,6 +364,30 @@ def moved(model: nn.Module) -> nn.Module:
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+@cache
+def _composite(func: Any) -> bool:
+    """Whether torch makes the operation of others, which then are what the device sees."""
+    if func._schema.name.removeprefix("aten::") in _WHOLE:
+        return False
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """What an operation takes or returns, lists taken apart; it knows no deeper structure."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """The value, or each of a list of values, changed."""
+    if isinstance(value, list | tuple):
+        return type(value)([change(one) for one in value])
+    return change(value)
 
 
 def _inside(leaf: Any) -> Any:
