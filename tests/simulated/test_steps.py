@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +16,15 @@ from torch import nn
 
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, eagle_head, model, variants
 from drafters.test_speed import SPEED, tied
+from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS
 from forerun.engine.cost import load_or_measure
+from forerun.target import Target
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
+
+__all__ = ["checkpoint", "draft_checkpoint"]
 
 LENGTH = 10
 SETTINGS: dict[str, SamplingParams] = {
@@ -36,25 +41,62 @@ SETTINGS: dict[str, SamplingParams] = {
     ),
     "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=LENGTH),
 }
+WITHOUT_FLOAT64 = ("greedy without float64", "top-p without float64")
 AUTO = Variant("auto", options={"model": eagle_head()})
 EVERY: list[Variant | None] = [None, *variants(), SPEED, AUTO]
-FIRST = {str(variant) for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])[:1]}
-"""The others of a drafter's variants run with the slow tests."""
-FAULTS: dict[tuple[str, str], str] = {}
-"""(variant, setting) -> what goes wrong on a device today. Whoever mends it takes the line away."""
+QUICK = {
+    *(str(variant) for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])[:1]),
+    *(str(None), str(SPEED), str(AUTO), "draft_model-tree", "eagle3-dynamic"),
+}
+"""One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
+
+NUCLEUS = "sampling.py: _sorted_nucleus cumulates probabilities in float64 on the device"
+DYNAMIC = "drafters/dynamic.py: path probabilities are float64 on the device"
+ELSEWHERE = "its model is loaded without `device=` and stays on the CPU, whatever the target's device is"
+FAULTS: dict[str, dict[str, Sequence[str]]] = {
+    "greedy without float64": {
+        DYNAMIC: ("eagle3-dynamic", "eagle3-dynamic-given", "eagle-dynamic"),
+    },
+    "top-p without float64": {
+        NUCLEUS: (
+            "None",
+            *("ngram-chain", "ngram-trie", "ngram-frequent"),
+            *("lookahead-small", "lookahead-window-only", "jacobi-chain"),
+            *("suffix-chain", "suffix-tree", "prediction-chain"),
+            *("first_of-copy-or-model", "first_of-sampled"),
+            *("merge-given", "merge-beside-a-chain", "merge-beside-a-tree"),
+            *("cascade-tail", "cascade-three-levels"),
+            *("draft_model-chain", "draft_model-given", "draft_model-tree", "draft_model-iid-tree"),
+            *("draft_model-given-tree", "draft_model-greedy-k-tree", "draft_model-hot"),
+            *("draft_model-irregular-tree", "draft_model-irregular-given-tree"),
+            *("tli-chain", "tli-tree", "slem-letters", "slem-words"),
+            *("quantized_self-chain", "skip_layers-chain", "skip_layers-stopping-tree"),
+            *("early_exit-chain", "early_exit-tree", "speed-default"),
+            *("rest-trie", "rest-chain", "recycling-fixed", "recycling-adaptive"),
+            *("eagle3-chain", "eagle3-dynamic", "eagle3-dynamic-given", "eagle3-tree", "eagle3-greedy-k-tree"),
+            *("eagle-chain", "eagle-dynamic", "auto-default"),
+        ),
+    },
+    "loaded by name": {
+        ELSEWHERE: ("draft_model", "cascade", "slem", "tli", "first_of", "merge", "auto"),
+    },
+}
+"""Setting -> what goes wrong on a device today -> for whom. Whoever mends it takes the names away."""
 
 
-def cases(settings: Sequence[str]) -> list[Any]:
-    """Every variant in these settings: one of each drafter, the others slow, known faults expected to fail."""
+def expected_to_fail(setting: str, name: str) -> list[pytest.MarkDecorator]:
+    """The mark of a known fault."""
+    reasons = [reason for reason, names in FAULTS.get(setting, {}).items() if name in names]
+    return [pytest.mark.xfail(strict=True, reason=reason) for reason in reasons]
+
+
+def cases(*settings: str) -> list[Any]:
+    """Every variant in these settings."""
     found = []
-    for variant in EVERY:
-        for setting in settings:
-            marks = list[pytest.MarkDecorator]()
-            if str(variant) not in {*FIRST, str(None), str(SPEED), str(AUTO)}:
-                marks.append(pytest.mark.slow)
-            if reason := FAULTS.get((str(variant), setting)):
-                marks.append(pytest.mark.xfail(strict=True, reason=reason))
-            found.append(pytest.param(variant, setting, marks=marks, id=f"{variant}-{setting}"))
+    for variant, setting in itertools.product(EVERY, settings):
+        slow = [] if str(variant) in QUICK else [pytest.mark.slow]
+        marks = [*slow, *expected_to_fail(setting, str(variant))]
+        found.append(pytest.param(variant, setting, marks=marks, id=f"{variant}-{setting}"))
     return found
 
 
@@ -121,7 +163,7 @@ def on_the_cpu(variant: Variant | None, setting: str) -> list[Answer]:
     return answers(variant, SETTINGS[setting], there=False)
 
 
-@pytest.mark.parametrize(("variant", "setting"), cases(list(SETTINGS)))
+@pytest.mark.parametrize(("variant", "setting"), cases(*SETTINGS))
 def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | None, setting: str) -> None:
     expected = on_the_cpu(variant, setting)
     device = SimulatedDevice()
@@ -134,8 +176,9 @@ def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | 
     assert device.counts.of(Kind.READ) > 0, "what came out was computed on the device"
 
 
-@pytest.mark.parametrize(("variant", "setting"), cases(["greedy without float64", "top-p without float64"]))
+@pytest.mark.parametrize(("variant", "setting"), cases(*WITHOUT_FLOAT64))
 def test_a_device_without_float64_does_it_too(variant: Variant | None, setting: str) -> None:
+    """As MPS is one."""
     setting = setting.partition(" ")[0]
     expected = on_the_cpu(variant, setting)
     device = SimulatedDevice(lacks=[torch.float64])
@@ -146,6 +189,52 @@ def test_a_device_without_float64_does_it_too(variant: Variant | None, setting: 
     assert not any(answer.drafter_errors for answer in found)
 
 
+NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "draft_model": lambda name: {"method": "draft_model", "model": name},
+    "tli": lambda name: {"method": "tli", "model": name},
+    "slem": lambda name: {"method": "slem", "model": name},
+    "cascade": lambda name: {"method": "cascade", "model": name, "inner": {"method": "ngram"}},
+    "first_of": lambda name: {"method": "first_of", "drafters": [{"method": "draft_model", "model": name}]},
+    "merge": lambda name: {"method": "merge", "drafters": ["ngram", {"method": "draft_model", "model": name}]},
+    "auto": lambda name: {"method": "auto", "model": name},
+    "early_exit": lambda name: {"method": "early_exit", "exit_layer": 1},
+    "quantized_self": lambda name: {"method": "quantized_self"},
+}
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=expected_to_fail("loaded by name", name)) for name in NAMED]
+)
+def test_what_is_loaded_by_name_is_on_the_targets_device(
+    method: str, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # in the thread in which the device is open
+    made: list[Target] = []
+    wrapped = Target.__init__
+
+    def noted(self: Target, *args: Any, **keywords: Any) -> None:
+        wrapped(self, *args, **keywords)
+        made.append(self)
+
+    monkeypatch.setattr(Target, "__init__", noted)
+    config = NAMED[method](str(draft_checkpoint))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def answered(place: str) -> list[int]:
+        llm = LLM(str(checkpoint), device=place, max_num_seqs=1, max_model_len=64, speculative_config=config)
+        return llm.generate("the cat sat on the", params)[0].outputs[0].token_ids
+
+    expected = answered("cpu")
+    made.clear()
+    with SimulatedDevice() as device:
+        assert answered(NAME) == expected
+    assert not device.refused
+    assert {target.device.type for target in made} == {NAME}
+
+
 def test_every_fault_belongs_to_a_test() -> None:
-    settings = {*SETTINGS, *(f"{name} without float64" for name in ("greedy", "top-p"))}
-    assert {(str(variant), setting) for variant in EVERY for setting in settings} >= FAULTS.keys()
+    variants_named = {str(variant) for variant in EVERY}
+    for setting, faults in FAULTS.items():
+        known = NAMED.keys() if setting == "loaded by name" else variants_named
+        assert setting in {*SETTINGS, *WITHOUT_FLOAT64, "loaded by name"}
+        assert {name for names in faults.values() for name in names} <= known
