@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +20,7 @@ from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS
 from forerun.engine.cost import load_or_measure
+from forerun.errors import RequestError
 from forerun.target import Target
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
@@ -87,7 +88,8 @@ FAULTS: dict[str, dict[str, Sequence[str]]] = {
 def expected_to_fail(setting: str, name: str) -> list[pytest.MarkDecorator]:
     """The mark of a known fault."""
     reasons = [reason for reason, names in FAULTS.get(setting, {}).items() if name in names]
-    return [pytest.mark.xfail(strict=True, reason=reason) for reason in reasons]
+    raises = (AssertionError, RequestError)
+    return [pytest.mark.xfail(strict=True, reason=reason, raises=raises) for reason in reasons]
 
 
 def cases(*settings: str) -> list[Any]:
@@ -189,21 +191,24 @@ def test_a_device_without_float64_does_it_too(variant: Variant | None, setting: 
     assert not any(answer.drafter_errors for answer in found)
 
 
-NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
-    "draft_model": lambda name: {"method": "draft_model", "model": name},
-    "tli": lambda name: {"method": "tli", "model": name},
-    "slem": lambda name: {"method": "slem", "model": name},
-    "cascade": lambda name: {"method": "cascade", "model": name, "inner": {"method": "ngram"}},
-    "first_of": lambda name: {"method": "first_of", "drafters": [{"method": "draft_model", "model": name}]},
-    "merge": lambda name: {"method": "merge", "drafters": ["ngram", {"method": "draft_model", "model": name}]},
-    "auto": lambda name: {"method": "auto", "model": name},
-    "early_exit": lambda name: {"method": "early_exit", "exit_layer": 1},
-    "quantized_self": lambda name: {"method": "quantized_self"},
-}
+def named(name: str) -> dict[str, dict[str, Any]]:
+    """Configurations with a draft model by its name, and of drafters made of the target that is loaded by name."""
+    ngram, draft_model = {"method": "ngram"}, {"method": "draft_model", "model": name}
+    return {
+        "draft_model": draft_model,
+        "tli": {"method": "tli", "model": name},
+        "slem": {"method": "slem", "model": name},
+        "cascade": {"method": "cascade", "model": name, "inner": ngram},
+        "first_of": {"method": "first_of", "drafters": [ngram, draft_model]},
+        "merge": {"method": "merge", "drafters": [ngram, draft_model]},
+        "auto": {"method": "auto", "model": name},
+        "early_exit": {"method": "early_exit", "exit_layer": 1},
+        "quantized_self": {"method": "quantized_self"},
+    }
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=expected_to_fail("loaded by name", name)) for name in NAMED]
+    "method", [pytest.param(method, marks=expected_to_fail("loaded by name", method)) for method in named("")]
 )
 def test_what_is_loaded_by_name_is_on_the_targets_device(
     method: str, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -217,7 +222,7 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
         made.append(self)
 
     monkeypatch.setattr(Target, "__init__", noted)
-    config = NAMED[method](str(draft_checkpoint))
+    config = named(str(draft_checkpoint))[method]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
     def answered(place: str) -> list[int]:
@@ -235,6 +240,6 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
 def test_every_fault_belongs_to_a_test() -> None:
     variants_named = {str(variant) for variant in EVERY}
     for setting, faults in FAULTS.items():
-        known = NAMED.keys() if setting == "loaded by name" else variants_named
+        known = named("").keys() if setting == "loaded by name" else variants_named
         assert setting in {*SETTINGS, *WITHOUT_FLOAT64, "loaded by name"}
         assert {name for names in faults.values() for name in names} <= known
