@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow test-vllm check bench docs clean
+.PHONY: help demo test test-slow test-vllm waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -47,6 +47,9 @@ test-slow: $(READY) ## the tests that take minutes
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python tests_vllm/run.py $(ARGS)
+
+waits: $(READY) ## how often a decoding step waits for the device, counted on a simulated accelerator
+	$(BIN)/python tests/simulated/waits.py $(ARGS)
 
 check: $(READY) ## ruff, formatting, mypy --strict
 	$(BIN)/ruff check .

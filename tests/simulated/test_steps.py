@@ -1,0 +1,245 @@
+"""Every registered drafter on the simulated device: the text and the drafts of the CPU, no tensors of two devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, eagle_head, model, variants
+from drafters.test_speed import SPEED, tied
+from engine.conftest import checkpoint, draft_checkpoint
+from forerun import LLM, SamplingParams
+from forerun.drafters import DRAFTERS
+from forerun.engine.cost import load_or_measure
+from forerun.errors import RequestError
+from forerun.target import Target
+from simulated.device import NAME, Kind, SimulatedDevice, moved
+from simulated.waits import recording
+
+__all__ = ["checkpoint", "draft_checkpoint"]
+
+LENGTH = 10
+SETTINGS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=LENGTH),
+    "penalties": SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={3: 1.0},
+        seed=4,
+        max_tokens=LENGTH,
+    ),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=LENGTH),
+}
+WITHOUT_FLOAT64 = ("greedy without float64", "top-p without float64")
+AUTO = Variant("auto", options={"model": eagle_head()})
+EVERY: list[Variant | None] = [None, *variants(), SPEED, AUTO]
+QUICK = {
+    *(str(variant) for name in DRAFTERS for variant in VARIANTS.get(name, [Variant(name)])[:1]),
+    *(str(None), str(SPEED), str(AUTO), "draft_model-tree", "eagle3-dynamic"),
+}
+"""One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
+
+NUCLEUS = "sampling.py: _sorted_nucleus cumulates probabilities in float64 on the device"
+DYNAMIC = "drafters/dynamic.py: path probabilities are float64 on the device"
+ELSEWHERE = "its model is loaded without `device=` and stays on the CPU, whatever the target's device is"
+FAULTS: dict[str, dict[str, Sequence[str]]] = {
+    "greedy without float64": {
+        DYNAMIC: ("eagle3-dynamic", "eagle3-dynamic-given", "eagle-dynamic"),
+    },
+    "top-p without float64": {
+        NUCLEUS: (
+            "None",
+            *("ngram-chain", "ngram-trie", "ngram-frequent"),
+            *("lookahead-small", "lookahead-window-only", "jacobi-chain"),
+            *("suffix-chain", "suffix-tree", "prediction-chain"),
+            *("first_of-copy-or-model", "first_of-sampled"),
+            *("merge-given", "merge-beside-a-chain", "merge-beside-a-tree"),
+            *("cascade-tail", "cascade-three-levels"),
+            *("draft_model-chain", "draft_model-given", "draft_model-tree", "draft_model-iid-tree"),
+            *("draft_model-given-tree", "draft_model-greedy-k-tree", "draft_model-hot"),
+            *("draft_model-irregular-tree", "draft_model-irregular-given-tree"),
+            *("tli-chain", "tli-tree", "slem-letters", "slem-words"),
+            *("quantized_self-chain", "skip_layers-chain", "skip_layers-stopping-tree"),
+            *("early_exit-chain", "early_exit-tree", "speed-default"),
+            *("rest-trie", "rest-chain", "recycling-fixed", "recycling-adaptive"),
+            *("eagle3-chain", "eagle3-dynamic", "eagle3-dynamic-given", "eagle3-tree", "eagle3-greedy-k-tree"),
+            *("eagle-chain", "eagle-dynamic", "auto-default"),
+        ),
+    },
+    "loaded by name": {
+        ELSEWHERE: ("draft_model", "cascade", "slem", "tli", "first_of", "merge", "auto"),
+    },
+}
+"""Setting -> what goes wrong on a device today -> for whom. Whoever mends it takes the names away."""
+
+
+def expected_to_fail(setting: str, name: str) -> list[pytest.MarkDecorator]:
+    """The mark of a known fault."""
+    reasons = [reason for reason, names in FAULTS.get(setting, {}).items() if name in names]
+    raises = (AssertionError, RequestError)
+    return [pytest.mark.xfail(strict=True, reason=reason, raises=raises) for reason in reasons]
+
+
+def cases(*settings: str) -> list[Any]:
+    """Every variant in these settings."""
+    found = []
+    for variant, setting in itertools.product(EVERY, settings):
+        slow = [] if str(variant) in QUICK else [pytest.mark.slow]
+        marks = [*slow, *expected_to_fail(setting, str(variant))]
+        found.append(pytest.param(variant, setting, marks=marks, id=f"{variant}-{setting}"))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes cost, which `auto` asks for, is measured in no time and kept nowhere."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setitem(load_or_measure.__kwdefaults__, "seconds", 0.1)
+    monkeypatch.setitem(load_or_measure.__kwdefaults__, "repeats", 1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is compared between devices."""
+
+    token_ids: list[int]
+    logprobs: list[Any]
+    drafted: int
+    accepted: int
+    drafter_errors: int
+
+
+def on_device(value: Any) -> Any:
+    """A drafter's options with the models among them on the device."""
+    if isinstance(value, nn.Module):
+        return moved(value)
+    if isinstance(value, Mapping):
+        return {name: on_device(inner) for name, inner in value.items()}
+    return [on_device(inner) for inner in value] if isinstance(value, list) else value
+
+
+def answers(variant: Variant | None, params: SamplingParams, *, there: bool) -> list[Answer]:
+    """What the tiny target answers to the suite's prompts, three at once, on the CPU or `there` on the open device."""
+    config = None if variant is None else variant.config()
+    target = tied() if variant is SPEED else model()
+    if there:
+        target, config = moved(target), on_device(config)
+    llm = LLM(
+        target,
+        tokenizer=False,
+        speculative_config=config,
+        max_num_seqs=3,
+        max_model_len=64,
+        self_check=False,
+    )
+    assert llm.target.device.type == (NAME if there else "cpu")
+    with llm.engine.drafting.free_of_charge() if variant is AUTO else nullcontext():
+        outputs = [output.outputs[0] for output in llm.generate(as_prompts(PROMPTS[:3]), params)]
+    return [
+        Answer(
+            token_ids=output.token_ids,
+            logprobs=[token.top_logprobs for token in output.tokens],
+            drafted=output.speculation.num_draft_tokens,
+            accepted=output.speculation.num_accepted_draft_tokens,
+            drafter_errors=output.speculation.drafter_errors,
+        )
+        for output in outputs
+    ]
+
+
+@cache
+def on_the_cpu(variant: Variant | None, setting: str) -> list[Answer]:
+    """What is expected on the device."""
+    return answers(variant, SETTINGS[setting], there=False)
+
+
+@pytest.mark.parametrize(("variant", "setting"), cases(*SETTINGS))
+def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | None, setting: str) -> None:
+    expected = on_the_cpu(variant, setting)
+    device = SimulatedDevice()
+    with device, recording(device):
+        found = answers(variant, SETTINGS[setting], there=True)
+    assert not device.refused
+    assert found == expected
+    assert not any(answer.drafter_errors for answer in found)
+    assert variant is None or sum(answer.drafted for answer in found) > 0
+    assert device.counts.of(Kind.READ) > 0, "what came out was computed on the device"
+
+
+@pytest.mark.parametrize(("variant", "setting"), cases(*WITHOUT_FLOAT64))
+def test_a_device_without_float64_does_it_too(variant: Variant | None, setting: str) -> None:
+    """As MPS is one."""
+    setting = setting.partition(" ")[0]
+    expected = on_the_cpu(variant, setting)
+    device = SimulatedDevice(lacks=[torch.float64])
+    with device:
+        found = answers(variant, SETTINGS[setting], there=True)
+    assert not device.refused
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert not any(answer.drafter_errors for answer in found)
+
+
+def named(name: str) -> dict[str, dict[str, Any]]:
+    """Configurations with a draft model by its name, and of drafters made of the target that is loaded by name."""
+    ngram, draft_model = {"method": "ngram"}, {"method": "draft_model", "model": name}
+    return {
+        "draft_model": draft_model,
+        "tli": {"method": "tli", "model": name},
+        "slem": {"method": "slem", "model": name},
+        "cascade": {"method": "cascade", "model": name, "inner": ngram},
+        "first_of": {"method": "first_of", "drafters": [ngram, draft_model]},
+        "merge": {"method": "merge", "drafters": [ngram, draft_model]},
+        "auto": {"method": "auto", "model": name},
+        "early_exit": {"method": "early_exit", "exit_layer": 1},
+        "quantized_self": {"method": "quantized_self"},
+    }
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=expected_to_fail("loaded by name", method)) for method in named("")]
+)
+def test_what_is_loaded_by_name_is_on_the_targets_device(
+    method: str, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # in the thread in which the device is open
+    made: list[Target] = []
+    wrapped = Target.__init__
+
+    def noted(self: Target, *args: Any, **keywords: Any) -> None:
+        wrapped(self, *args, **keywords)
+        made.append(self)
+
+    monkeypatch.setattr(Target, "__init__", noted)
+    config = named(str(draft_checkpoint))[method]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def answered(place: str) -> list[int]:
+        llm = LLM(str(checkpoint), device=place, max_num_seqs=1, max_model_len=64, speculative_config=config)
+        return llm.generate("the cat sat on the", params)[0].outputs[0].token_ids
+
+    expected = answered("cpu")
+    made.clear()
+    with SimulatedDevice() as device:
+        assert answered(NAME) == expected
+    assert not device.refused
+    assert {target.device.type for target in made} == {NAME}
+
+
+def test_every_fault_belongs_to_a_test() -> None:
+    variants_named = {str(variant) for variant in EVERY}
+    for setting, faults in FAULTS.items():
+        known = named("").keys() if setting == "loaded by name" else variants_named
+        assert setting in {*SETTINGS, *WITHOUT_FLOAT64, "loaded by name"}
+        assert {name for names in faults.values() for name in names} <= known

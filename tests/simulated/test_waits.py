@@ -1,0 +1,63 @@
+"""`make waits` counts what happens, for every arm, and what its last line says can be read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.target import Target
+from forerun.target.nouns import Scored
+from simulated import waits
+from simulated.device import Kind
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(waits, "WARM_UP", 1)
+    monkeypatch.setattr(waits, "PARAMS", {"T=0": waits.PARAMS["T=0"]})
+
+
+def test_the_last_line_is_what_the_table_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["waits.py", "plain", "ngram", "--rows", "1", "2", "--sites"])
+    waits.main()
+    *table, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert list(found) == ["plain", "ngram"]
+    for arm, figures in found.items():
+        assert figures["reads"] >= 1, "somebody has to learn the token"
+        assert figures["reads"] == max(own["reads"] for own in figures["settings"].values())
+        assert figures["blocking_writes"] == max(own["blocking_writes"] for own in figures["settings"].values())
+        assert list(figures["settings"]) == ["T=0, rows=1", "T=0, rows=2"]
+        assert sum(line.startswith(f"{arm} ") for line in table) == 2
+    assert any(" read " in line and ".py:" in line for line in table), "with the lines of code"
+
+
+def test_a_hidden_read_and_a_hidden_write_in_each_step_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = waits.measured("ngram", 1)[0]
+    score = Target.score
+
+    def hiding(self: Target, *args: Any, **keywords: Any) -> Scored:
+        scored = score(self, *args, **keywords)
+        if scored.logits[0, 0, 0] > torch.tensor([1e30], device=self.device):
+            raise AssertionError
+        return scored
+
+    monkeypatch.setattr(Target, "score", hiding)
+    after = waits.measured("ngram", 1)[0]
+    assert after.per_step(Kind.READ) == pytest.approx(before.per_step(Kind.READ) + 1)
+    assert after.per_step(Kind.BLOCKING_WRITE) == pytest.approx(before.per_step(Kind.BLOCKING_WRITE) + 1)
+
+
+def test_an_unknown_arm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["waits.py", "plane"])
+    with pytest.raises(SystemExit):
+        waits.main()
+    assert "unknown arm 'plane'; there are plain, ngram" in capsys.readouterr().err
