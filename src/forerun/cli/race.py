@@ -6,7 +6,7 @@ Decoding speed alone: tokens after the first over the time after the first. Know
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +79,6 @@ def repetition(tokens: list[int], size: int = 8) -> float:
     """Share of the answer's runs of `size` tokens that occurred before in it: text in circles flatters any drafter."""
     runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """The same parameters under a fixed seed, so that every run may give the same text."""
-    return params if params.seed is not None else replace(params, seed=seed)
 
 
 def _speed(runs: list[RequestOutput]) -> float:
