@@ -1,4 +1,4 @@
-"""Draw docs/demo.svg, the README's picture: a real run of `forerun demo` as a terminal shows it. `make docs` runs this."""
+"""Draw docs/demo.svg, the README's picture: a real run of `forerun demo` in a terminal. `make docs` runs this."""
 
 from __future__ import annotations
 

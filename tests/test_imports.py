@@ -27,9 +27,7 @@ CYCLES = {
     frozenset(
         {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
     ),
-    frozenset(
-        {"forerun.drafters.base", "forerun.judging", "forerun.rescoring", "forerun.scores", "forerun.step"}
-    ),
+    frozenset({"forerun.drafters.base", "forerun.judging", "forerun.rescoring", "forerun.scores", "forerun.step"}),
 }
 """Modules that import one another, one set for each knot."""
 FOR_TESTS_ALONE = {"forerun.drafters.static_trees"}
@@ -109,7 +107,9 @@ def used() -> set[str]:
         for name, tree in modules().items()
     }
     start = {"forerun", *(name for name in known if name.endswith(".__main__"))}
-    verbs = re.search(r"^VERBS = \{(.*?)^\}", (SOURCE / "forerun/cli/__init__.py").read_text(), re.MULTILINE | re.DOTALL)
+    verbs = re.search(
+        r"^VERBS = \{(.*?)^\}", (SOURCE / "forerun/cli/__init__.py").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert verbs is not None
     start |= {"forerun.cli"} | {f"forerun.cli.{verb}" for verb in re.findall(r'^    "(\w+)":', verbs[1], re.MULTILINE)}
     for path in (path for folder in USERS for path in (ROOT / folder).rglob("*.py")):
@@ -135,7 +135,10 @@ def test_no_module_for_tests_alone() -> None:
 def test_every_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(line for extra in ("serve", "train", "bench") for line in extras[extra])]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in ("serve", "train", "bench", "peft") for line in extras[extra]),
+    ]
     declared = {distribution(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
     tops = {name.partition(".")[0] for tree in modules().values() for name in imported(tree)}
     known = packages_distributions()

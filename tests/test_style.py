@@ -1,4 +1,4 @@
-"""House style, measured with `ast`: full annotations, docstrings on public names, no function or file beyond all measure."""
+"""House style, measured with `ast`: full annotations, docstrings on public names, no endless function or file."""
 
 from __future__ import annotations
 

@@ -22,15 +22,10 @@ if TYPE_CHECKING:
     from forerun.cli.race import Race
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
-DEFAULT_DRAFTER: dict[str, Any] = {
-    "method": "eagle3",
-    "model": "demo-eagle3",
-    "num_speculative_tokens": 5,
-    "draw": "given",
-}
-"""Deterministic drafts, so that a seed's text is plain decoding's."""
-DEFAULT_PROMPT = "sched.py"
-DEFAULT_SEED = 0
+DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
+"""Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
+DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
+DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200
 """How much of the held-out file is the question; about 300 tokens."""
 SHOWN_LINES = 6
@@ -82,7 +77,7 @@ def demo(
     seed
         Of both arms above temperature 0.
     max_tokens
-        Tokens to answer with: 192, or 64 for an enlarged model.
+        Tokens to answer with: 128, or 64 for an enlarged model.
     repeats
         Timed runs of each arm.
     json
@@ -98,7 +93,7 @@ def demo(
     params = SamplingParams(
         temperature=temperature,
         top_p=top_p,
-        max_tokens=max_tokens or (64 if scale else 192),
+        max_tokens=max_tokens or (64 if scale else 128),
         ignore_eos=True,
         seed=seed,
     )
@@ -177,10 +172,9 @@ class _Shown:
     def __init__(self, llm: LLM, setting: _Setting, prompt: str) -> None:
         self.out = console.out()
         options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
+        drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
         self.out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
-        self.out.print(
-            Text("drafter  ", "dim").append(f"{setting.config.get('method', 'draft_model')} ({options})", "default")
-        )
+        self.out.print(Text("drafter  ", "dim").append(drafter, "default"))
         self.out.print(
             Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default")
         )
@@ -211,7 +205,9 @@ def _report(llm: LLM, setting: _Setting, race: Race) -> None:
     out.print()
     out.print(table)
     out.print()
-    faster = Text("speed-up: ", "bold").append(f"{race.speedup:.2f} x", "bold green" if race.speedup > 1 else "bold yellow")
+    faster = Text("speed-up: ", "bold").append(
+        f"{race.speedup:.2f} x", "bold green" if race.speedup > 1 else "bold yellow"
+    )
     out.print(faster.append("   ").append_text(_verdict(setting, race)))
     tokens = race.plain[0].outputs[0].token_ids
     details = (
@@ -230,7 +226,9 @@ def _verdict(setting: _Setting, race: Race) -> Text:
     if setting.params.temperature or parted is None:
         why = "a run did not repeat itself"
         if setting.params.temperature:
-            why = "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
+            why = (
+                "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
+            )
         return Text("identical: ", "bold").append("no", "bold yellow").append(f", {why}", "default")
     kind = "a numeric tie" if parted.tie else "NOT a numeric tie: please report this"
     where = f", from token {parted.position} on, where the two best are {parted.gap:.3g} nats apart: {kind}"
