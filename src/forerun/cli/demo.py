@@ -200,7 +200,7 @@ def _report(llm: LLM, setting: _Setting, race: Race) -> None:
     table.add_column("", ratio=1)
     table.add_column("per target pass", justify="right", no_wrap=True)
     for arm, speed in speeds.items():
-        bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="green" if arm == "speculative" else "bright_black")
+        bar = Bar(max(*speeds.values(), 1e-9), 0, speed, color="#3fa45b" if arm == "speculative" else "bright_black")
         table.add_row(Text(arm, "bold"), f"{speed:.1f}", bar, f"{per_pass[arm]:.2f}")
     out.print()
     out.print(table)
@@ -211,8 +211,8 @@ def _report(llm: LLM, setting: _Setting, race: Race) -> None:
     out.print(faster.append("   ").append_text(_verdict(setting, race)))
     tokens = race.plain[0].outputs[0].token_ids
     details = (
-        f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding only, median of "
-        f"{len(race.plain) - 1} interleaved runs after a warm-up; {_dtype(llm)} on {llm.target.device}"
+        f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
+        f"{len(race.plain) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
     )
     out.print(Text(details, "dim"))
     if (share := _repetition(tokens)) > 0.25:
