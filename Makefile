@@ -11,8 +11,11 @@ VLLM_READY := $(VLLM_VENV)/.ready
 TORCH ?= torch==2.13.0
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
+# What `make test-fast` looks at; of these folders, modules marked `thorough` are left out.
+FAST := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoints cli demo drafters engine plan target training verify) \
+	tests/contract/test_greedy.py
 
-.PHONY: help demo test test-slow test-vllm waits check bench docs clean
+.PHONY: help demo test test-fast test-slow test-vllm waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -42,6 +45,9 @@ demo: $(READY) ## the shipped model answers the same thing twice, plainly and sp
 test: $(READY) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+test-fast: $(READY) ## what to run while you work: under 90 s on two idle cores
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not thorough" $(FAST) $(ARGS)
+
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
@@ -59,7 +65,8 @@ check: $(READY) ## ruff, formatting, mypy --strict
 bench: $(READY) ## the measured figures beside their goals
 	$(BIN)/python -m forerun.bench $(ARGS)
 
-docs: $(DOCS_READY) ## the documentation as a site in build/site
+docs: $(DOCS_READY) ## the picture of the demo, and the documentation as a site in build/site
+	$(BIN)/python docs/make_demo_svg.py
 	$(BIN)/zensical build
 
 clean: ## forget the environment and everything built

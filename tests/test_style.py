@@ -1,4 +1,4 @@
-"""House style, measured with `ast`: short functions, small files, full annotations, docstrings on public names."""
+"""House style, measured with `ast`: full annotations, docstrings on public names, no endless function or file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import quantiles
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "forerun"
 FILES = sorted(SOURCE.rglob("*.py"))
-LONG_BY_NECESSITY: set[str] = set()
-"""``file.py:function`` whose length is forced from outside; empty is the aim."""
-MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_POSITIONAL = 400, 60, 30, 6
+MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 700, 80, 6
 LAWS_LIVE_HERE = ("verify", "drafters", "certify", "sampling.py", "tree.py", "step.py")
 """Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
 
@@ -54,11 +51,7 @@ def test_there_is_something_to_measure() -> None:
 
 def test_function_lengths() -> None:
     lengths = {f"{path.name}:{function.name}": length(function) for path in FILES for function in functions(path)}
-    too_long = {
-        name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION and name not in LONG_BY_NECESSITY
-    }
-    assert not too_long
-    assert quantiles(lengths.values(), n=10)[-1] <= P90_FUNCTION
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cli.conftest import Ran
+from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import demo, race
 from forerun.drafters.heads.config import EagleConfig
@@ -28,8 +29,9 @@ def short_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PROMPT_CHARACTERS", 120)
 
 
-def arguments(checkpoint: Path, draft: Path) -> list[object]:
-    return ["demo", checkpoint, "--drafter", "draft_model", "--drafter-model", draft, "-k", 3, "-n", 16, "--repeats", 1]
+def arguments(checkpoint: Path, draft: Path, temperature: float = 0) -> list[object]:
+    drafting = ["--drafter", "draft_model", "--drafter-model", draft, "-k", 3]
+    return ["demo", checkpoint, *drafting, "-t", temperature, "-n", 16, "--repeats", 1]
 
 
 def test_json(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> None:
@@ -47,6 +49,46 @@ def test_text(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> Non
     assert ran.code == 0 and "\x1b" not in ran.out
     for words in ("plain", "speculative", "tokens/s", "speed-up", "identical: yes", "accepted draft"):
         assert words in ran.out, words
+
+
+def test_sampled_text_is_the_same_with_deterministic_drafts_or_by_their_rule(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path
+) -> None:
+    asked = arguments(checkpoint, draft_checkpoint, 0.8)
+    deterministic = forerun(*asked, "--drafter-option", "draw=deterministic", "--json")
+    by_rule = forerun(*asked, "--rule", "sample_walk", "--json")
+    other_seed = forerun(*asked, "--rule", "sample_walk", "--seed", 8, "--json")
+    assert [json.loads(ran.out)["identical"] for ran in (deterministic, by_rule, other_seed)] == [True] * 3
+    texts = [json.loads(ran.out)["text"] for ran in (deterministic, by_rule, other_seed)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sampled_drafts_give_another_text_and_the_report_says_so(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path
+) -> None:
+    ran = forerun(*arguments(checkpoint, draft_checkpoint, 0.8))
+    assert ran.code == 0 and "identical: no" in ran.out and "--rule sample_walk" in ran.out
+
+
+def test_no_run_copies_an_earlier_one(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, speculative_config={"method": "suffix"}, dtype="float32", max_num_seqs=1)
+    params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=0)
+    found = race.run(llm, "the cat", params, repeats=2, show=demo._Quiet())
+    drafted = [run.outputs[0].speculation.num_accepted_draft_tokens for run in found.speculative]
+    assert found.identical and drafted == [drafted[0]] * 3
+    again = [llm.generate(["the cat"], params, cache_salt="one")[0].outputs[0] for _ in range(2)]
+    assert again[1].speculation.num_accepted_draft_tokens > drafted[0]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_report_is_as_wide_as_the_terminal(
+    forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = forerun(*arguments(checkpoint, draft_checkpoint)).out.splitlines()
+    [titles] = [line for line in lines if "per target pass" in line]
+    [rule] = [line for line in lines if line.startswith(" plain") and "─" in line]
+    assert len(titles.rstrip()) == len(rule) == width
 
 
 def test_a_wrong_token_is_seen(
@@ -95,7 +137,7 @@ def test_a_head_grows_with_its_target_wherever_it_is_named(
         "first_of": both,
         "within": {"method": "merge", "drafters": [{"method": "suffix"}, both]},
     }
-    asked = ["--scale", 0.001, "-n", 12, "--repeats", 1, "--dtype", "float32", "--json"]
+    asked = ["--scale", 0.001, "-t", 0, "-n", 12, "--repeats", 1, "--dtype", "float32", "--json"]
     ran = forerun("demo", checkpoint, *asked, "--speculative-config", json.dumps(configs[place]))
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)

@@ -26,6 +26,8 @@ from forerun.types import LAST_HIDDEN, Budget, Draft, Drawn
 from forerun.verify.base import rule_named
 from forerun.verify.enumeration import Drawing, World, branching, exact_law, toy_drafter, toy_laws
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 SEEDED = replace(SAMPLED, max_tokens=20)
 

@@ -22,6 +22,8 @@ from forerun.drafters.heads.runner import HeadRunner, Recordings, Work
 from forerun.target import Target
 from training.ttt import head, model, tokens
 
+pytestmark = pytest.mark.thorough
+
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}
 TREE: dict[str, Any] = {"shape": (3, 2, 1)}
 DYNAMIC: dict[str, Any] = {"num_speculative_tokens": 4, "top_k": 3, "nodes": 9}

@@ -18,6 +18,8 @@ from forerun.drafters.skipping.tuning import tune
 from forerun.errors import ArgumentError
 from forerun.target import Target
 
+pytestmark = pytest.mark.thorough
+
 COUNT = 14
 """Sub-layers of the planted objective: 16382 subsets."""
 

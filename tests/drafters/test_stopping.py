@@ -28,6 +28,8 @@ from forerun.drafters.draft_model import Ending, Stop, Stopping, stopping_named
 from forerun.drafters.growth import Children
 from forerun.errors import ArgumentError
 
+pytestmark = pytest.mark.thorough
+
 TARGET, DRAFT = (0.7, 0.3), (0.5, 0.5)
 RULES = [("confidence", 0.45), ("svip", 1.0), ("adaedl", 0.5)]
 

@@ -21,6 +21,8 @@ from forerun.target.kernels.compiling import CompiledForward
 from forerun.tree import TreeBuilder, stack
 from forerun.types import LAST_HIDDEN, Budget, Draft
 
+pytestmark = pytest.mark.thorough
+
 POISON = 77
 """The embedding of this token is not finite."""
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 9, 8, 7, 9, 8], [50, 60, 70]]

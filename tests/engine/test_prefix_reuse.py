@@ -17,6 +17,8 @@ from forerun.drafters import Entry
 from forerun.engine.core import BLOCK, Busy, Prefixes, Wish
 from forerun.types import LAST_HIDDEN, RequestOutput, empty_draft
 
+pytestmark = pytest.mark.thorough
+
 
 def read_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each pass over prompts runs, as they come."""

@@ -21,6 +21,8 @@ from engine.two_engines import ROWS, head, jobs, model, together
 from forerun import LLM
 from forerun.target import Target
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own-models", "one-model"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16-in-c", "float32-in-torch"])

@@ -16,6 +16,8 @@ from forerun.tree import TreeBuilder, stack
 from target.families import random_tokens
 from target.tiny import build
 
+pytestmark = pytest.mark.thorough
+
 SERVED = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
     deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint

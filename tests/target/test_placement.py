@@ -23,7 +23,10 @@ from forerun.tree import TreeBuilder, stack
 from target.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
 
 TOKENS = random_tokens(9, 0)
 LAYERS = {"llama": "model.layers", "gemma3": "model.layers", "gpt2": "transformer.h"}

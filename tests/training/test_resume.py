@@ -20,6 +20,8 @@ from forerun.training.recipe import TrainRecipe, flat, read_recipe
 from forerun.training.run import Run, assemble, train_head
 from training.conftest import words
 
+pytestmark = pytest.mark.thorough
+
 HARMLESS = {
     *("output", "target_parallel", "trackers", "objective.gradient_checkpointing", "evaluation.settings.rows"),
     *("training.max_seconds", "training.gradient_checkpointing", "training.save_every_s", "training.save_every_steps"),

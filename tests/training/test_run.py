@@ -23,6 +23,8 @@ from forerun.training.run import load_target
 from ports import free_ports
 from training.conftest import words
 
+pytestmark = pytest.mark.thorough
+
 
 def test_training_makes_a_head_that_drafts_and_resumes(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -25,6 +25,8 @@ from forerun.verify.enumeration import (
     toy_laws,
 )
 
+pytestmark = pytest.mark.thorough
+
 LOSSLESS = [name for name in RULES if rule_named(name).lossless]
 EVERY_DRAWING = {"sample_walk", "recursive_rejection", "traversal"}
 

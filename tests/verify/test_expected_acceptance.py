@@ -21,6 +21,8 @@ from forerun.verify.enumeration import (
     toy_laws,
 )
 
+pytestmark = pytest.mark.thorough
+
 ONE_STEP = [
     (Drawing.IID, 1),
     (Drawing.IID, 2),

@@ -26,6 +26,8 @@ from forerun.verify.enumeration import (
     toy_laws,
 )
 
+pytestmark = pytest.mark.thorough
+
 SEQUENCES = 2000
 CASES = [
     ("sample_walk", (2, 1), Drawing.DETERMINISTIC),

@@ -5,8 +5,9 @@ Decoding speed alone: tokens after the first over the time after the first. Know
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +60,15 @@ def run(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Sh
     Args:
         show: is given an arm's name and its stream, prints it and returns the finished request.
     """
-    plain = [show("plain", llm.stream(prompt, params, speculative=False))]
-    speculative = [show("speculative", llm.stream(prompt, params))]
+    # A domain of its own for each run, or drafters that remember answers would copy the run before.
+    salts = (f"run {number}" for number in itertools.count())
+    plain = [show("plain", llm.stream(prompt, params, speculative=False, cache_salt=next(salts)))]
+    speculative = [show("speculative", llm.stream(prompt, params, cache_salt=next(salts)))]
     # The first run of an arm pays for what is made once and for the printing, so it is not timed.
     for turn in range(repeats):
         arms = [(plain, False), (speculative, None)]
         for runs, choice in arms if turn % 2 == 0 else reversed(arms):
-            runs.append(llm.generate([prompt], params, speculative=choice)[0])
+            runs.append(llm.generate([prompt], params, speculative=choice, cache_salt=next(salts))[0])
     answers = (_tokens(plain[0]), _tokens(speculative[0]))
     return Race(
         plain=plain,
@@ -79,11 +82,6 @@ def repetition(tokens: list[int], size: int = 8) -> float:
     """Share of the answer's runs of `size` tokens that occurred before in it: text in circles flatters any drafter."""
     runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """The same parameters under a fixed seed, so that every run may give the same text."""
-    return params if params.seed is not None else replace(params, seed=seed)
 
 
 def _speed(runs: list[RequestOutput]) -> float:

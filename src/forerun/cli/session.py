@@ -69,7 +69,7 @@ class Printer:
                 self._print(chunk)
                 output = chunk.output or output
         finally:
-            self.stdout.file.write("\n")
+            self.stdout.print()
             self.stdout.file.flush()
         return output
 

@@ -77,7 +77,8 @@ def drafted_children(tree: TokenTree, node: int, target: Law) -> Iterator[tuple[
     """(child, law it was drawn from given its elder siblings) for every acceptable child of `node`.
 
     Sampled children come first, in the order they were drawn, then the deterministic ones, as draws from point masses:
-    given siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779). A sampled child to
+    deterministic siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779). A sampled
+    child to
     which its law gives no mass is left out: its draw has probability zero, and leaving a child out never biases a rule.
     `target` lends its width, dtype and device.
     """

@@ -13,6 +13,8 @@ from forerun.drafters.base import warn_drafter
 from forerun.engine.controller.filling import Filling, Packed, Padded
 from forerun.engine.cost import DraftCost
 
+pytestmark = pytest.mark.thorough
+
 
 def level(ms: float) -> DraftCost:
     return DraftCost(fixed_ms=0.0, level_ms=ms)

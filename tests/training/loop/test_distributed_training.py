@@ -18,6 +18,8 @@ from ports import free_ports
 from training.loop.toy import Head, Numbers, Toy, weights
 from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice
 
+pytestmark = pytest.mark.thorough
+
 TOLERANCE = 1e-5
 
 

@@ -41,7 +41,7 @@ class HeadDrafterConfig:
     top_k: int | None = None
     """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
 
-    Above temperature 0 a deterministic tree loses (docs/lab-notes.md), so there ``draw="auto"`` draws a tree of fixed
+    Above temperature 0 a deterministic tree loses (docs/findings.md), so there ``draw="auto"`` draws a tree of fixed
     shape and no more nodes instead, without replacement; ``draw="deterministic"`` keeps the dynamic one.
     """
     nodes: int = 32

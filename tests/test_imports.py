@@ -1,0 +1,174 @@
+"""Who imports whom, read with `ast`: no import cycle, no module that tests alone use, nothing undeclared.
+
+Imports inside functions and under ``TYPE_CHECKING`` count: they tie modules together as others do. What stands in the
+lists below is a debt: a new entry fails, and so does one that is paid and still listed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
+"""Folders beside `src` whose scripts count as users of a module; tests do not."""
+CYCLES = {
+    frozenset({"forerun.target.nouns", "forerun.types"}),
+    frozenset({"forerun.training.convert.api", "forerun.training.convert.model"}),
+    frozenset(
+        {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
+    ),
+    frozenset({"forerun.drafters.base", "forerun.judging", "forerun.rescoring", "forerun.scores", "forerun.step"}),
+}
+"""Modules that import one another, one set for each knot."""
+FOR_TESTS_ALONE = {"forerun.drafters.static_trees"}
+"""Modules that neither the package nor a script of `USERS` reaches."""
+HOSTS = {
+    "vllm": "the program that loads `forerun.training.features.connector`; it wants an environment of its own",
+}
+"""Import names that are not declared, and why."""
+
+Graph = Mapping[str, Set[str]]
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its name."""
+    paths = SOURCE.rglob("*.py")
+    return {module_name(path, SOURCE): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The dotted names that a file imports; ``from a import b`` may mean the module ``a.b`` and gives both."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+
+
+def innermost(name: str, known: Set[str]) -> str | None:
+    """The module that an imported name is or lies in; None where it is none of `known`."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def edges(tree: ast.Module, known: Set[str]) -> set[str]:
+    """The modules of the package that a file imports."""
+    return {found for name in imported(tree) if (found := innermost(name, known)) is not None}
+
+
+def named(tree: ast.Module, known: Set[str]) -> set[str]:
+    """Modules that a file names in a string, as registries do: ``"forerun.drafters.ngram:NgramDrafter"``."""
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {name for text in strings if (name := text.partition(":")[0]) in known}
+
+
+def knots(graph: Graph) -> set[frozenset[str]]:
+    """Sets of nodes that reach one another, single nodes only if they name themselves."""
+    reach = {node: reached(graph, graph[node]) for node in graph}
+    found = {frozenset(other for other in reach[node] if node in reach[other]) for node in graph if node in reach[node]}
+    return found
+
+
+def reached(graph: Graph, start: Set[str]) -> set[str]:
+    """All nodes on a way that begins at `start`, `start` included."""
+    found, waiting = set[str](), list(start)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += graph.get(node, ())
+    return found
+
+
+def used() -> set[str]:
+    """What is reached from the public names, the command line, ``python -m`` and the scripts of `USERS`."""
+    known = modules().keys()
+    graph = {
+        name: edges(tree, known) | named(tree, known) | {name.rpartition(".")[0]} - {""}
+        for name, tree in modules().items()
+    }
+    start = {"forerun", *(name for name in known if name.endswith(".__main__"))}
+    verbs = re.search(
+        r"^VERBS = \{(.*?)^\}", (SOURCE / "forerun/cli/__init__.py").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert verbs is not None
+    start |= {"forerun.cli"} | {f"forerun.cli.{verb}" for verb in re.findall(r'^    "(\w+)":', verbs[1], re.MULTILINE)}
+    for path in (path for folder in USERS for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        start |= edges(tree, known) | named(tree, known)
+    return reached(graph, start)
+
+
+def test_no_import_cycle() -> None:
+    known = modules().keys()
+    found = knots({name: edges(tree, known) - {name} for name, tree in modules().items()})
+    new, paid = found - CYCLES, CYCLES - found
+    assert not new, f"modules that import one another: {sorted(map(sorted, new))}"
+    assert not paid, f"no cycle any more, take it off the list: {sorted(map(sorted, paid))}"
+
+
+def test_no_module_for_tests_alone() -> None:
+    found = modules().keys() - used()
+    assert not found - FOR_TESTS_ALONE, f"imported by tests alone: {sorted(found - FOR_TESTS_ALONE)}"
+    assert not FOR_TESTS_ALONE - found, f"used or gone, take it off the list: {sorted(FOR_TESTS_ALONE - found)}"
+
+
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in ("serve", "train", "bench", "peft") for line in extras[extra]),
+    ]
+    declared = {distribution(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
+    tops = {name.partition(".")[0] for tree in modules().values() for name in imported(tree)}
+    known = packages_distributions()
+    missing = {
+        top
+        for top in tops - sys.stdlib_module_names - HOSTS.keys() - {"forerun"}
+        if not {distribution(name) for name in known.get(top, [top])} & declared
+    }
+    assert not missing, f"imported by src and not declared in pyproject.toml: {sorted(missing)}"
+    assert HOSTS.keys() <= tops
+
+
+def distribution(name: str) -> str:
+    """A distribution's name as the package index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize(
+    ("graph", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, [{"b", "c"}]),
+        ({"a": {"a"}}, [{"a"}]),
+        ({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c", "a"}}, [{"a", "b"}, {"c", "d"}]),
+    ],
+)
+def test_cycles_are_found(graph: Graph, found: list[set[str]]) -> None:
+    assert knots(graph) == {frozenset(knot) for knot in found}
+
+
+def test_imports_that_are_not_at_the_top_count() -> None:
+    text = "if TYPE_CHECKING:\n    from a.b import C\ndef f():\n    import a.d\n    from a import e\n"
+    assert edges(ast.parse(text), {"a", "a.b", "a.d", "a.e"}) == {"a.b", "a.d", "a.e"}
