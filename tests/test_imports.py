@@ -27,10 +27,10 @@ CYCLES = {
     frozenset(
         {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
     ),
-    frozenset({"forerun.drafters.base", "forerun.judging", "forerun.rescoring", "forerun.scores", "forerun.step"}),
+    frozenset({"forerun.drafters.base", "forerun.judging", "forerun.scores", "forerun.step"}),
 }
 """Modules that import one another, one set for each knot."""
-FOR_TESTS_ALONE = {"forerun.drafters.static_trees"}
+FOR_TESTS_ALONE: set[str] = set()
 """Modules that neither the package nor a script of `USERS` reaches."""
 HOSTS = {
     "vllm": "the program that loads `forerun.training.features.connector`; it wants an environment of its own",

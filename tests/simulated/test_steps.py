@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +17,9 @@ from torch import nn
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, eagle_head, model, variants
 from drafters.test_speed import SPEED, tied
 from engine.conftest import checkpoint, draft_checkpoint
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, devices
 from forerun.drafters import DRAFTERS
 from forerun.engine.cost import load_or_measure
-from forerun.errors import RequestError
 from forerun.target import Target
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
@@ -51,55 +50,15 @@ QUICK = {
 }
 """One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
 
-NUCLEUS = "sampling.py: _sorted_nucleus cumulates probabilities in float64 on the device"
-DYNAMIC = "drafters/dynamic.py: path probabilities are float64 on the device"
-ELSEWHERE = "its model is loaded without `device=` and stays on the CPU, whatever the target's device is"
-FAULTS: dict[str, dict[str, Sequence[str]]] = {
-    "greedy without float64": {
-        DYNAMIC: ("eagle3-dynamic", "eagle3-dynamic-given", "eagle-dynamic"),
-    },
-    "top-p without float64": {
-        NUCLEUS: (
-            "None",
-            *("ngram-chain", "ngram-trie", "ngram-frequent"),
-            *("lookahead-small", "lookahead-window-only", "jacobi-chain"),
-            *("suffix-chain", "suffix-tree", "prediction-chain"),
-            *("first_of-copy-or-model", "first_of-sampled"),
-            *("merge-given", "merge-beside-a-chain", "merge-beside-a-tree"),
-            *("cascade-tail", "cascade-three-levels"),
-            *("draft_model-chain", "draft_model-given", "draft_model-tree", "draft_model-iid-tree"),
-            *("draft_model-given-tree", "draft_model-greedy-k-tree", "draft_model-hot"),
-            *("draft_model-irregular-tree", "draft_model-irregular-given-tree"),
-            *("tli-chain", "tli-tree", "slem-letters", "slem-words"),
-            *("quantized_self-chain", "skip_layers-chain", "skip_layers-stopping-tree"),
-            *("early_exit-chain", "early_exit-tree", "speed-default"),
-            *("rest-trie", "rest-chain", "recycling-fixed", "recycling-adaptive"),
-            *("eagle3-chain", "eagle3-dynamic", "eagle3-dynamic-given", "eagle3-tree", "eagle3-greedy-k-tree"),
-            *("eagle-chain", "eagle-dynamic", "auto-default"),
-        ),
-    },
-    "loaded by name": {
-        ELSEWHERE: ("draft_model", "cascade", "slem", "tli", "first_of", "merge", "auto"),
-    },
-}
-"""Setting -> what goes wrong on a device today -> for whom. Whoever mends it takes the names away."""
-
-
-def expected_to_fail(setting: str, name: str) -> list[pytest.MarkDecorator]:
-    """The mark of a known fault."""
-    reasons = [reason for reason, names in FAULTS.get(setting, {}).items() if name in names]
-    raises = (AssertionError, RequestError)
-    return [pytest.mark.xfail(strict=True, reason=reason, raises=raises) for reason in reasons]
-
 
 def cases(*settings: str) -> list[Any]:
     """Every variant in these settings."""
-    found = []
-    for variant, setting in itertools.product(EVERY, settings):
-        slow = [] if str(variant) in QUICK else [pytest.mark.slow]
-        marks = [*slow, *expected_to_fail(setting, str(variant))]
-        found.append(pytest.param(variant, setting, marks=marks, id=f"{variant}-{setting}"))
-    return found
+    return [
+        pytest.param(
+            variant, setting, marks=[] if str(variant) in QUICK else [pytest.mark.slow], id=f"{variant}-{setting}"
+        )
+        for variant, setting in itertools.product(EVERY, settings)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -179,8 +138,11 @@ def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | 
 
 
 @pytest.mark.parametrize(("variant", "setting"), cases(*WITHOUT_FLOAT64))
-def test_a_device_without_float64_does_it_too(variant: Variant | None, setting: str) -> None:
+def test_a_device_without_float64_does_it_too(
+    variant: Variant | None, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As MPS is one."""
+    monkeypatch.setattr(devices, "WITHOUT_FLOAT64", {NAME})
     setting = setting.partition(" ")[0]
     expected = on_the_cpu(variant, setting)
     device = SimulatedDevice(lacks=[torch.float64])
@@ -207,9 +169,7 @@ def named(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=expected_to_fail("loaded by name", method)) for method in named("")]
-)
+@pytest.mark.parametrize("method", named(""))
 def test_what_is_loaded_by_name_is_on_the_targets_device(
     method: str, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,11 +195,3 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
         assert answered(NAME) == expected
     assert not device.refused
     assert {target.device.type for target in made} == {NAME}
-
-
-def test_every_fault_belongs_to_a_test() -> None:
-    variants_named = {str(variant) for variant in EVERY}
-    for setting, faults in FAULTS.items():
-        known = named("").keys() if setting == "loaded by name" else variants_named
-        assert setting in {*SETTINGS, *WITHOUT_FLOAT64, "loaded by name"}
-        assert {name for names in faults.values() for name in names} <= known
