@@ -1,8 +1,11 @@
-"""What devices lack."""
+"""What differs from device to device: what it lacks, and how tensors get there without a wait."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 WITHOUT_FLOAT64 = {"mps"}
 """Types of devices."""
@@ -11,3 +14,49 @@ WITHOUT_FLOAT64 = {"mps"}
 def widest(device: torch.device) -> torch.dtype:
     """The float type for sums and draws: float64, and float32 where a device has none."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host on a device: packed into one copy, from pinned memory, that nobody waits for."""
+    if device.type == "cpu":
+        return list(tensors)
+    packed = _packed(tensors)
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    return _unpacked(packed.to(device, non_blocking=True), tensors)
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one device on the host, in one transfer."""
+    return list(tensors) if tensors[0].device.type == "cpu" else _unpacked(_packed(tensors).cpu(), tensors)
+
+
+def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
+    """(N,) int64 of integers, as `sent`."""
+    return sent([torch.tensor(values, dtype=torch.int64)], device)[0]
+
+
+def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """The entries `rows` of the first dimension, in that order; `values` itself where these are all."""
+    if list(rows) == list(range(len(values))):
+        return values
+    return values.index_select(0, sent_ints(rows, values.device))
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Their bytes, those of wide types first, so that each tensor is aligned."""
+    return torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in _order(tensors)])
+
+
+def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, of the dtypes and shapes of `like`, in its order."""
+    found, start = list(like), 0
+    for index in _order(like):
+        one = like[index]
+        found[index] = packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        start += one.nbytes
+    return found
+
+
+def _order(tensors: Sequence[Tensor]) -> list[int]:
+    return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun import tree as trees
+from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import ForerunError, InvalidDraftError, NumericError
 from forerun.judging import Judgement, Logprobs, judge, raise_unless
@@ -365,8 +366,8 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
     """(B, F, H): the states of the root and of each accepted node, padded with the root's."""
     width = max(len(verdict.path) for verdict in verdicts) + 1
     nodes = [[0, *verdict.path] + [0] * (width - 1 - len(verdict.path)) for verdict in verdicts]
-    index = torch.tensor(nodes, device=states.device)
-    return states[torch.tensor(list(members), device=states.device).unsqueeze(1), index]
+    index, chosen = sent([torch.tensor(nodes), torch.tensor(list(members))], states.device)
+    return states[chosen.unsqueeze(1), index]
 
 
 def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: _Clock, drafter: str | None) -> Emitted:

@@ -195,39 +195,37 @@ def _tree(root: int, row: DraftRow, laws: Mapping[int, Tensor], masses: Mapping[
     )
 
 
-def stack(
-    builders: Sequence[TreeBuilder], *, device: torch.device | str = "cpu", law_ids: Tensor | None = None
-) -> Draft:
-    """One `Draft` out of one tree per row, padded to the largest."""
+def stack(builders: Sequence[TreeBuilder], *, law_ids: Tensor | None = None) -> Draft:
+    """One `Draft` out of one tree per row, padded to the largest; laws stay on their device, all else is here."""
     rows = tuple([builder.row() for builder in builders])
     counts = [len(row.tokens) for row in rows]
     size = max(counts, default=0)
 
     def padded(column: Sequence[tuple[float, ...]], dtype: torch.dtype) -> Tensor:
         filled = [(*values, *(0,) * (size - len(values))) for values in column]
-        return torch.tensor(filled, dtype=dtype, device=device).view(len(rows), size)
+        return torch.tensor(filled, dtype=dtype).view(len(rows), size)
 
     draft = Draft(
         tokens=padded([row.tokens for row in rows], torch.int64),
         parents=padded([row.parents for row in rows], torch.int64),
-        counts=torch.tensor(counts, dtype=torch.int64, device=device),
+        counts=torch.tensor(counts, dtype=torch.int64),
         drawn=padded([row.drawn for row in rows], torch.uint8),
         confidence=padded([row.confidence for row in rows], torch.float32),
         probes=padded([row.probes for row in rows], torch.bool) if any(any(row.probes) for row in rows) else None,
-        laws=_stack_laws(builders, size, device),
+        laws=_stack_laws(builders, size),
         law_ids=law_ids,
     )
     vars(draft)["rows"] = rows  # what `Draft.rows` would fetch
     return draft
 
 
-def _stack_laws(builders: Sequence[TreeBuilder], size: int, device: torch.device | str) -> Tensor | None:
+def _stack_laws(builders: Sequence[TreeBuilder], size: int) -> Tensor | None:
     """(B, N, V): laws of different width, where drafters know vocabularies of different size, are padded with zeros."""
     recorded = [law for builder in builders for law in builder.laws.values()]
     if not recorded:
         return None
     width = max(map(len, recorded))
-    laws = torch.zeros(len(builders), size + 1, width, device=device, dtype=recorded[0].dtype)
+    laws = torch.zeros(len(builders), size + 1, width, device=recorded[0].device, dtype=recorded[0].dtype)
     for row, builder in enumerate(builders):
         for node, law in builder.laws.items():
             laws[row, node, : len(law)] = law
@@ -272,7 +270,7 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
     for rows, draft in drafts:
         for index, row in enumerate(rows):
             builders[row] = rebuild(draft, index, widen=law_ids is None)
-    stacked = stack(builders, device=drafts[0][1].tokens.device if drafts else "cpu", law_ids=law_ids)
+    stacked = stack(builders, law_ids=law_ids)
     begun = [(rows, draft.resume) for rows, draft in drafts if draft.resume is not None]
     return replace(stacked, resume=_joined(begun, batch, stacked.size + 1)) if begun else stacked
 
@@ -364,4 +362,4 @@ def without(draft: Draft, wrong: Container[tuple[int, int]]) -> Draft:
             if parent in kept and (drawn is Drawn.DETERMINISTIC or (row, parent) not in wrong):
                 kept.add(child)
         builders.append(builder.only(kept - {0}))
-    return stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)
+    return stack(builders, law_ids=draft.law_ids)

@@ -228,7 +228,7 @@ class CascadeDrafter(Drafter):
         if self.config.tail and going:
             chains = [(builders[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
             self._append([row for _, row in going], chains)
-        return stack(builders, device=self.model.device)
+        return stack(builders)
 
     # --- what is known ----------------------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ class DraftModelDrafter(Drafter):
         builders, cuts = [TreeBuilder() for _ in within], self._tree.cut(context, active, grown, ending.nodes)
         for index, (builder, drafted) in zip(active, cuts, strict=True):
             builders[index], self._rows[context.rows[index]].drafted = builder, drafted
-        return stack(builders, device=grown.tokens.device)
+        return stack(builders)
 
     def _grow(
         self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], ending: Ending
@@ -320,9 +320,9 @@ class DraftModelDrafter(Drafter):
     def _partial(self, ids: Tensor) -> Draft:
         """The nodes so far, as the draft model's own target sees them."""
         batch, size = ids.shape
-        parents = torch.tensor(self._tree.shape.parents[:size], device=ids.device).expand(batch, -1)
-        counts = torch.full((batch,), size, device=ids.device)
-        return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros_like(ids, dtype=torch.uint8))
+        parents = torch.tensor(self._tree.shape.parents[:size]).expand(batch, -1)
+        counts, drawn = torch.full((batch,), size), torch.zeros(batch, size, dtype=torch.uint8)
+        return Draft(tokens=ids, parents=parents, counts=counts, drawn=drawn)
 
     def _load(self, setup: DrafterSetup, room: int = 1) -> Target:
         """The draft model with a cache of `room` times the engine's slots."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import linear
 
+from forerun.devices import sent
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting import SelfDrafter
 from forerun.drafters.tree_options import TreeOptions
@@ -100,15 +101,14 @@ class EarlyExitDrafter(SelfDrafter):
         # Where a law had too few tokens for all children, the nodes behind the gap have moved up.
         renumber(self.target, self._rows, kept)
         size = max(map(len, kept)) + 1
-        index = torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept], device=states.device)
-        places = [list(rows).index(row) for row in self._rows]
+        nodes = torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])
+        places = torch.tensor([list(rows).index(row) for row in self._rows])
+        index, places = sent([nodes, places], states.device)
         moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
         counts = dict(zip(self._rows, (len(nodes) + 1 for nodes in kept), strict=True))
         return Resume(
             boundary=self.config.exit_layer,
-            states=states.new_zeros(len(rows), *moved.shape[1:]).index_copy_(
-                0, torch.tensor(places, device=states.device), moved
-            ),
+            states=states.new_zeros(len(rows), *moved.shape[1:]).index_copy_(0, places, moved),
             counts=[counts.get(row, 0) for row in rows],
             stamps=[self.target.writes[row] for row in rows],
         )

@@ -71,7 +71,7 @@ class Checked:
             elif fault.kept:
                 builders[row] = rebuild(draft, row, widen=False).only(fault.kept)
                 builders[row].confidence = [one if _likely(one) else 0.0 for one in builders[row].confidence]
-        return stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)
+        return stack(builders, law_ids=draft.law_ids)
 
 
 def check(draft: Draft, budget: Budget, target: Target) -> Checked:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.acceptance import Acceptance, Proposal, by_draft_prob
-from forerun.devices import widest
+from forerun.devices import fetched, sent, widest
 from forerun.drafters.base import DraftContext
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, kind_of, likeliest, resolve
@@ -73,9 +73,8 @@ class Draws:
             if len(uniforms) < len(growers):
                 return None
             settings = [_setting(grower.sampler.params) for grower in growers]
-            numbers = tuple(
-                torch.from_numpy(np.array(table)).to(widest(device)).to(device) for table in (uniforms, settings)
-            )
+            tables = [torch.from_numpy(np.array(table)).to(widest(device)) for table in (uniforms, settings)]
+            numbers = tuple(sent(tables, device))
         drawn = {grower.draw for grower in sampled}
         assert len(drawn) < 2, "one tree draws in one way"
         return cls(
@@ -266,9 +265,9 @@ class Grown:
     """Nodes that the model has run, from the first."""
 
     def fetch(self) -> list[_Row]:
-        """(B,) all but the laws, in four transfers. Not kept: a recording gives the same object with other numbers."""
+        """(B,) all but the laws, in one transfer. Not kept: a recording gives the same object with other numbers."""
         valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
-        columns = [values.tolist() for values in (self.tokens, self.drawn, self.confidence, valid)]
+        columns = [values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, valid])]
         return [_Row(*row) for row in zip(*columns, strict=True)]
 
 

@@ -61,7 +61,7 @@ class MergeDrafter(Composed):
             trees = [own[row] for own in grown]
             base = trees.pop(lead) if row in leading else TreeBuilder()
             builders.append(join(base, trees, most_nodes))
-        joined = stack(builders, device=drafts[lead].tokens.device)
+        joined = stack(builders)
         begun = drafts[lead].resume
         return joined if begun is None else replace(joined, resume=_kept(begun, leading))
 

@@ -88,7 +88,7 @@ class SelfDrafter(Drafter):
         builders, cuts = [TreeBuilder() for _ in within], self._tree.cut(context, active, grown, limits.nodes)
         for index, (builder, drafted) in zip(active, cuts, strict=True):
             builders[index], self._drafted[context.rows[index]] = builder, drafted
-        return stack(builders, device=grown.tokens.device)
+        return stack(builders)
 
     def _grow(self, context: DraftContext, active: Sequence[int], limits: Limits) -> Grown:
         rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
@@ -96,7 +96,7 @@ class SelfDrafter(Drafter):
         def descend(ids: Tensor, level: range) -> Tensor:
             return self.logits(rows, roots, partial_draft(self._tree.shape, ids, limits.nodes), level.start)
 
-        first = self.logits(rows, roots, empty_draft(len(rows), self.target.device), 0)
+        first = self.logits(rows, roots, empty_draft(len(rows)), 0)
         draws = self._tree.draws(context, active, first.device)
         return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)
 
@@ -104,6 +104,6 @@ class SelfDrafter(Drafter):
 def partial_draft(shape: Shape, ids: Tensor, nodes: Sequence[int]) -> Draft:
     """The nodes ``ids`` (B, K) so far as a draft; those beyond a row's share of `nodes` are padding."""
     batch, size = ids.shape
-    counts = torch.tensor([min(size, count) for count in nodes], device=ids.device)
-    parents = torch.tensor(shape.parents[:size], device=ids.device).expand(batch, -1)
-    return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros_like(ids, dtype=torch.uint8))
+    counts = torch.tensor([min(size, count) for count in nodes])
+    parents = torch.tensor(shape.parents[:size]).expand(batch, -1)
+    return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros(batch, size, dtype=torch.uint8))

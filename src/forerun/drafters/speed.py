@@ -284,7 +284,7 @@ class SpeedDrafter(Drafter):
                 run.ids[place, : run.limits[place]].tolist(), run.confidence[place], strict=False
             ):
                 parent = builders[index].add(token, parent, confidence=confidence)
-        draft = stack(builders, device=run.ids.device)
+        draft = stack(builders)
         if self.target.buckets.nodes:
             return draft  # Reproducible bits need passes of one shape: everything runs again.
         states = torch.cat(run.finished, dim=1)[:, : draft.size + 1]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from forerun.devices import sent, sent_ints
 from forerun.target import masks
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
@@ -39,7 +40,7 @@ class Nodes:
     """The tokens of a pass on the host. A piece of a prompt is a chain."""
 
     ids: Tensor
-    """(B, N) int64"""
+    """(B, N) int64; on the device where they were drafted there. All else is on the host."""
     depths: Tensor
     """(B, N) int64, positions behind the row's committed tokens."""
     sees: Tensor
@@ -68,7 +69,7 @@ class Nodes:
         parents = draft.parents.to("cpu", torch.int64).numpy()
         sees, depths = _relations(parents.tobytes(), parents.shape)
         return cls(
-            ids=torch.cat([torch.tensor(roots, dtype=torch.int64).view(-1, 1), draft.tokens.cpu()], dim=1),
+            ids=torch.cat([sent_ints(roots, draft.tokens.device).view(-1, 1), draft.tokens], dim=1),
             depths=depths,
             sees=sees,
             real=torch.arange(draft.size + 1) <= draft.counts.cpu().unsqueeze(1),
@@ -122,15 +123,20 @@ class Frame:
         positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
         slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
         sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
-        block = masks.Block(
-            lengths=lengths.squeeze(1).to(device),
-            sees=(sees if not missing else pad(sees, (0, 0, 0, missing))).to(device),
-            query_positions=_filled(positions[:, nodes.start :], missing).to(device),
-            node_positions=positions.to(device),
-        )
-        fresh_slots = _filled(slots[:, nodes.start :], missing, self.cache.dump)
-        self.cache.begin(rows, fresh_slots.to(device), width, real=flat, select=select)
-        ids, positions = _filled(nodes.ids[:, nodes.start :], missing).to(device), block.query_positions
+        host = [
+            lengths.squeeze(1),
+            sees if not missing else pad(sees, (0, 0, 0, missing)),
+            _filled(positions[:, nodes.start :], missing),
+            positions,
+            _filled(slots[:, nodes.start :], missing, self.cache.dump),
+            torch.tensor(rows, dtype=torch.int64),
+        ]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        there = sent([*host, ids] if ids.device.type == "cpu" else host, device)
+        lengths, sees, query_positions, positions, places, index = there[:6]
+        block = masks.Block(lengths=lengths, sees=sees, query_positions=query_positions, node_positions=positions)
+        self.cache.begin(rows, places, width, index=index, real=flat, select=select)
+        ids, positions = there[-1] if ids.device.type == "cpu" else ids, block.query_positions
         return {
             "input_ids": ids if flat is None else flat.flatten(ids),
             "position_ids": positions if flat is None else flat.flatten(positions),

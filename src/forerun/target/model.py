@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.devices import sent_ints
 from forerun.errors import ArgumentError
 from forerun.target import kernels, resuming
 from forerun.target.buckets import Buckets
@@ -53,14 +54,15 @@ class Gathered:
         for signal, value in signals.items():
             if signal not in self._signals:
                 self._signals[signal] = value.new_zeros(len(self._counts), max(self._counts), value.shape[-1])
-            self._signals[signal][active, start : start + value.shape[1]] = value
+            self._signals[signal][sent_ints(active, value.device), start : start + value.shape[1]] = value
         if self._all_logits:
             self._put(active, slice(start, start + states.shape[1]), self._head(states))
             return
         places = [place for place, index in enumerate(active) if self._counts[index] <= start + states.shape[1]]
         if places:
             ending = [active[place] for place in places]
-            last = states[places, [self._counts[index] - start - 1 for index in ending]]
+            index = [self._counts[index] - start - 1 for index in ending]
+            last = states[sent_ints(places, states.device), sent_ints(index, states.device)]
             self._put(ending, slice(0, 1), self._head(last.unsqueeze(1)))
 
     def scored(self) -> Scored:
@@ -72,7 +74,10 @@ class Gathered:
         if self._logits is None:
             size = max(self._counts) if self._all_logits else 1
             self._logits = values.new_zeros(len(self._counts), size, values.shape[-1])
-        self._logits[sequences, tokens] = values
+        if list(sequences) == list(range(len(self._counts))):
+            self._logits[:, tokens] = values
+        else:
+            self._logits[sent_ints(sequences, values.device), tokens] = values
 
 
 PIECE = 512

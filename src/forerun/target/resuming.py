@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from forerun.devices import sent
 from forerun.errors import ArgumentError, ForerunError, UnsupportedModelError
 from forerun.target.capture import captured
 from forerun.target.inputs import Nodes
@@ -92,7 +93,7 @@ def _begin(ranges: LayerRanges, place: Place, nodes: Nodes, resume: Resume) -> T
     start = int(lacking.any(0).int().argmax())
     inputs = place(replace(nodes, real=lacking, start=start))
     early = ranges.run(Plan(stop=resume.boundary), inputs, None)[:, : size - start]
-    fresh = lacking[:, start:].unsqueeze(2).to(states.device)
+    [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
     return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
 

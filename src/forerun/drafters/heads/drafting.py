@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from forerun.devices import rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.dynamic import DynamicTree, Expanded, columns
 from forerun.drafters.growth import DraftVocabulary, Draw, Shape, constant
@@ -138,7 +139,7 @@ class HeadDrafter(Drafter):
             texts = [context.tokens[index] for index in fed]
             counts = [min(context.fresh[index], len(tokens) - 1) for index, tokens in zip(fed, texts, strict=True)]
             new = [tokens[len(tokens) - count :] for tokens, count in zip(texts, counts, strict=True)]
-            self.runner.ingest(rows, new, {signal: states[fed] for signal, states in context.signals.items()})
+            self.runner.ingest(rows, new, {signal: rows_of(states, fed) for signal, states in context.signals.items()})
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -160,7 +161,7 @@ class HeadDrafter(Drafter):
                 self._fixed(tree, context, limits, builders)
         if not any(builder.tokens for builder in builders):
             return empty_draft(len(ready))
-        return stack(builders, device=self.runner.device)
+        return stack(builders)
 
     def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
         active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from forerun.devices import rows_of, sent
 from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.target import Target
 from forerun.target.cache import SlotCache, contiguous
@@ -191,7 +192,7 @@ class HeadRunner:
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PIECE]) for index in active]
             size = max(map(len, pieces))
-            states = [signals[b][active, start : start + size] for b in self.head.config.boundaries]
+            states = [rows_of(signals[b], active)[:, start : start + size] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)
 
     def unroll(
@@ -219,8 +220,8 @@ class HeadRunner:
             return grow(self.logits(self._outputs[index].unsqueeze(1)), *numbers)
 
         self._cache.touch(rows, [self.lengths[row] + run for row in rows])
-        index = torch.tensor(rows, device=self.device)
-        lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
+        host = torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
+        index, lengths = sent(host, self.device)
         tree: Tree = self.recordings.run(key, work, index, lengths, *numbers)
         self._frontier = None
         return tree
@@ -265,18 +266,18 @@ class HeadRunner:
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
         nodes = Nodes.of_prompt(pieces)
-        counts, real = nodes.real.sum(1).to(self.device), nodes.real.to(self.device)
-        lengths = torch.tensor([self.lengths[row] for row in rows], device=self.device)
-        positions = lengths.unsqueeze(1) + nodes.depths.to(self.device)
+        held = torch.tensor([self.lengths[row] for row in rows])
+        host = torch.tensor(rows), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
+        index, lengths, counts, real, depths, sees, ids = sent(host, self.device)
+        positions = lengths.unsqueeze(1) + depths
         most = max(self.lengths[row] for row in rows) + nodes.fresh
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
-        self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most)
-        sees = nodes.sees.to(self.device) & real.unsqueeze(2)
+        self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most, index=index)
+        sees = sees & real.unsqueeze(2)
         block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
         fused = self.head.fuse([state.to(self.device, self._dtype) for state in states])
-        advanced = self._advance(nodes.ids.to(self.device), fused, positions, self._mask(block, most))
+        advanced = self._advance(ids, fused, positions, self._mask(block, most))
         place = torch.arange(len(rows), device=self.device)
-        index = torch.tensor(rows, device=self.device)
         self._features[index] = advanced.feature[place, counts - 1]
         self._outputs[index] = advanced.output[place, counts - 1]
         for row, piece in zip(rows, pieces, strict=True):

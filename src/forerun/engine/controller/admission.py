@@ -149,4 +149,4 @@ def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:
     for row, nodes in keep.items():
         assert prunable(draft, row), "only deterministic nodes may be pruned after they were drawn"
         builders[row] = builders[row].only(nodes)
-    return trees.stack(builders, device=draft.tokens.device, law_ids=draft.law_ids)
+    return trees.stack(builders, law_ids=draft.law_ids)
