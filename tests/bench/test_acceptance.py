@@ -110,7 +110,7 @@ class TestRoots:
         torch.testing.assert_close(target.sum(1), torch.ones(7))
         assert (target[0] - target[1]).abs().max() > 0.01, "roots of different texts"
         (line,) = compare_roots(target, draft, (1,))
-        assert line.distinct_bound == pytest.approx(1, abs=1e-3) and line.given < 0.99
+        assert line.distinct_bound == pytest.approx(1, abs=1e-3) and line.deterministic < 0.99
 
     def test_the_rows_are_free_afterwards(self, source_tied: Path) -> None:
         llm = engine(source_tied)
@@ -139,7 +139,7 @@ def line(label: str, method: str, form: str, temperature: float, emitted: list[i
 
 def sample() -> Acceptance:
     reach = RootReach(
-        children=2, given=0.5, greedy_k=0.6, distinct=0.7, distinct_bound=0.8125, iid=0.65, iid_bound=0.75
+        children=2, deterministic=0.5, greedy_k=0.6, distinct=0.7, distinct_bound=0.8125, iid=0.65, iid_bound=0.75
     )
     return Acceptance(
         head="a head",

@@ -207,10 +207,10 @@ class RootReach:
     """Mean chance, over the roots, that the next token is among `children` drafted ones."""
 
     children: int
-    given: float
+    deterministic: float
     """The likeliest tokens: sample-and-walk, which reaches its bound."""
     greedy_k: float
-    """All but one given, one drawn from the rest: the greedy-k rule, which reaches its bound."""
+    """All but one deterministic, one drawn from the rest: the greedy-k rule, which reaches its bound."""
     distinct: float
     """Without replacement, judged one after the other (recursive rejection; traversal where they are leaves)."""
     distinct_bound: float

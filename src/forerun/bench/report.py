@@ -128,7 +128,7 @@ def _roots(found: Acceptance) -> Table:
     for name in ("deterministic", "greedy-k", "distinct, rejection", "distinct, bound", "iid, rejection", "iid, bound"):
         table.add_column(name, justify="right")
     for line in found.roots:
-        chances = (line.given, line.greedy_k, line.distinct, line.distinct_bound, line.iid, line.iid_bound)
+        chances = (line.deterministic, line.greedy_k, line.distinct, line.distinct_bound, line.iid, line.iid_bound)
         table.add_row(str(line.children), *(f"{chance:.3f}" for chance in chances))
     table.caption = "bound: optimal transport (arXiv 2502.18779); given and greedy-k reach theirs; distinct: all leaves"
     return table

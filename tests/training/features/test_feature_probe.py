@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.cli.features import FinalNorm
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.training.features import vllm_source
+from forerun.training.features.final_norm import FinalNorm
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.probe import compare, probe, reference_states
 from forerun.training.features.vllm_source import VllmFeatures
