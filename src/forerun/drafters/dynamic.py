@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.acceptance import Acceptance, by_draft_prob
-from forerun.devices import widest
+from forerun.devices import fetched
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import DraftVocabulary
 from forerun.drafters.levels import Submitted
@@ -78,7 +78,7 @@ class DynamicTree:
         return pool.best(self.nodes, vocabulary)
 
     def cut(
-        self, grown: Sequence[list[float]], nodes: int, depth: int, salt: str | None = None
+        self, grown: Sequence[tuple[float, ...]], nodes: int, depth: int, salt: str | None = None
     ) -> tuple[TreeBuilder, Submitted]:
         """One row's tree from its columns (see `columns`): the likeliest nodes that its budget allows.
 
@@ -102,12 +102,11 @@ class DynamicTree:
         return builder, submitted
 
 
-def columns(grown: Expanded) -> list[list[list[float]]]:
+def columns(grown: Expanded) -> list[list[tuple[float, ...]]]:
     """(B, n, 6) on the host: place, token, parent, probability, depth, rank of each node; one transfer."""
     fields = (grown.order, grown.tokens, grown.parents, grown.probabilities, grown.depths, grown.ranks)
-    wide = widest(grown.order.device)
-    rows: list[list[list[float]]] = torch.stack([part.to(wide) for part in fields], dim=-1).tolist()
-    return rows
+    rows = zip(*(part.tolist() for part in fetched(fields)), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
 
 
 class _Pool:
