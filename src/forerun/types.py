@@ -393,8 +393,8 @@ class StreamChunk:
     """What ended the request before its time; other requests are not concerned."""
 
 
-def empty_draft(batch: int, device: torch.device | str = "cpu") -> Draft:
+def empty_draft(batch: int) -> Draft:
     """A draft of no nodes for `batch` rows: the step is then plain decoding."""
-    none = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-    counts = torch.zeros(batch, dtype=torch.int64, device=device)
+    none = torch.zeros(batch, 0, dtype=torch.int64)
+    counts = torch.zeros(batch, dtype=torch.int64)
     return Draft(tokens=none, parents=none, counts=counts, drawn=none.to(torch.uint8))

@@ -313,7 +313,7 @@ class SkipLayersDrafter(SelfDrafter):
         """One token with these sub-layers left out: a model that cannot do this is refused now, not when it drafts."""
         row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
         plan = Plan(stop=self.target.num_layers, skip=skip)
-        self.target.run([row], [0], empty_draft(1, self.target.device), plan)
+        self.target.run([row], [0], empty_draft(1), plan)
         self.target.truncate([row], [self.target.lengths[row]])
 
 

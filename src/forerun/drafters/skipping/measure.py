@@ -154,7 +154,7 @@ class Probe:
 
     def _draft_pass(self, root: int, skip: SkipSet) -> None:
         self._drafter.skip = skip
-        self._drafter.logits([0], [root], empty_draft(1, self._target.device), 0)[0].argmax(-1).tolist()
+        self._drafter.logits([0], [root], empty_draft(1), 0)[0].argmax(-1).tolist()
 
     def _scoring_pass(self, root: int, chain: Draft) -> None:
         self._target.score([0], [root], chain).logits[0].argmax(-1).tolist()
