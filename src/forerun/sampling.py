@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.devices import widest
-from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
+from forerun.devices import sent, widest
+from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
 from forerun.types import LogitsProcessor, SamplingParams, TokenLogprob
 
 # Token sequences that may not be produced: which tokens would end one.
@@ -52,6 +53,9 @@ class BadWords:
 TOLERANCE = 1e-3
 """How far from 1 the probabilities of a distribution may add up to."""
 _HINT = "check logit_bias, the processors and the checkpoint"
+_EVERYTHING = 2.0
+"""A mass that no set of tokens reaches: stands for no top-p."""
+_NEUTRAL = SamplingParams()
 _BLOCK = 128
 """Tokens that race as one at first: so few numbers are drawn where the vocabulary is large."""
 
@@ -107,6 +111,15 @@ class Rng:
         block = _first(times[_BLOCK:], masses)
         return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
+    def times(self, depth: int, vocabulary: int) -> NDArray[np.float64] | None:
+        """(T,) the numbers of `draw` at `depth`, before any distribution is known: the token is that of `first_of`.
+        None of an rng that draws in another way."""
+        return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
+
+    def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
+        """(T,) one time per token of a block, and one per block."""
+        return self._times(self.position + depth, _BLOCK + -(-vocabulary // _BLOCK))
+
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
         return _inverse(law, float(self._drafts([(node, index)])[0]))
@@ -144,6 +157,15 @@ def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
     if not rates[first] > 0:
         raise NumericError(f"a token of probability {rates[first]} was drawn; {_HINT}")
     return first
+
+
+def first_of(probs: Tensor, times: Tensor) -> Tensor:
+    """(M,) int64, the tokens that `Rng.draw` takes from each of `probs` (M, V), by its `times` (M, T) in the device's
+    widest float type. Reads no value on the host; where there is no distribution the token means nothing."""
+    padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
+    inside = padded[torch.arange(len(probs), device=probs.device), block].to(times.dtype)
+    return block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
 
 
 def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -206,7 +228,8 @@ class Sampler:
             or params.repetition_penalty not in (None, 1.0)
         )
         """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
-        self._prompt_set = frozenset(prompt)
+        self.prompt_set = frozenset(prompt)
+        """Its tokens."""
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
         self._bias = torch.as_tensor(list((params.logit_bias or {}).values()), dtype=torch.float64)
@@ -222,6 +245,19 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         return self.params.greedy
+
+    def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
+        """What `process` does at nodes behind `paths`; None: nothing.
+
+        Raises:
+            ArgumentError: a token id among the parameters is outside the vocabulary.
+        """
+        if self.neutral:
+            return None
+        self._check_ids(vocabulary)
+        outputs = ([*output, *path] for path in paths)
+        banned = [(node, token) for node, text in enumerate(outputs) for token in self._banned(text)]
+        return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
         """Everything before the temperature: (V,) float32 (float64 stays) from raw (V,).
@@ -241,10 +277,9 @@ class Sampler:
         """`process`, and the largest of what it gives."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         highest = float(logits.max())
-        if math.isnan(highest):
-            raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+        check_raw(highest)
         if self.neutral:
-            return logits, _able(highest)
+            return logits, check_highest(highest)
         p = self.params
         self._check_ids(len(logits))
         if p.allowed_token_ids:
@@ -259,7 +294,7 @@ class Sampler:
         self._penalise(logits, output)
         for processor in p.logits_processors:
             logits = _checked(processor, processor([*self.prompt, *output], logits), logits)
-        return logits, _able(float(logits.max()))
+        return logits, check_highest(float(logits.max()))
 
     def _check_ids(self, vocabulary: int) -> None:
         """Refuse token ids outside the vocabulary, once."""
@@ -288,7 +323,7 @@ class Sampler:
     def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
         p = self.params
         if p.repetition_penalty not in (None, 1.0):
-            seen = torch.as_tensor(sorted(self._prompt_set.union(output)), device=logits.device)
+            seen = torch.as_tensor(sorted(self.prompt_set.union(output)), device=logits.device)
             values = logits[seen]
             logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
         if (p.presence_penalty or p.frequency_penalty) and output:
@@ -296,6 +331,132 @@ class Sampler:
             ids = torch.as_tensor(list(counts), device=logits.device)
             times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edits:
+    """What a request's parameters do to the raw logits at N nodes, as token ids: found on the host, done by
+    `process_rows` for all rows at once."""
+
+    sampler: Sampler
+    output: Sequence[int] = ()
+    """Committed tokens behind the prompt."""
+    paths: Sequence[Sequence[int]] = ()
+    """(N,) tokens from the root's child to the node, itself included."""
+    banned: Sequence[tuple[int, int]] = ()
+    """(node, token)."""
+
+
+def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
+    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw ones.
+
+    Args:
+        logits: (B, N, V) raw.
+        edits: (B,) what `Sampler.edits` says; None for a row whose logits stay as they are.
+
+    Returns:
+        the processed logits, and what a user's own processors raised: (row, node) -> error. These run node by node.
+    """
+    size, device = logits.shape[-1], logits.device
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
+    if not rows:
+        return values, {}
+    p = [_NEUTRAL if edit is None else edit.sampler.params for edit in edits]
+
+    def by_row(pairs: Iterable[tuple[int, int]]) -> Tensor:
+        return torch.tensor([row * size + token for row, token in pairs], dtype=torch.int64)
+
+    def by_node(pairs: Iterable[tuple[int, int, int]]) -> Tensor:
+        nodes = logits.shape[1]
+        return torch.tensor([(row * nodes + node) * size + token for row, node, token in pairs], dtype=torch.int64)
+
+    limited = [(row, edit.sampler.params.allowed_token_ids) for row, edit in rows if p[row].allowed_token_ids]
+    biased = [(row, token, bias) for row, _ in rows for token, bias in (p[row].logit_bias or {}).items()]
+    counted = [(row, token, n) for row, edit in rows for token, n in Counter(edit.output).items()]
+    prompts = [(row, token) for row, edit in rows if _repeats(p[row]) for token in edit.sampler.prompt_set]
+    drafted = [(row, node, token) for row, edit in rows for node, path in enumerate(edit.paths) for token in path]
+    penalties = [(one.repetition_penalty or 1.0, one.presence_penalty, one.frequency_penalty) for one in p]
+    made = [
+        torch.tensor([row for row, _ in limited], dtype=torch.int64),
+        by_row((row, token) for row, ids in limited for token in ids or ()),
+        by_node((row, node, token) for row, edit in rows for node, token in edit.banned),
+        by_row((row, token) for row, token, _ in biased),
+        torch.tensor([bias for *_, bias in biased], dtype=values.dtype),
+        by_row((row, token) for row, token, _ in counted),
+        torch.tensor([n for *_, n in counted], dtype=values.dtype),
+        by_row(prompts),
+        by_node(drafted),
+        torch.tensor(penalties, dtype=values.dtype),
+    ]
+    limits, allowed, banned, bias_at, bias, count_at, counts, prompt_at, drafted_at, penalty = sent(made, device)
+    if limited:
+        outside = torch.zeros(len(edits), size, dtype=torch.bool, device=device).index_fill_(0, limits, True)
+        outside.view(-1).index_fill_(0, allowed, False)
+        values.masked_fill_(outside.unsqueeze(1), -torch.inf)
+    if len(banned):
+        values.view(-1).index_fill_(0, banned, -torch.inf)
+    if biased:
+        values += values.new_zeros(len(edits) * size).index_add_(0, bias_at, bias).view(-1, 1, size)
+    if any(penalties_of != (1.0, 0.0, 0.0) for penalties_of in penalties):
+        repetition, presence, frequency = penalty.view(-1, 1, 3).unsqueeze(-1).unbind(2)
+        times = values.new_zeros(len(edits) * size).index_add_(0, count_at, counts).view(-1, 1, size)
+        times = times.expand_as(values).contiguous()
+        times.view(-1).index_add_(0, drafted_at, torch.ones_like(drafted_at, dtype=times.dtype))
+        seen = torch.zeros(len(edits) * size, dtype=torch.bool, device=device).index_fill_(0, prompt_at, True)
+        seen = seen.view(-1, 1, size) | (times > 0)
+        values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
+        values -= presence * (times > 0) + frequency * times
+    failed = dict[tuple[int, int], BaseException]()
+    for row, edit in rows:
+        for node, path in enumerate(edit.paths if p[row].logits_processors else ()):
+            try:
+                for processor in p[row].logits_processors:
+                    found = processor([*edit.sampler.prompt, *edit.output, *path], values[row, node])
+                    values[row, node] = _checked(processor, found, values[row, node])
+            except BaseException as error:
+                if of_the_process(error):
+                    raise
+                failed[row, node] = error
+    return values, failed
+
+
+def _repeats(params: SamplingParams) -> bool:
+    return params.repetition_penalty not in (None, 1.0)
+
+
+def settings_of(params: SamplingParams) -> tuple[float, ...]:
+    """(5,) of a request, for `probs_of`: whether it is sampled, temperature, top-k, top-p, min-p."""
+    temperature = 1.0 if params.greedy or params.temperature is None else params.temperature
+    top_k = params.top_k if params.top_k is not None and params.top_k > 0 else 1 << 31
+    top_p = params.top_p if params.top_p is not None and params.top_p < 1 else _EVERYTHING
+    return (0.0 if params.greedy else 1.0, temperature, top_k, top_p, params.min_p or 0.0)
+
+
+def has_filters(params: SamplingParams) -> bool:
+    """Whether there is a top-k, top-p or min-p."""
+    return bool(params.min_p or (params.top_k or 0) > 0 or (params.top_p is not None and params.top_p < 1))
+
+
+def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
+    """(B, F, V) float32 (float64 stays): `law_of` for each row's `settings` (B, 5); NaN where that refuses the logits.
+
+    Rows at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
+    scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
+    if not filters:
+        return scaled.softmax(-1)
+    scaled = scaled.masked_fill(scaled < min_p.log().to(values.dtype), -torch.inf)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    last = (top_k.long() - 1).clamp(0, logits.shape[-1] - 1).expand(-1, logits.shape[1], -1)
+    scaled = scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
+    probs = scaled.softmax(-1)
+    falling = probs.gather(-1, order)
+    inside = falling.cumsum(-1, dtype=widest(probs.device)) - falling < top_p
+    probs = probs * torch.zeros_like(inside).scatter(-1, order, inside)
+    return probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
@@ -318,7 +479,7 @@ def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None)
         NumericError: the largest logit is NaN or infinite.
         NoTokenLeftError: every token is banned.
     """
-    highest = _able(float(logits.max())) if highest is None else highest
+    highest = check_highest(float(logits.max())) if highest is None else highest
     if params.greedy:
         law = torch.zeros_like(logits)
         law[int(logits.argmax())] = 1.0
@@ -338,14 +499,20 @@ def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None)
 
 def _check_distribution(law: Tensor, processed: Tensor | None) -> None:
     """Refuse what is no distribution over the tokens that the `processed` logits leave (None: all)."""
-    outside = 0.0
     if law.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
-        total, least = float(law.sum()), float(law.min())
-        if processed is not None:
-            outside = float(law.numpy()[processed.numpy() == -np.inf].sum())
-    else:
-        banned = law.new_zeros(()) if processed is None else law @ (processed == -torch.inf).to(law.dtype)
-        total, least, outside = torch.stack((law.sum(), law.min(), banned)).tolist()
+        outside = 0.0 if processed is None else float(law.numpy()[processed.numpy() == -np.inf].sum())
+        check_sums(float(law.sum()), float(law.min()), outside)
+        return
+    banned = law.new_zeros(()) if processed is None else law @ (processed == -torch.inf).to(law.dtype)
+    check_sums(*torch.stack((law.sum(), law.min(), banned)).tolist())
+
+
+def check_sums(total: float, least: float, outside: float) -> None:
+    """Refuse what is no distribution: its sum, its least probability, and what banned tokens have of it.
+
+    Raises:
+        NumericError: with these numbers.
+    """
     if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
         found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
         raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
@@ -362,8 +529,23 @@ def _checked(processor: LogitsProcessor, found: object, given: Tensor) -> Tensor
     )
 
 
-def _able(highest: float) -> float:
-    """The largest logit, refused where no law can be made of it."""
+def check_raw(highest: float) -> None:
+    """Refuse raw logits of which the largest is NaN, and so any.
+
+    Raises:
+        NumericError: says what to do.
+    """
+    if math.isnan(highest):
+        raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+
+
+def check_highest(highest: float) -> float:
+    """The largest processed logit, refused where no distribution can be made of it.
+
+    Raises:
+        NumericError: it is NaN or infinite.
+        NoTokenLeftError: every token is banned.
+    """
     if highest == -math.inf:
         raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"

@@ -27,9 +27,9 @@ from forerun.drafters.recycling import (
     best_tree,
     measured,
     paying,
-    top_ids,
 )
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.scores import top_ids
 from forerun.types import Budget
 
 __all__ = ["checkpoint"]

@@ -23,19 +23,15 @@ from forerun.drafters.base import DraftContext
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, kind_of, likeliest, resolve
 from forerun.errors import NoTokenLeftError, NumericError
-from forerun.sampling import Sampler, law_of, quantiles
+from forerun.sampling import Sampler, has_filters, law_of, probs_of, quantiles, settings_of
 from forerun.tree import TreeBuilder
-from forerun.types import Budget, DraftKind, Drawn, SamplingParams
+from forerun.types import Budget, DraftKind, Drawn, SamplingParams, masses_of
 
 # Children of a whole level at once, from numbers that were drawn before the first level.
 #
 # So levels follow each other without a wait for the host, and may be one recording. What comes out is what
 # `growth.grow` draws one node at a time from the same rng; that serves where processors look at each node's path.
 # Knows no model and no rule.
-
-
-_EVERYTHING = 2.0
-"""A mass that no set of tokens reaches: stands for no top-p."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +61,14 @@ class Draws:
         if not all(grower.sampler.neutral for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
-        filters = any(_filters(grower.sampler.params) for grower in sampled)
+        filters = any(has_filters(grower.sampler.params) for grower in sampled)
         numbers: tuple[Tensor, ...] = ()
         if sampled:
             places = _places(shape)
             uniforms = [row for grower in growers if (row := grower.rng.uniforms(places)) is not None]
             if len(uniforms) < len(growers):
                 return None
-            settings = [_setting(grower.sampler.params) for grower in growers]
+            settings = [settings_of(grower.sampler.params) for grower in growers]
             tables = [torch.from_numpy(np.array(table)).to(widest(device)) for table in (uniforms, settings)]
             numbers = tuple(sent(tables, device))
         drawn = {grower.draw for grower in sampled}
@@ -137,7 +133,7 @@ class Draws:
     def _laws(self, logits: Tensor) -> Tensor:
         """(B, F, V) float32."""
         if not self.one_by_one:
-            return laws_of(logits, self.numbers[1], filters=self.filters)
+            return probs_of(logits, self.numbers[1], filters=self.filters)
         rows = zip(logits.float(), self.one_by_one, strict=True)
         return torch.stack([torch.stack([_law_of(node, params) for node in row]) for row, params in rows])
 
@@ -200,39 +196,11 @@ def _law_of(logits: Tensor, params: SamplingParams) -> Tensor:
         return torch.full_like(logits, torch.nan)
 
 
-def laws_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """(B, F, V) float32: `sampling.law_of` for each row's settings; NaN where that refuses the logits."""
-    temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
-    values = logits.float()
-    scaled = (values - values.amax(-1, keepdim=True)) / temperature.float()
-    if not filters:
-        return scaled.softmax(-1)
-    scaled = scaled.masked_fill(scaled < min_p.log().float(), -torch.inf)
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    last = (top_k.long() - 1).clamp(0, logits.shape[-1] - 1).expand(-1, logits.shape[1], -1)
-    scaled = scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
-    laws = scaled.softmax(-1)
-    falling = laws.gather(-1, order)
-    inside = falling.cumsum(-1, dtype=widest(laws.device)) - falling < top_p
-    return _renormalised(laws * torch.zeros_like(inside).scatter(-1, order, inside))
-
-
 @lru_cache(maxsize=64)
 def _places(shape: Shape) -> tuple[tuple[int, int], ...]:
     """(node, index) of every child, level by level, as wide as the level's widest node."""
     levels = zip(shape.levels[:-1], shape.widths, strict=True)
     return tuple((node, index) for level, width in levels for node in level for index in range(width))
-
-
-def _filters(params: SamplingParams) -> bool:
-    return bool(params.min_p or (params.top_k or 0) > 0 or (params.top_p is not None and params.top_p < 1))
-
-
-def _setting(params: SamplingParams) -> tuple[float, ...]:
-    temperature = 1.0 if params.greedy or params.temperature is None else params.temperature
-    top_k = params.top_k if params.top_k is not None and params.top_k > 0 else 1 << 31
-    top_p = params.top_p if params.top_p is not None and params.top_p < 1 else _EVERYTHING
-    return (0.0 if params.greedy else 1.0, temperature, top_k, top_p, params.min_p or 0.0)
 
 
 Descend = Callable[[Tensor, range], Tensor]
@@ -248,6 +216,8 @@ class _Row(NamedTuple):
     drawn: list[int]
     confidence: list[float]
     valid: list[bool]
+    masses: list[float]
+    """By parent, the sum of what its sampled children were drawn from; empty where all are deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +237,8 @@ class Grown:
     def fetch(self) -> list[_Row]:
         """(B,) all but the laws, in one transfer. Not kept: a recording gives the same object with other numbers."""
         valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
-        columns = [values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, valid])]
+        masses = self.confidence[:, :0] if self.laws is None else masses_of(self.laws)
+        columns = [values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, valid, masses])]
         return [_Row(*row) for row in zip(*columns, strict=True)]
 
 
@@ -399,7 +370,7 @@ class FixedTree:
             ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
             if kind is not Drawn.DETERMINISTIC:
                 assert grown.laws is not None
-                builder.set_law(ids[parent], grown.laws[place, parent])
+                builder.set_law(ids[parent], grown.laws[place, parent], row.masses[parent])
         return builder, submitted
 
     def _growers(self, context: DraftContext, active: Sequence[int]) -> list[Grower]:
