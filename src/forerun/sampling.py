@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -33,7 +33,8 @@ class BadWords:
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        self._always = [word[0] for word in words if len(word) == 1]
+        self.always = [word[0] for word in words if len(word) == 1]
+        """Words of one token."""
         self._after = defaultdict[int, list[tuple[int, ...]]](list)
         for word in words:
             if len(word) > 1:
@@ -41,7 +42,7 @@ class BadWords:
 
     def ends(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
         """The tokens that would end a word behind a prompt and an output."""
-        found = list(self._always)
+        found = list(self.always)
         for word in self._after.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
             tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
@@ -162,10 +163,11 @@ def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
 def first_of(probs: Tensor, times: Tensor) -> Tensor:
     """(M,) int64, the tokens that `Rng.draw` takes from each of `probs` (M, V), by its `times` (M, T) in the device's
     widest float type. Reads no value on the host; where there is no distribution the token means nothing."""
-    padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).view(len(probs), -1, _BLOCK)
     block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
     inside = padded[torch.arange(len(probs), device=probs.device), block].to(times.dtype)
-    return block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
+    token: Tensor = block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
+    return token
 
 
 def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -246,6 +248,23 @@ class Sampler:
     def greedy(self) -> bool:
         return self.params.greedy
 
+    @property
+    def always_banned(self) -> Sequence[int]:
+        """Bad words of one token."""
+        return self._unwanted.always
+
+    def fits(self, vocabulary: int) -> bool:
+        """Whether `Processing` does all of it without the host: what it does at a node depends on how often tokens came
+        before and not on their order (no processor of the user's own, no bad word of several tokens), and its token
+        ids are all within the vocabulary."""
+        if self.params.logits_processors or any(len(word) > 1 for word in self.bad_words):
+            return False
+        try:
+            self._check_ids(vocabulary)
+        except ArgumentError:
+            return False
+        return max((*self._unwanted.always, *self.banned_until_min), default=0) < vocabulary
+
     def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
         """What `process` does at nodes behind `paths`; None: nothing.
 
@@ -256,7 +275,9 @@ class Sampler:
             return None
         self._check_ids(vocabulary)
         outputs = ([*output, *path] for path in paths)
-        banned = [(node, token) for node, text in enumerate(outputs) for token in self._banned(text)]
+        banned = [
+            (node, token) for node, text in enumerate(outputs) for token in self._unwanted.ends(self.prompt, text)
+        ]
         return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
@@ -347,6 +368,129 @@ class Edits:
     """(node, token)."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processing:
+    """What B requests' parameters do to logits, on their device; what none of them does is None."""
+
+    outside: Tensor | None = None
+    """(B, V) bool, tokens that are never allowed."""
+    bias: Tensor | None = None
+    """(B, V)"""
+    early: tuple[Tensor, Tensor] | None = None
+    """(B, V) bool, tokens that may not come before `min_tokens`; (B,) how many tokens are missing until then."""
+    penalties: tuple[Tensor, Tensor, Tensor] | None = None
+    """(B, 3) repetition, presence and frequency; (B, V) bool, what the prompt holds, where repetition counts; (B, V)
+    how often each token was output."""
+
+    @classmethod
+    def of(
+        cls,
+        edits: Sequence[Edits | None],
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> Processing | None:
+        """Sent in one copy that nobody waits for. What depends on a node's path is not in it. None: nothing is done."""
+        if not any(edits):
+            return None
+        rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
+        params = [_NEUTRAL if edit is None else edit.sampler.params for edit in edits]
+        banned = [(row, token) for row, edit in rows for token in edit.sampler.always_banned]
+        allowed = [(row, token) for row, _ in rows for token in params[row].allowed_token_ids or ()]
+        limited = sorted({row for row, _ in allowed})
+        biased = [(row, token, bias) for row, _ in rows for token, bias in (params[row].logit_bias or {}).items()]
+        missing = [0 if edit is None else params[row].min_tokens - len(edit.output) for row, edit in enumerate(edits)]
+        early = [(row, token) for row, edit in rows if missing[row] > 0 for token in edit.sampler.banned_until_min]
+        penalties = [(one.repetition_penalty or 1.0, one.presence_penalty, one.frequency_penalty) for one in params]
+        counted = [(row, token, n) for row, edit in rows for token, n in Counter(edit.output).items()]
+        prompts = [(row, token) for row, edit in rows if penalties[row][0] != 1.0 for token in edit.sampler.prompt_set]
+
+        def flat(pairs: Iterable[Sequence[Any]]) -> Tensor:
+            return torch.tensor([pair[0] * vocabulary + pair[1] for pair in pairs], dtype=torch.int64)
+
+        def floats(values: Iterable[Any]) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype)
+
+        host = [flat(pairs) for pairs in (banned, allowed, biased, early, counted, prompts)]
+        host += [torch.tensor(limited, dtype=torch.int64), torch.tensor(missing, dtype=torch.int64)]
+        host += [floats(bias for *_, bias in biased), floats(n for *_, n in counted), floats(penalties)]
+        banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = sent(
+            host, device
+        )
+
+        def marked(at: Tensor, first: Tensor | None = None) -> Tensor:
+            marks = torch.zeros(len(edits), vocabulary, dtype=torch.bool, device=device)
+            if first is not None:
+                marks.index_fill_(0, limits, True).view(-1).index_fill_(0, first, False)
+            marks.view(-1).index_fill_(0, at, True)
+            return marks
+
+        def added(at: Tensor, values: Tensor) -> Tensor:
+            return (
+                torch.zeros(len(edits) * vocabulary, dtype=dtype, device=device)
+                .index_add_(0, at, values)
+                .view(len(edits), vocabulary)
+            )
+
+        penalised = any(row != (1.0, 0.0, 0.0) for row in penalties)
+        return cls(
+            outside=marked(banned_at, allowed_at) if allowed or banned else None,
+            bias=added(biased_at, bias) if biased else None,
+            early=(marked(early_at), until) if early else None,
+            penalties=(table, marked(prompt_at), added(counted_at, counts)) if penalised else None,
+        )
+
+    def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:
+        """The processed logits of F nodes a row, users' own processors left out. Reads no value on the host.
+
+        Args:
+            values: (B, F, V) raw, float32 or float64.
+            drafted: flat indices into (B, F, V) of the tokens on each node's path.
+            depths: (B or 1, F) of the nodes.
+            banned: flat indices of tokens that end a bad word there.
+        """
+        if self.outside is not None:
+            values = values.masked_fill(self.outside.unsqueeze(1), -torch.inf)
+        if self.early is not None:
+            stops, missing = self.early
+            early = stops.unsqueeze(1) & (depths < missing.unsqueeze(1)).unsqueeze(-1)
+            values = values.masked_fill(early, -torch.inf)
+        if banned is not None:
+            values = values.flatten().index_fill(0, banned, -torch.inf).view_as(values)
+        if self.bias is not None:
+            values = values + self.bias.unsqueeze(1)
+        if self.penalties is not None:
+            table, prompt, output = self.penalties
+            repetition, presence, frequency = table.unsqueeze(-1).unsqueeze(-1).unbind(1)
+            times = output.unsqueeze(1).expand_as(values).flatten()
+            times = times.index_add(0, drafted, torch.ones_like(drafted, dtype=times.dtype)).view_as(values)
+            seen = prompt.unsqueeze(1) | (times > 0)
+            values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
+            values = values - (presence * (times > 0) + frequency * times)
+        return values
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, for `with_tensors`."""
+        single = [part for part in (self.outside, self.bias) if part is not None]
+        return (*single, *(self.early or ()), *(self.penalties or ()))
+
+    @property
+    def key(self) -> Hashable:
+        """Tells what is there."""
+        return tuple(part is not None for part in (self.outside, self.bias, self.early, self.penalties))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Processing:
+        """The same with other numbers."""
+        left = iter(tensors)
+        return Processing(
+            outside=None if self.outside is None else next(left),
+            bias=None if self.bias is None else next(left),
+            early=None if self.early is None else (next(left), next(left)),
+            penalties=None if self.penalties is None else (next(left), next(left), next(left)),
+        )
+
+
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
     """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw ones.
 
@@ -357,61 +501,26 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     Returns:
         the processed logits, and what a user's own processors raised: (row, node) -> error. These run node by node.
     """
-    size, device = logits.shape[-1], logits.device
     values = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return values, {}
-    p = [_NEUTRAL if edit is None else edit.sampler.params for edit in edits]
-
-    def by_row(pairs: Iterable[tuple[int, int]]) -> Tensor:
-        return torch.tensor([row * size + token for row, token in pairs], dtype=torch.int64)
-
-    def by_node(pairs: Iterable[tuple[int, int, int]]) -> Tensor:
-        nodes = logits.shape[1]
-        return torch.tensor([(row * nodes + node) * size + token for row, node, token in pairs], dtype=torch.int64)
-
-    limited = [(row, edit.sampler.params.allowed_token_ids) for row, edit in rows if p[row].allowed_token_ids]
-    biased = [(row, token, bias) for row, _ in rows for token, bias in (p[row].logit_bias or {}).items()]
-    counted = [(row, token, n) for row, edit in rows for token, n in Counter(edit.output).items()]
-    prompts = [(row, token) for row, edit in rows if _repeats(p[row]) for token in edit.sampler.prompt_set]
-    drafted = [(row, node, token) for row, edit in rows for node, path in enumerate(edit.paths) for token in path]
-    penalties = [(one.repetition_penalty or 1.0, one.presence_penalty, one.frequency_penalty) for one in p]
-    made = [
-        torch.tensor([row for row, _ in limited], dtype=torch.int64),
-        by_row((row, token) for row, ids in limited for token in ids or ()),
-        by_node((row, node, token) for row, edit in rows for node, token in edit.banned),
-        by_row((row, token) for row, token, _ in biased),
-        torch.tensor([bias for *_, bias in biased], dtype=values.dtype),
-        by_row((row, token) for row, token, _ in counted),
-        torch.tensor([n for *_, n in counted], dtype=values.dtype),
-        by_row(prompts),
-        by_node(drafted),
-        torch.tensor(penalties, dtype=values.dtype),
-    ]
-    limits, allowed, banned, bias_at, bias, count_at, counts, prompt_at, drafted_at, penalty = sent(made, device)
-    if limited:
-        outside = torch.zeros(len(edits), size, dtype=torch.bool, device=device).index_fill_(0, limits, True)
-        outside.view(-1).index_fill_(0, allowed, False)
-        values.masked_fill_(outside.unsqueeze(1), -torch.inf)
-    if len(banned):
-        values.view(-1).index_fill_(0, banned, -torch.inf)
-    if biased:
-        values += values.new_zeros(len(edits) * size).index_add_(0, bias_at, bias).view(-1, 1, size)
-    if any(penalties_of != (1.0, 0.0, 0.0) for penalties_of in penalties):
-        repetition, presence, frequency = penalty.view(-1, 1, 3).unsqueeze(-1).unbind(2)
-        times = values.new_zeros(len(edits) * size).index_add_(0, count_at, counts).view(-1, 1, size)
-        times = times.expand_as(values).contiguous()
-        times.view(-1).index_add_(0, drafted_at, torch.ones_like(drafted_at, dtype=times.dtype))
-        seen = torch.zeros(len(edits) * size, dtype=torch.bool, device=device).index_fill_(0, prompt_at, True)
-        seen = seen.view(-1, 1, size) | (times > 0)
-        values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
-        values -= presence * (times > 0) + frequency * times
+    size, nodes, device = logits.shape[-1], logits.shape[1], logits.device
+    drafted = [((row * nodes + n) * size + t) for row, edit in rows for n, path in enumerate(edit.paths) for t in path]
+    banned = [((row * nodes + node) * size + token) for row, edit in rows for node, token in edit.banned]
+    depths = [[*map(len, () if edit is None else edit.paths)] for edit in edits]
+    depths = [row + [0] * (nodes - len(row)) for row in depths]
+    host = [torch.tensor(part, dtype=torch.int64) for part in (drafted, banned, depths)]
+    drafted_at, banned_at, depth_at = sent(host, device)
+    processing = Processing.of(edits, size, device, values.dtype)
+    assert processing is not None, "a row has edits"
+    values = processing.apply(values, drafted_at, depth_at, banned_at if banned else None)
     failed = dict[tuple[int, int], BaseException]()
     for row, edit in rows:
-        for node, path in enumerate(edit.paths if p[row].logits_processors else ()):
+        params = edit.sampler.params
+        for node, path in enumerate(edit.paths if params.logits_processors else ()):
             try:
-                for processor in p[row].logits_processors:
+                for processor in params.logits_processors:
                     found = processor([*edit.sampler.prompt, *edit.output, *path], values[row, node])
                     values[row, node] = _checked(processor, found, values[row, node])
             except BaseException as error:
@@ -419,10 +528,6 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
                     raise
                 failed[row, node] = error
     return values, failed
-
-
-def _repeats(params: SamplingParams) -> bool:
-    return params.repetition_penalty not in (None, 1.0)
 
 
 def settings_of(params: SamplingParams) -> tuple[float, ...]:

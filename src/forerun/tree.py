@@ -290,7 +290,14 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
             builders[row] = rebuild(draft, index, widen=law_ids is None)
     stacked = stack(builders, law_ids=law_ids)
     begun = [(rows, draft.resume) for rows, draft in drafts if draft.resume is not None]
-    return replace(stacked, resume=_joined(begun, batch, stacked.size + 1)) if begun else stacked
+    return resuming(stacked, _joined(begun, batch, stacked.size + 1)) if begun else stacked
+
+
+def resuming(draft: Draft, resume: Resume) -> Draft:
+    """The draft, and what its first nodes have run through; what was fetched of it stays."""
+    other = replace(draft, resume=resume)
+    vars(other).update({name: vars(draft)[name] for name in ("rows", "masses") if name in vars(draft)})
+    return other
 
 
 def _joined(begun: Sequence[tuple[Sequence[int], Resume]], batch: int, most: int) -> Resume:

@@ -49,13 +49,20 @@ QUICK = {
     *(str(None), str(SPEED), str(AUTO), "draft_model-tree", "eagle3-dynamic"),
 }
 """One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
+IN_ALL = {str(None), "ngram", "draft_model-tree", "eagle3-dynamic"}
+"""Of these every setting is quick. The other drafters meet the same rules, processors and draws."""
+FIRST = ("greedy", "top-p", "greedy without float64")
 
 
 def cases(*settings: str) -> list[Any]:
     """Every variant in these settings."""
+
+    def quick(variant: Variant | None, setting: str) -> bool:
+        return str(variant) in QUICK and (setting in FIRST or str(variant) in IN_ALL)
+
     return [
         pytest.param(
-            variant, setting, marks=[] if str(variant) in QUICK else [pytest.mark.slow], id=f"{variant}-{setting}"
+            variant, setting, marks=[] if quick(variant, setting) else [pytest.mark.slow], id=f"{variant}-{setting}"
         )
         for variant, setting in itertools.product(EVERY, settings)
     ]

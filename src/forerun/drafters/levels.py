@@ -21,9 +21,20 @@ from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.devices import fetched, sent, widest
 from forerun.drafters.base import DraftContext
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, kind_of, likeliest, resolve
+from forerun.drafters.growth import (
+    Children,
+    DraftVocabulary,
+    Draw,
+    Grower,
+    Shape,
+    constant,
+    grow,
+    kind_of,
+    likeliest,
+    resolve,
+)
 from forerun.errors import NoTokenLeftError, NumericError
-from forerun.sampling import Sampler, has_filters, law_of, probs_of, quantiles, settings_of
+from forerun.sampling import Processing, Sampler, has_filters, law_of, probs_of, quantiles, settings_of
 from forerun.tree import TreeBuilder
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams, masses_of
 
@@ -49,16 +60,20 @@ class Draws:
     """(B,) where each law is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
-    settings (B, 5): whether the row is sampled, temperature, top-k, top-p, min-p. Nothing else differs between calls
-    with the same `key`."""
+    settings (B, 5), see `sampling.settings_of`."""
+    processing: Processing | None
+    """What penalties, biases and bans do to the logits; None: nothing. Beside it and `numbers`, nothing differs between
+    calls with the same `key`."""
 
     @classmethod
-    def of(cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, sorts: bool) -> Draws | None:
-        """None where the host has to look at every node: processors, or an rng of another kind.
+    def of(
+        cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
+    ) -> Draws | None:
+        """None where the host has to look at every node: a user's own processors, or an rng of another kind.
 
-        `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
+        `vocabulary`: the target's size. `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
         """
-        if not all(grower.sampler.neutral for grower in growers):
+        if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
         filters = any(has_filters(grower.sampler.params) for grower in sampled)
@@ -80,24 +95,55 @@ class Draws:
             filters=filters,
             one_by_one=[grower.sampler.params for grower in growers] if filters and not sorts else (),
             numbers=numbers,
+            processing=Processing.of([g.sampler.edits(vocabulary, g.output, ()) for g in growers], vocabulary, device),
         )
 
     @property
     def key(self) -> Hashable:
         """Tells courses of one shape apart."""
-        return self.draw, self.greedy, self.sampled, self.filters
+        processing = None if self.processing is None else self.processing.key
+        return self.draw, self.greedy, self.sampled, self.filters, processing
 
     @property
     def sampled(self) -> bool:
         """Whether there are rows above temperature 0."""
         return bool(self.numbers)
 
-    def of_numbers(self, numbers: tuple[Tensor, ...]) -> Draws:
-        """The same course with other numbers."""
-        return replace(self, numbers=numbers)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that differs between calls with the same `key`."""
+        return self.numbers + (() if self.processing is None else self.processing.tensors)
 
-    def children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As many children of every node at `depth` as any has there, from raw logits (B, F, V)."""
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Draws:
+        """The same course with other numbers."""
+        count = len(self.numbers)
+        processing = None if self.processing is None else self.processing.with_tensors(tensors[count:])
+        return replace(self, numbers=tensors[:count], processing=processing)
+
+    def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
+        """As many children of every node at `depth` as any has there, from raw logits (B, F, V).
+
+        `ids`: (B, K) tokens of all nodes so far.
+        """
+        if self.processing is None:
+            return self._children(logits, depth, vocabulary)
+        wide = logits if vocabulary is None else vocabulary.spread(logits)
+        values = self._processed(self.processing, wide, depth, ids)
+        none = values.amax(-1, keepdim=True) == -torch.inf
+        children = self._children(torch.where(none, 0.0, values), depth, None)
+        valid = torch.ones_like(children.tokens, dtype=torch.bool) if children.valid is None else children.valid
+        return replace(children, valid=valid & ~none)
+
+    def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
+        batch, width, size = logits.shape
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        paths = ids.index_select(1, constant(tuple(node - 1 for node in self.shape.paths(depth)), ids.device))
+        first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size
+        drafted = (first + paths.view(batch, width, depth)).flatten()
+        depths = torch.full((1, width), depth, dtype=torch.int64, device=ids.device)
+        return processing.apply(values, drafted, depths)
+
+    def _children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None) -> Children:
         count = self.shape.widths[depth]
         if not self.sampled:
             return likeliest(logits, count, vocabulary)
@@ -322,7 +368,7 @@ class FixedTree:
         for depth, count in enumerate(self.shape.widths):
             level, chosen = self.shape.levels[depth], self.shape.chosen(depth)
             if draws is not None:
-                children = draws.children(logits, depth, vocabulary)
+                children = draws.children(logits, depth, ids, vocabulary)
             else:
                 children = grow(logits, count, growers, level, path, vocabulary)
             grown.append(children if chosen is None else children.only(chosen))
@@ -333,11 +379,17 @@ class FixedTree:
         return _joined(grown, ids, run)
 
     def draws(
-        self, context: DraftContext, active: Sequence[int], device: torch.device, *, recorded: bool = False
+        self,
+        context: DraftContext,
+        active: Sequence[int],
+        device: torch.device,
+        vocabulary: int,
+        *,
+        recorded: bool = False,
     ) -> Draws | None:
         """How the active rows draw where `grow` need read no value on the host; see `Draws.of`."""
         sorts = recorded or device.type != "cpu"
-        return Draws.of(self._growers(context, active), self.shape, device, sorts=sorts)
+        return Draws.of(self._growers(context, active), self.shape, device, vocabulary=vocabulary, sorts=sorts)
 
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
