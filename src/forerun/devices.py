@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WITHOUT_FLOAT64 = {"mps"}
 """Types of devices."""
@@ -34,6 +36,17 @@ def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
     """(N,) int64 of integers, as `sent`."""
     return sent([torch.tensor(values, dtype=torch.int64)], device)[0]
+
+
+def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """While open, attention runs in kernels that take any shape at once. On CUDA that leaves out cuDNN, which plans for
+    up to 0.4 s for each new shape."""
+    if device.type != "cuda":
+        return nullcontext()
+    kernels: AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return kernels
 
 
 def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:

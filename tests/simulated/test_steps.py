@@ -76,12 +76,24 @@ def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(load_or_measure.__kwdefaults__, "repeats", 1)
 
 
+class Near(tuple[float, ...]):
+    """Numbers that are equal but for rounding."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Near) and list(self) == pytest.approx(list(other), abs=1e-5)
+
+    __hash__ = tuple.__hash__
+
+
 @dataclass(frozen=True)
 class Answer:
     """What is compared between devices."""
 
     token_ids: list[int]
-    logprobs: list[Any]
+    ranks: list[Any]
+    """Of the likeliest tokens at each place."""
+    logprobs: Near
+    """The same; but for rounding, since a pass may be padded to another size."""
     drafted: int
     accepted: int
     drafter_errors: int
@@ -116,7 +128,8 @@ def answers(variant: Variant | None, params: SamplingParams, *, there: bool) -> 
     return [
         Answer(
             token_ids=output.token_ids,
-            logprobs=[token.top_logprobs for token in output.tokens],
+            ranks=[{t: one.rank for t, one in (token.top_logprobs or {}).items()} for token in output.tokens],
+            logprobs=Near(one.logprob for token in output.tokens for one in (token.top_logprobs or {}).values()),
             drafted=output.speculation.num_draft_tokens,
             accepted=output.speculation.num_accepted_draft_tokens,
             drafter_errors=output.speculation.drafter_errors,

@@ -24,7 +24,7 @@ class Buckets:
     nodes: tuple[int, ...] = ()
     """Allowed N, rising; larger passes are not padded. Empty: N is never padded."""
     width: int = 64
-    """Visible cache slots are a multiple of this, `AWKWARD` last blocks left out."""
+    """Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out."""
 
     def __post_init__(self) -> None:
         if self.width < 1 or any(size < 1 for size in self.nodes) or list(self.nodes) != sorted(set(self.nodes)):
@@ -34,9 +34,9 @@ class Buckets:
         """The smallest allowed N that holds `count` nodes."""
         return next((size for size in self.nodes if size >= count), count)
 
-    def pad_width(self, used: int, slots: int) -> int:
+    def pad_width(self, used: int, slots: int, *, on_cpu: bool = True) -> int:
         """The visible width that holds `used` slots of the `slots` that there are."""
         width = -(-used // self.width) * self.width
-        while width % BLOCK in AWKWARD:
+        while on_cpu and width % BLOCK in AWKWARD:
             width += self.width
         return min(width, slots)

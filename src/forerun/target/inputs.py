@@ -187,7 +187,8 @@ class Frame:
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing = size - nodes.fresh
         lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        width = self.buckets.pad_width(max(committed) + nodes.start + size, self.cache.slots)
+        used = max(committed) + nodes.start + size
+        width = self.buckets.pad_width(used, self.cache.slots, on_cpu=device.type == "cpu")
         positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
         slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
         sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]

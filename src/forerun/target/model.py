@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.devices import sent_ints
+from forerun.devices import attention_kernels, sent_ints
 from forerun.errors import ArgumentError
 from forerun.recordings import Recordings, recordable
 from forerun.target import kernels, resuming
@@ -81,6 +81,8 @@ class Gathered:
             self._logits[sent_ints(sequences, values.device), tokens] = values
 
 
+ALIGNED = 16
+"""On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask."""
 PIECE = 512
 """Most prompt tokens of a row in one pass."""
 
@@ -115,7 +117,6 @@ class Target:
         """Committed tokens in the cache, by row."""
         self.writes: list[int] = [0] * rows
         """Passes that have written to the row."""
-        self.cache = SlotCache(rows, self.slots)
         self.head = OutputHead(model)
         self.dtype: torch.dtype = model.dtype
         """Of hidden states and masks."""
@@ -126,6 +127,8 @@ class Target:
         self._embedding: nn.Module = model.get_input_embeddings()
         self.device = device_of(self._embedding)
         """Where token ids go in."""
+        aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
+        self.cache = SlotCache(rows, aligned)
         self._style = MaskStyle.of(self.config)
         self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)
         """Of scoring passes."""
@@ -282,7 +285,8 @@ class Target:
             if tuple(states.shape) != expected:
                 raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
             states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - nodes.fresh))
-        result = self._ranges.run(plan, inputs, states)
+        with attention_kernels(self.device):
+            result = self._ranges.run(plan, inputs, states)
         if plan.stop == self.num_layers:
             self._note_run(rows, nodes)
         return result[:, : nodes.fresh]
@@ -364,7 +368,7 @@ class Target:
     @property
     def _folds(self) -> bool:
         """Whether attention finds rows and real tokens by itself."""
-        return kernels.folds(self.model, self._base)
+        return self.device.type == "cpu" and kernels.folds(self.model, self._base)
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
@@ -378,7 +382,7 @@ class Target:
         """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
         nodes = Nodes.of_prompt(pieces)
         flat = self._flat(nodes, padded=False)
-        with self._turn:
+        with self._turn, attention_kernels(self.device):
             result = self._forward(rows, nodes, signals, flat, padded=False)
         for row, piece in zip(rows, pieces, strict=True):
             self.lengths[row] += len(piece)
@@ -389,7 +393,7 @@ class Target:
         self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], resume: Resume | None, flat: Flat | None
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
         begun = resuming.usable(resume, [self.writes[row] for row in rows], signals)
-        with self._turn:
+        with self._turn, attention_kernels(self.device):
             if begun is None:
                 return self._forward(rows, nodes, signals, flat, padded=True)
             resuming.check(begun, nodes, self.hidden_size, self.num_layers)
@@ -405,7 +409,7 @@ class Target:
 
         def work(*tensors: Tensor) -> list[Tensor]:
             inputs = frame.enter(tensors, packed.width)
-            with captured(self._layers, signals) as caught, running(Pass()):
+            with captured(self._layers, signals) as caught, running(Pass()), attention_kernels(self.device):
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 

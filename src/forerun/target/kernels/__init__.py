@@ -48,11 +48,11 @@ def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
             take up to a minute each, in later processes seconds. A compiled pass rounds differently from a plain one.
     """
     packed = packing.pack(model)
-    folded = packed.layers > 0 and attention.suits(model)
+    folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
     if folded:
         attention.install(model)
     compiled = compile and compiling.compile_forward(model)
-    count = forwards.install(model) if folded and not compiled else 0
+    count = forwards.install(model) if folded and packed.layers and not compiled else 0
     return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
 
 

@@ -3,8 +3,8 @@
 At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`. Folding the heads of a group
 into the rows of one problem needs no copy. In bf16 `native` does it where the machine allows, else torch. There few
 rows run in kernels that sum in another order (one row on an Intel with AMX; one, two and three on an AMD with AVX-512),
-so that a token's bits would depend on how many are scored with it: problems of fewer than `MIN_ROWS` rows are filled up
-with copies.
+so that a token's bits would depend on how many are scored with it: on a CPU problems of fewer than `MIN_ROWS` rows are
+filled up with copies.
 
 Knows transformers' `AttentionInterface`. Does not know masks: windows come in them. Soft caps and sinks are refused;
 models that have them keep their own implementation.
@@ -106,7 +106,7 @@ def _fold(
     """(B, N, heads, D') as a view."""
     batch, heads, count, width = query.shape
     groups = heads // key.shape[1]
-    copies = -(-MIN_ROWS // (groups * count))
+    copies = -(-MIN_ROWS // (groups * count)) if query.device.type == "cpu" else 1
     rows = query.reshape(batch, key.shape[1], groups * count, width)
     if copies > 1:
         rows = torch.cat([rows] * copies, dim=2)
@@ -138,8 +138,8 @@ def _attend_shape(
 
 
 def suits(model: Any) -> bool:
-    """True if `model` runs transformers' ``sdpa`` on a CPU: then it has neither soft caps nor sinks."""
-    return getattr(model.config, "_attn_implementation", None) == "sdpa" and model.device.type == "cpu"
+    """True if `model` runs transformers' ``sdpa``: then it has neither soft caps nor sinks."""
+    return getattr(model.config, "_attn_implementation", None) == "sdpa"
 
 
 def installed(model: Any) -> bool:
