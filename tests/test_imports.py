@@ -27,7 +27,6 @@ CYCLES = {
     frozenset(
         {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
     ),
-    frozenset({"forerun.drafters.base", "forerun.judging", "forerun.scores", "forerun.step"}),
 }
 """Modules that import one another, one set for each knot."""
 FOR_TESTS_ALONE: set[str] = set()

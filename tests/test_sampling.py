@@ -14,7 +14,8 @@ from torch import Tensor
 
 from forerun import sampling
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
-from forerun.sampling import Rng, Sampler, Stream, _inverse, law_of, logprobs_of
+from forerun.sampling import Rng, Sampler, Stream, _inverse, law_of
+from forerun.scores import logprobs_of
 from forerun.types import SamplingParams
 
 ALPHA = 1e-6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
-from forerun.types import LogitsProcessor, SamplingParams, TokenLogprob
+from forerun.types import LogitsProcessor, SamplingParams
 
 # Token sequences that may not be produced: which tokens would end one.
 
@@ -697,18 +697,3 @@ def _classed_nucleus(law: Tensor, top_p: float) -> Tensor:
     kept = np.zeros(len(values), dtype=np.bool_)
     kept[able[nucleus]] = True
     return torch.from_numpy(kept)
-
-
-def logprobs_of(
-    logits: Tensor, tokens: Sequence[int], top: int
-) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
-    """Log-probability of each token (M) and of the `top` likeliest in its place, under softmax(logits (M, V))."""
-    values = logits.float().log_softmax(-1)
-    own = values.gather(-1, torch.tensor(tokens, device=values.device).unsqueeze(-1))
-    best = values.topk(min(top, values.shape[-1]))
-    likeliest = [
-        {token: TokenLogprob(logprob=v, rank=rank) for rank, (token, v) in enumerate(zip(*pair, strict=True), 1)}
-        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    chosen = zip(own.squeeze(-1).tolist(), ((values > own).sum(-1) + 1).tolist(), strict=True)
-    return [(TokenLogprob(logprob=v, rank=r), others) for (v, r), others in zip(chosen, likeliest, strict=True)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,16 +15,14 @@ from torch import Tensor
 
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
-from forerun.sampling import Edits, Sampler, logprobs_of
+from forerun.row import Row
+from forerun.sampling import Edits, Sampler
 from forerun.target.kernels import fused_ops
 from forerun.tree import TokenTree
 from forerun.types import Draft, TokenLogprob
 from forerun.verify import rule_named
 from forerun.verify.ladder import Judged, Ladder, LadderRow
 from forerun.verify.probs import HostProbs
-
-if TYPE_CHECKING:
-    from forerun.step import Row
 
 _NONE = -1
 """Stands for the largest of logits that hold NaN."""
@@ -222,3 +219,18 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
         ids = torch.cat([ids, rest.expand(*ids.shape[:-1], -1)], -1)
     best = logits.gather(-1, ids).topk(k).indices
     return ids.gather(-1, best)
+
+
+def logprobs_of(
+    logits: Tensor, tokens: Sequence[int], top: int
+) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
+    """Log-probability of each token (M) and of the `top` likeliest in its place, under softmax(logits (M, V))."""
+    values = logits.float().log_softmax(-1)
+    own = values.gather(-1, torch.tensor(tokens, device=values.device).unsqueeze(-1))
+    best = values.topk(min(top, values.shape[-1]))
+    likeliest = [
+        {token: TokenLogprob(logprob=v, rank=rank) for rank, (token, v) in enumerate(zip(*pair, strict=True), 1)}
+        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    chosen = zip(own.squeeze(-1).tolist(), ((values > own).sum(-1) + 1).tolist(), strict=True)
+    return [(TokenLogprob(logprob=v, rank=r), others) for (v, r), others in zip(chosen, likeliest, strict=True)]

@@ -6,8 +6,9 @@ Knows the target, the drafters' protocol and the rules. Does not know requests, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,25 +16,27 @@ from torch import Tensor
 from forerun import tree as trees
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
-from forerun.errors import ForerunError, InvalidDraftError, NumericError
-from forerun.judging import Judgement, Logprobs, judge, raise_unless
-from forerun.sampling import TOLERANCE, Rng, Sampler
-from forerun.scores import Scores
+from forerun.errors import InvalidDraftError, Isolation, NumericError
+from forerun.row import Row
+from forerun.sampling import TOLERANCE
+from forerun.scores import HostRow, Scores
 from forerun.target import Scored, Target
 from forerun.tree import TokenTree, token_trees
 from forerun.types import (
     Budget,
-    CommittedTokens,
     Draft,
     DraftKind,
     Drawn,
     Signal,
     Source,
     StepTrace,
+    TokenLogprob,
+    TracedNode,
     Verdict,
     empty_draft,
 )
-from forerun.verify import default_rule
+from forerun.verify import default_rule, rule_named
+from forerun.verify.ladder import LadderRow
 
 # A row whose numbers failed is scored again without its draft, which may be the reason. Knows rows and the target.
 #
@@ -79,52 +82,22 @@ __all__ = [
 ]
 
 
-@dataclass(kw_only=True, slots=True)
-class Row:
-    """One running sequence as the step sees it."""
+Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
+"""Of each emitted token, and of the likeliest at its place."""
 
-    row: int
-    """Cache row."""
+
+class Judgement(NamedTuple):
+    """What became of one row's tree."""
+
+    verdict: Verdict
+    """Of a row that failed it keeps nothing, and its token means nothing."""
     tokens: list[int]
-    """Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`."""
-    prompt_length: int
-    sampler: Sampler
-    seed: int
-    stop_ids: frozenset[int]
-    """Token ids that end the answer."""
-    room: int
-    """Tokens that may still be emitted, at least 1."""
-    rule: str | None = None
-    """A rule asked for by name; None takes the best one for what its drafter may draft."""
-    traced: bool = False
-    """Whether each node's probabilities are wanted in the `StepTrace`."""
-    prediction: Sequence[int] = ()
-    """What the client expects as the answer, token ids."""
-    cache_salt: str | None = None
-    """Isolation domain: what is kept of the text serves rows of the same domain only."""
-    adapt: bool = True
-    """Whether online adaptation may learn from it."""
-    steps: int = 0
-    """Steps done so far."""
-    drafter_errors: int = 0
-    """Times that a drafter failed it."""
-    error: ForerunError | None = None
-    """Why it cannot go on and has to end; see `judging.Isolation`. The others are not concerned."""
-
-    def __post_init__(self) -> None:
-        self.tokens, self.prediction = CommittedTokens(self.tokens), tuple(self.prediction)
-
-    def commit(self, tokens: Iterable[int]) -> None:
-        """The text goes on with these."""
-        list.extend(self.tokens, tokens)
-
-    def shorten(self, count: int) -> None:
-        """Take back the last `count` tokens."""
-        list.__delitem__(self.tokens, slice(len(self.tokens) - count, None))
-
-    def rng(self) -> Rng:
-        """The random draws of the coming step."""
-        return Rng(self.seed, len(self.tokens))
+    """What the row goes on with: those on the accepted path and the next one."""
+    rule: str
+    nodes: tuple[TracedNode, ...] = ()
+    """For the trace, where one is wanted."""
+    logprobs: Logprobs | None = None
+    """One entry per emitted token where the request asked for log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,3 +367,59 @@ def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: 
         logprobs=judgement.logprobs,
         trace=trace,
     )
+
+
+def judge(row: Row, scores: Scores, index: int, name: str) -> Judgement:
+    """The verdict of the rule `name` on row `index` of `scores`, cut at a stop token: nothing is committed behind it.
+
+    All that is done for this row alone in a step is done here. Nothing is raised. Why it failed is left in
+    ``row.error``: a `NumericError` where the model's logits, or what processors made of them, are not finite, a
+    `NoTokenLeftError` where what the request asked for bans every token, a `RequestError` for anything else.
+    """
+    tree = scores.trees[index]
+    with Isolation(row):
+        if row.error is None:
+            return _judged(row, scores, index, name)
+    return Judgement(Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET), [tree.tokens[0]], name)
+
+
+def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
+    """Where rows are not isolated, the error of the first that failed is everybody's."""
+    error = None if isolate else next((row.error for row in rows if row.error is not None), None)
+    if error is not None:
+        raise error
+
+
+def _judged(row: Row, scores: Scores, index: int, name: str) -> Judgement:
+    tree, target = scores.trees[index], scores.row(index)
+    verdict = rule_named(name).verify(tree, target, row.rng())
+    for kept, node in enumerate(verdict.path):
+        if tree.tokens[node] in row.stop_ids:
+            verdict = Verdict(path=verdict.path[:kept], next_token=tree.tokens[node], kind=Source.DRAFT)
+            break
+    tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    nodes = _traced_nodes(tree, target, set(verdict.path)) if row.traced else ()
+    wanted = row.sampler.params.logprobs is not None
+    logprobs = target.logprobs((0, *verdict.path), tokens) if wanted else None
+    return Judgement(verdict, tokens, name, nodes, logprobs)
+
+
+def _traced_nodes(tree: TokenTree, target: HostRow | LadderRow, accepted: set[int]) -> tuple[TracedNode, ...]:
+    return tuple(
+        TracedNode(
+            token=tree.tokens[node],
+            parent=tree.parents[node],
+            draft_prob=_draft_prob(tree, target, node),
+            target_prob=target.target_prob(node),
+            accepted=node in accepted,
+            probe=node in tree.probes,
+        )
+        for node in range(1, tree.size + 1)
+    )
+
+
+def _draft_prob(tree: TokenTree, target: HostRow | LadderRow, node: int) -> float | None:
+    """Under what it was drawn from, else the drafter's confidence."""
+    if tree.drawn[node] is not Drawn.DETERMINISTIC:
+        return target.draft_prob(node)
+    return tree.confidence[node] if tree.confidence else None

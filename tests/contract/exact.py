@@ -28,10 +28,9 @@ from forerun.engine import drafting
 from forerun.engine.completion import Completion
 from forerun.engine.controller.build import controller_for
 from forerun.engine.grammar import Budget, GrammarProcessor
-from forerun.judging import Judgement
 from forerun.sampling import Rng
 from forerun.scores import Scores
-from forerun.step import Emitted, Row
+from forerun.step import Emitted, Judgement, Row
 from forerun.types import Source, StepTrace
 from forerun.verify.enumeration import EnumeratingRng, outcomes
 from llamas import tiny_llama

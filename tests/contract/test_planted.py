@@ -32,7 +32,7 @@ from contract.test_cache import TOLERANCE, built, run
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from contract.test_recorded import watch
 from contract.wrong import Twins, Uniform
-from forerun import LLM, SamplingParams, judging, step
+from forerun import LLM, SamplingParams, step
 from forerun.drafters import growth
 from forerun.drafters.levels import Submitted
 from forerun.sampling import Rng, Stream
@@ -101,7 +101,7 @@ def tokens_of_full_steps(temperature: float) -> set[int]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_missing_bonus_token(monkeypatch: Patch, temperature: float) -> None:
     assert tokens_of_full_steps(temperature) == {4}
-    monkeypatch.setattr(judging, "rule_named", WithoutBonus)
+    monkeypatch.setattr(step, "rule_named", WithoutBonus)
     assert tokens_of_full_steps(temperature) != {4}
 
 

@@ -18,12 +18,13 @@ import httpx
 import pytest
 from torch import Tensor
 
-from forerun import judging
+from forerun import scores, step
 from forerun.engine import reading
 from forerun.engine.completion import Completion, Request
 from forerun.engine.core import Engine
 from forerun.engine.grammar import GrammarProcessor
-from forerun.sampling import Sampler, logprobs_of
+from forerun.sampling import Sampler
+from forerun.scores import logprobs_of
 from forerun.serve.completing import CompletionWriter
 from forerun.verify import base
 from serve.conftest import Live, serving, wait_for
@@ -276,11 +277,11 @@ class Injector:
                 self.fault()
             return events(writer, tagged)
 
-        trace = judging._traced_nodes
+        trace = step._traced_nodes
         monkeypatch.setattr(Engine, "add", sabotaging)
-        monkeypatch.setattr(judging, "logprobs_of", marked)
+        monkeypatch.setattr(scores, "logprobs_of", marked)
         monkeypatch.setattr(reading, "logprobs_of", marked)
-        monkeypatch.setattr(judging, "_traced_nodes", traced)
+        monkeypatch.setattr(step, "_traced_nodes", traced)
         monkeypatch.setattr(CompletionWriter, "events", written)
         monkeypatch.setitem(base.RULES, "faulty", f"{__name__}:Rule")
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from forerun.step import Scores
+    from forerun.scores import Scores
     from forerun.target import Target
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.text import AnswerText, Detokenizer
-from forerun.judging import Isolation
+from forerun.errors import Isolation
 from forerun.step import Emitted, Row
 from forerun.types import (
     CompletionOutput,

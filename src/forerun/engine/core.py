@@ -20,8 +20,7 @@ from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
 from forerun.engine.reading import Reading, read
 from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
-from forerun.errors import ArgumentError
-from forerun.judging import Isolation
+from forerun.errors import ArgumentError, Isolation
 from forerun.step import Row, first_tokens, step
 from forerun.target import Target
 from forerun.types import Draft, StreamChunk

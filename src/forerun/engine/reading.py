@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from forerun.engine.completion import Completion
-from forerun.judging import Isolation
-from forerun.sampling import logprobs_of
+from forerun.errors import Isolation
+from forerun.scores import logprobs_of
 from forerun.target import Scored, Target
 from forerun.types import Signal, TokenLogprob
 
