@@ -1,4 +1,4 @@
-"""The controller against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
+"""The policy against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from statistics import median
 
 import pytest
 
-from engine.controller.simulation import Passes, Spec, World, optimum, rate_at
+from engine.policy.simulation import Passes, Spec, World, optimum, rate_at
 from forerun.drafters.base import warn_drafter
-from forerun.engine.controller.filling import Filling, Packed, Padded
-from forerun.engine.cost import DraftCost
+from forerun.engine.costs import DraftCost, PassShape
 
 pytestmark = pytest.mark.thorough
 
@@ -105,9 +104,9 @@ def test_copies_of_several_drafters_teach_what_their_agreement_is_worth() -> Non
     world = World(*(Spec(name=name, alpha=0.6, cost=fair, copies=True) for name in ("one", "two")))
     world.run(300)
     for holders in (0b01, 0b10, 0b11):
-        assert world.controller.agreement.estimate(0, 0.6, holders) != pytest.approx(0.6, abs=1e-9)
+        assert world.policy.agreement.of(0)(holders, 0.6) != pytest.approx(0.6, abs=1e-9)
     world.renew(0)
-    assert not world.controller.agreement._rows
+    assert not world.policy.agreement._rows
 
 
 def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
@@ -127,12 +126,12 @@ def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
     assert outside["model"] > 0.9 * outside.total()
 
 
-@pytest.mark.parametrize("filling", [Packed(), Padded()])
+@pytest.mark.parametrize("shape", [PassShape(), PassShape(padded=True)])
 @pytest.mark.parametrize("rows", [4, 16])
-def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, filling: Filling) -> None:
+def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, shape: PassShape) -> None:
     passes = Passes(0.002)
     spec = Spec(name="m", alpha=lambda step, row: 0.9 if row % 2 else 0.05, cost=level(0.1))
-    steps = World(spec, rows=rows, passes=passes, filling=filling).run(300)
+    steps = World(spec, rows=rows, passes=passes, shape=shape).run(300)
     late = steps.depths[200:]
     assert sum(row[1] >= 4 for row in late) > 90
     assert sum(row[0] == 0 for row in late) > 90
