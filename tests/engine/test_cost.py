@@ -19,7 +19,7 @@ from forerun import SamplingParams
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine import costs
-from forerun.engine.costs import CostModel, DraftCost, Point, measure, rising
+from forerun.engine.costs import CostModel, DraftCost, Point, load_or_measure, rising
 from forerun.errors import ArgumentError
 from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
 from forerun.target import Buckets, Target
@@ -128,7 +128,7 @@ class TestMeasure:
         target = target_of(rows=3)
         target.prefill([1], [harness.PROMPT[:-1]])
         before = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
-        cost = measure(target, rows=(1, 2), nodes=(1, 2, 4), contexts=(8, 60), repeats=2, seconds=60)
+        cost = load_or_measure(target, rows=(1, 2), nodes=(1, 2, 4), contexts=(8, 60), repeats=2, seconds=60)
         assert target.lengths == [0, len(harness.PROMPT) - 1, 0]
         after = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
         assert torch.equal(before, after)
@@ -138,23 +138,23 @@ class TestMeasure:
         target = target_of(rows=2)
         target.prefill([0], [[1, 2]])
         with pytest.raises(ArgumentError, match="2 free rows are needed"):
-            measure(target, rows=(2,), nodes=(1, 2))
+            load_or_measure(target, rows=(2,), nodes=(1, 2))
         with pytest.raises(ArgumentError, match=r"rows must be in 1\.\.2"):
-            measure(target, rows=(3,))
+            load_or_measure(target, rows=(3,))
 
     def test_rows_are_free_again_when_a_pass_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         target = target_of()
         monkeypatch.setattr(target, "score", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            measure(target, nodes=(1, 2))
+            load_or_measure(target, nodes=(1, 2))
         assert target.lengths == [0]
 
     def test_sizes_are_cut_to_what_fits(self, instant: list[Point]) -> None:
-        cost = measure(target_of(), nodes=(1, 2, 64, 1000), contexts=(0, 5000))
+        cost = load_or_measure(target_of(), nodes=(1, 2, 64, 1000), contexts=(0, 5000))
         assert cost.nodes == (1, 2, 64) and cost.contexts == (0, harness.SLOTS - 64)
 
     def test_finds_the_costs_there_are(self, instant: list[Point]) -> None:
-        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=1e9)
+        cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=1e9)
         for context in cost.contexts:
             for rows in cost.rows:
                 for nodes in cost.nodes:
@@ -163,17 +163,17 @@ class TestMeasure:
         assert len(dense) == 2 * len(cost.nodes) and len(set(instant)) < 2 * len(dense), "further contexts are sparse"
 
     def test_the_budget_leaves_out_the_large_passes(self, instant: list[Point]) -> None:
-        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0.1)
+        cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0.1)
         assert sum(worth(point) for point in instant) < 0.2
         assert max(point[1] * point[2] for point in instant) < 64
         assert cost.nodes[-1] == 64 and cost.pass_ms(64) == pytest.approx(1e3 * worth((0, 1, 64))), "extrapolated"
 
     def test_no_budget_still_measures_a_line(self, instant: list[Point]) -> None:
-        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0)
+        cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0)
         assert set(instant) == {(0, 1, 1), (0, 1, 2)} and cost.rows == (1,) and cost.contexts == (0,)
 
     def test_padded_targets_have_stairs(self, instant: list[Point]) -> None:
-        assert measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
+        assert load_or_measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
 
     def test_noise_is_smoothed(self) -> None:
         assert rising([3.0, 1.0, 2.0, 5.0, 4.0]) == [2.0, 2.0, 2.0, 4.5, 4.5]

@@ -2,8 +2,8 @@
 
 * **Numbers**: `CostModel` (a pass over n nodes, by rows and context), `DraftCost` (fixed and per level). The planner
   reads them, too; ``v(n) = T(n) / T(1)`` is what a pass costs in passes over one node (docs/planning.md).
-* **Measuring**: `measure` times passes on free rows within a time budget. `load_or_measure` keeps the figures: one JSON
-  file per model, device, dtype, threads, packing and torch version, with a hash.
+* **Measuring**: `load_or_measure` times passes on free rows within a time budget, and keeps the figures: one JSON file
+  per model, device, dtype, threads, packing and torch version, with a hash.
 * **Prediction**: `StepCosts`, what a step will take, corrected by what steps were seen to take. Costs are a staircase;
   `PassShape` says which nodes of which rows make up one stair.
 
@@ -209,43 +209,6 @@ def _points(grid: Grid) -> list[Point]:
     return sorted((p for p in every if p[0] == first or p[2] in sparse), key=lambda p: (p[1] * p[2], p))
 
 
-def measure(
-    target: Target,
-    *,
-    rows: Sequence[int] = (1,),
-    nodes: Sequence[int] = NODES,
-    contexts: Sequence[int] | None = None,
-    repeats: int = REPEATS,
-    seconds: float = SECONDS,
-    tell: Tell | None = None,
-) -> CostModel:
-    """Time passes on rows of the target that are free; the others are not touched.
-
-    One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
-    commit. The rows are free again afterwards; what stands in their slots is overwritten. Contexts are only announced,
-    not prefilled: the cost of attention does not depend on what it reads.
-
-    Args:
-        target: with at least ``max(rows)`` rows that hold no token.
-        rows: how many rows a pass has; see `CostModel.pass_ms` for what follows from one entry.
-        nodes: scored nodes of a row, root included; 1 is added.
-        contexts: committed tokens of each row; default `CONTEXTS`, as far as they fit.
-        repeats: passes of each size; the lower quartile counts.
-        seconds: stop adding passes after this long; the smallest sizes are measured in any case.
-        tell: told how far it is.
-
-    Raises:
-        ArgumentError: too few free rows, or a size out of range.
-    """
-    grid = _grid(target, rows, nodes, contexts)
-    chosen = free_rows(target, grid["rows"][-1])
-    try:
-        samples = _sample(target, chosen, grid, repeats, seconds, tell or (lambda _: None))
-    finally:
-        target.truncate(chosen, [0] * len(chosen))
-    return _model(grid, samples, stairs=bool(target.buckets.nodes))
-
-
 def free_rows(target: Target, count: int) -> list[int]:
     """`count` rows that hold no token, neighbours where there are such: the cache reads those without a copy.
 
@@ -259,7 +222,16 @@ def free_rows(target: Target, count: int) -> list[int]:
     return min(runs, key=lambda run: run[-1] - run[0])
 
 
-def _sample(
+def _measured(target: Target, grid: Grid, repeats: int, seconds: float, tell: Tell) -> CostModel:
+    rows = free_rows(target, grid["rows"][-1])
+    try:
+        samples = _sampled(target, rows, grid, repeats, seconds, tell)
+    finally:
+        target.truncate(rows, [0] * len(rows))
+    return _model(grid, samples, stairs=bool(target.buckets.nodes))
+
+
+def _sampled(
     target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Tell
 ) -> dict[Point, list[float]]:
     """Wall times in seconds. The first round, with a warm-up of each size, decides what fits the budget."""
@@ -363,17 +335,24 @@ def load_or_measure(
     force: bool = False,
     tell: Tell | None = None,
 ) -> CostModel:
-    """What this target's passes cost here: read from disk, else measured (see `measure`) and kept.
+    """What this target's passes cost here: read from disk, else measured on free rows and kept.
 
-    Where more sizes are wanted than a file holds, both are measured together. A file that is corrupt, foreign or of
-    another format is ignored with a warning.
+    One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
+    commit. The rows are free again afterwards; what stands in their slots is overwritten. Contexts are only announced,
+    not prefilled: the cost of attention does not depend on what it reads. Where more sizes are wanted than a file
+    holds, both are measured together. A file that is corrupt, foreign or of another format is ignored with a warning.
 
     Args:
-        rows: default 1, 4, 16, 64 and all rows, as far as they are there.
+        rows: how many rows a pass has; default 1, 4, 16, 64 and all rows, as far as they are there.
+        nodes: scored nodes of a row, root included; 1 is added.
+        contexts: committed tokens of each row; default `CONTEXTS`, as far as they fit.
+        repeats: passes of each size; the lower quartile counts.
+        seconds: stop adding passes after this long; the smallest sizes are measured in any case.
         force: measure although there is a file; the drafters in it are forgotten.
+        tell: told how far it is.
 
     Raises:
-        ArgumentError: it must be measured and too few rows are free.
+        ArgumentError: a size is out of range, or it must be measured and too few rows are free.
     """
     if rows is None:
         rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
@@ -384,7 +363,7 @@ def load_or_measure(
             return kept[1]
         grid = {name: tuple(sorted({*sizes, *kept[0][name]})) for name, sizes in grid.items()}
         grid["rows"] = tuple(count for count in grid["rows"] if count <= target.rows)
-    cost = measure(target, **grid, repeats=repeats, seconds=seconds, tell=tell)
+    cost = _measured(target, grid, repeats, seconds, tell or (lambda _: None))
     if kept is not None:
         cost = replace(cost, drafts=kept[1].drafts)
     _write(target, grid, cost)
@@ -587,7 +566,7 @@ class StepCosts:
 
     Args:
         passes: what passes cost, over as many nodes in each row.
-        drafts: what is known of drafters, by key.
+        drafts: what drafters cost, calibrated or guessed, by key.
         shape: what size of a pass nodes of several rows make up.
     """
 
@@ -605,10 +584,6 @@ class StepCosts:
         self._seen = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=SETTINGS.window))
         """The latest of: a plain step's host work in ms; what asking those that copy adds, over the time that they take
         themselves, both by about how many rows; what a drafter's first look at a token takes in ms, by its key."""
-
-    def expect(self, key: str, cost: DraftCost) -> None:
-        """A first guess of a drafter's cost, where it was not calibrated."""
-        self._drafts.setdefault(key, cost)
 
     def times(self, rows: int, context: int, nodes: int) -> Times:
         """By size: a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work.

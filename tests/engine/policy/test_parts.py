@@ -231,8 +231,7 @@ def test_a_copy_and_a_model_are_weighed_by_gain() -> None:
 
 
 def test_costs_fall_back_on_what_was_seen() -> None:
-    known = StepCosts(Passes())
-    known.expect("m", drafting_cost(0.5))
+    known = StepCosts(Passes(), {"m": drafting_cost(0.5)})
     for _ in range(12):
         known.saw_pass(2, 1, 0, 3 * Passes().pass_ms(3))
         known.saw_draft("m", 2, 1, 4.0)

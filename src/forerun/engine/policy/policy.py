@@ -615,14 +615,12 @@ def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, co
     setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
     arms = [_arm(own, setup, reproducible=repeats(config)) for own in arms_of(config)]
     passes = costs if costs is not None else known_or_nominal(setup.target)
+    guesses = {arm.key: DraftCost(fixed_ms=SETTINGS.copy_ms, level_ms=0.0) for arm in arms}
+    for arm in (arm for arm in arms if not arm.copies):  # a level reads its memory once, as a pass reads the target's
+        share = max(SETTINGS.least_level, arm.drafter.memory_bytes() / max(1, setup.target.memory_bytes()))
+        guesses[arm.key] = DraftCost(fixed_ms=0.0, level_ms=min(1.0, share) * passes.pass_ms(1))
     shape = PassShape(padded=setup.target.computes_padding)
-    step_costs = StepCosts(passes, getattr(passes, "drafts", None), shape)
-    for arm in arms:
-        guess = DraftCost(fixed_ms=SETTINGS.copy_ms, level_ms=0.0)
-        if not arm.copies:  # a level reads the drafter's memory once, as a pass reads the target's
-            share = arm.drafter.memory_bytes() / max(1, setup.target.memory_bytes())
-            guess = DraftCost(fixed_ms=0.0, level_ms=min(1.0, max(SETTINGS.least_level, share)) * passes.pass_ms(1))
-        step_costs.expect(arm.key, guess)
+    step_costs = StepCosts(passes, {**guesses, **getattr(passes, "drafts", {})}, shape)
     return Policy(arms, step_costs, nodes=nodes, measure=costs is None)
 
 
