@@ -160,6 +160,8 @@ def test_a_sampled_node_cannot_be_pruned() -> None:
             RankedTree.of(draft, row, lambda holders, stated: stated)
         with pytest.raises(AssertionError, match="only deterministic nodes"):
             prune(draft, {row: ()})
+        with pytest.raises(AssertionError, match="only deterministic nodes"):
+            RankedTree.merged({0: draft.rows[row]}, 8, surest)
 
 
 def test_pruning_one_row_leaves_the_others_and_their_laws() -> None:

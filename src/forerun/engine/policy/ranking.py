@@ -50,14 +50,18 @@ class RankedTree:
 
     @classmethod
     def merged(cls, found: Mapping[int, DraftRow], most: int, estimate: Estimate) -> RankedTree:
-        """Trees of one row, by who proposed them, as one of at most `most` nodes; all nodes are deterministic.
+        """Trees of one row, by who proposed them, as one of at most `most` nodes.
 
         The surest of those that hold a path says how likely it is, and `estimate` what that is worth: the surest of
         several is too sure, above all where the others hold something else or nothing.
+
+        Raises:
+            AssertionError: as `of`, but for nodes that have already run.
         """
         nodes, survival, holders = list[tuple[int, int]](), [1.0], [0]
         known = dict[tuple[int, int], int]()
         for who, row in found.items():
+            assert not any(row.probes) and not any(row.drawn), "only deterministic nodes may be merged"
             ids, alive = [0], [1.0]
             for token, parent, confidence in zip(row.tokens, row.parents, row.confidence, strict=True):
                 key = ids[parent], token
