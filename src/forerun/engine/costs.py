@@ -607,7 +607,7 @@ class StepCosts:
 
     def plain_is_due(self, rows: int) -> bool:
         """Whether plain decoding of about so many rows, which everything is held against, has been seen too seldom: a
-        believed cost that no step ever corrects would go on to justify the nodes that keep it from being seen."""
+        assumed cost that no step ever corrects would go on to justify the nodes that keep it from being seen."""
         return min(len(self._seen["host", _about(rows)]), self._pass.known(_alike(0, rows))) < SETTINGS.plain_steps
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
@@ -625,20 +625,20 @@ class StepCosts:
         """Host work of a step of so many rows in which nobody is asked; 0 while that was never seen."""
         return self._latest(("host", _about(rows)), 0.0)
 
-    def asking_ms(self, rows: int, ms: float) -> float:
+    def lookup_ms(self, rows: int, ms: float) -> float:
         """What it adds to a step that drafters which copy are asked, if they themselves take `ms` for it.
 
         The rest is merging, ranking and handing over their trees, and learning from them.
         """
-        return ms * self._latest(("asking", _about(rows)), SETTINGS.asking)
+        return ms * self._latest(("lookup", _about(rows)), SETTINGS.lookup_overhead)
 
-    def saw_host(self, ms: float, rows: int, *, asked_ms: float) -> None:
-        """The host work of a step without a drafter's forward pass took this long; `asked_ms` is what those that copy
+    def saw_host(self, ms: float, rows: int, *, lookup_ms: float) -> None:
+        """The host work of a step without a drafter's forward pass took this long; `lookup_ms` is what those that copy
         took of it themselves, 0 where none was asked."""
-        if asked_ms == 0.0:
+        if lookup_ms == 0.0:
             self._seen["host", _about(rows)].append(ms)
         else:
-            self._seen["asking", _about(rows)].append(max(1.0, (ms - self.host_ms(rows)) / asked_ms))
+            self._seen["lookup", _about(rows)].append(max(1.0, (ms - self.host_ms(rows)) / lookup_ms))
 
     def _latest(self, key: Hashable, unseen: float) -> float:
         """The median of what was seen of late; a garbage collection moves nothing."""

@@ -100,12 +100,12 @@ class Spec:
     cost: DraftCost = LEVEL
     copies: bool = False
     limit: int = 12
-    believed: DraftCost | None = None
+    assumed: DraftCost | None = None
     """What the policy is told that it costs; None tells the truth."""
     fails_at: int | None = None
     reading_ms: float = 0.0
     """Of each token of a text that it has not been shown."""
-    asking_ms: float = 0.0
+    lookup_ms: float = 0.0
     """Of each row that it is asked for, as the policy's clock sees it."""
 
 
@@ -133,7 +133,7 @@ class World:
         *specs: Spec,
         rows: int = 1,
         passes: Any = Passes(),
-        believed: Any = None,
+        assumed: Any = None,
         measure: bool = False,
         seed: int = 0,
         shape: PassShape = PassShape(),  # noqa: B008
@@ -161,8 +161,8 @@ class World:
             )
             for spec, drafter in zip(specs, self.drafters, strict=True)
         ]
-        costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs}, shape)
-        self.policy = Policy(arms, costs, nodes=64, measure=measure, clock=lambda: 1e-3 * self._asking())
+        costs = StepCosts(assumed or passes, {spec.name: spec.assumed or spec.cost for spec in specs}, shape)
+        self.policy = Policy(arms, costs, nodes=64, measure=measure, clock=lambda: 1e-3 * self._lookup_ms())
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
@@ -202,9 +202,9 @@ class World:
         for drafter in self.drafters:
             drafter.step = self.count
         members = list(range(len(self.rows)))
-        asked = -self._asking()
+        asked = -self._lookup_ms()
         groups = self.policy.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
-        asked += self._asking()
+        asked += self._lookup_ms()
         drafts, spent = [], asked - self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)
@@ -232,9 +232,9 @@ class World:
         """What reading has taken so far, ms."""
         return sum(spec.reading_ms * drafter.read for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
-    def _asking(self) -> float:
+    def _lookup_ms(self) -> float:
         """What asking has taken so far, ms."""
-        return sum(spec.asking_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
+        return sum(spec.lookup_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
     def _propose(self, group: Group) -> Draft:
         if group.draft is not None:

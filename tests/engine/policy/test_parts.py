@@ -438,8 +438,8 @@ def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
     warn_drafter.cache_clear()
     monkeypatch.setitem(DRAFTERS, "failing", Entry(path=f"{__name__}:Failing", summary="raises"))
     engine = LLM(model(), tokenizer=False, max_model_len=64, self_check=False)
-    wish = {"method": "failing", "adaptive": adaptive}
-    output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=wish)[0].outputs[0]
+    config = {"method": "failing", "adaptive": adaptive}
+    output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=config)[0].outputs[0]
     assert output.token_ids == plain_greedy(PROMPTS[0], NEUTRAL)
     assert output.speculation.drafter_errors == 1, "it is not asked again in this answer"
     assert sum("out of ideas" in record.message for record in caplog.records) == 1

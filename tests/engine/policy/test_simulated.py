@@ -61,7 +61,7 @@ def test_a_few_rows_tell_whether_asking_for_all_pays() -> None:
         alpha=lambda step, row: 0.05 if step < turn else 0.95,
         cost=DraftCost(fixed_ms=0.0, level_ms=0.0),
         copies=True,
-        asking_ms=0.05,
+        lookup_ms=0.05,
     )
     world = World(spec, rows=rows, passes=passes, measure=True)
     world.run(400)
@@ -217,11 +217,11 @@ def test_a_trial_that_reads_much_is_seldom() -> None:
     assert trials[0] > 2 * trials[1]
 
 
-def test_what_steps_take_corrects_what_was_believed() -> None:
-    true, believed = level(0.1), DraftCost(fixed_ms=0.0, level_ms=2.0)
+def test_what_steps_take_corrects_what_was_assumed() -> None:
+    true, assumed = level(0.1), DraftCost(fixed_ms=0.0, level_ms=2.0)
     best, rate = optimum(0.8, true, Passes())
-    misled = World(Spec(name="m", alpha=0.8, cost=true, believed=believed)).run(400)
-    corrected = World(Spec(name="m", alpha=0.8, cost=true, believed=believed), measure=True).run(400)
+    misled = World(Spec(name="m", alpha=0.8, cost=true, assumed=assumed)).run(400)
+    corrected = World(Spec(name="m", alpha=0.8, cost=true, assumed=assumed), measure=True).run(400)
     assert misled.rate(200) < 0.8 * rate
     assert corrected.rate(200) > 0.93 * rate
     assert abs(median(row[0] for row in corrected.depths[200:]) - best) <= 1
@@ -234,12 +234,12 @@ class SteepPasses(Passes):
         return 4.0 * nodes
 
 
-def test_a_belief_that_keeps_nodes_is_held_against_plain_decoding() -> None:
-    """Nodes are believed to be cheap. Steps that all have some only tell that the machine is slow."""
+def test_an_assumption_that_keeps_nodes_is_held_against_plain_decoding() -> None:
+    """Nodes are assumed to be cheap. Steps that all have some only tell that the machine is slow."""
     worlds = []
     for alpha in (0.65, 0.02):
         copy = Spec(name="c", alpha=alpha, cost=DraftCost(fixed_ms=0.01, level_ms=0.0), copies=True, limit=1)
-        worlds.append(World(copy, rows=16, passes=SteepPasses(), believed=Passes(slope=0.02), measure=True).run(300))
+        worlds.append(World(copy, rows=16, passes=SteepPasses(), assumed=Passes(slope=0.02), measure=True).run(300))
     copied, plain = (steps.rate(50) for steps in worlds)
     assert copied > 0.97 * plain
 

@@ -1,7 +1,7 @@
 """When something that is off, or was not seen for long, is tried again. Sees counts and ratios; no draft, no clock.
 
 One schedule, `Backoff`, says when: after `interval` steps, twice as many after each failure up to a limit, and more
-where a trial is dear. `RowTrials` (drafters with a forward pass) and `AskingTrials` (drafters that copy) follow it; a
+where a trial is dear. `RowTrials` (drafters with a forward pass) and `LookupTrials` (drafters that copy) follow it; a
 few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little stands behind a
 figure is added to it (`optimism`). What is decided here can depend on no value of a draft that is yet to be drawn.
 """
@@ -108,7 +108,7 @@ class RowTrials:
         self._known.add(row)
         weight = SETTINGS.hopeless_steps if ratio < SETTINGS.hopeless else 1
         self._misses[row] = 0 if ratio >= SETTINGS.pays else self._misses.get(row, 0) + weight
-        if self._misses[row] >= SETTINGS.patience:
+        if self._misses[row] >= SETTINGS.off_after:
             self._put_off([row])
 
     def tried(self, row: int, *, accepted: int, drafted: int, cost: float) -> list[tuple[int, int]] | None:
@@ -165,14 +165,14 @@ class RowTrials:
                 self._backoff.failed(self._step, self._spent)
 
 
-class AskingTrials:
+class LookupTrials:
     """When a drafter that copies is asked: always if that is cheap or repays itself, else on trial, for a few rows."""
 
     def __init__(self) -> None:
         self._costs: deque[float] = deque(maxlen=15)
-        self._gains: deque[float] = deque(maxlen=SETTINGS.patience)
+        self._gains: deque[float] = deque(maxlen=SETTINGS.off_after)
         self._backoff, self._trying = Backoff(first=0), False
-        self._left = SETTINGS.patience
+        self._left = SETTINGS.off_after
         """Steps that it is asked before it can be put off."""
 
     def due(self, step: int) -> bool:
@@ -183,18 +183,18 @@ class AskingTrials:
         """Those of the members to ask it for: in a trial a few stand for all."""
         return members[:: -(-len(members) // SETTINGS.trial_rows)] if self._trying and members else members
 
-    def asked(self, step: int, *, ms: float, gain_ms: float) -> None:
+    def looked_up(self, step: int, *, ms: float, gain_ms: float) -> None:
         """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
         self._costs.append(ms)
         self._gains.append(gain_ms)
         self._left -= 1
         self._trying = self._trying and self._left >= 0
-        if len(self._gains) == SETTINGS.patience:
+        if len(self._gains) == SETTINGS.off_after:
             self._backoff.passed(step)
 
     def loss_ms(self, plain_ms: float) -> float:
         """What asking takes beyond what it saves, a step; 0 where it is cheap, repays itself or is too new to tell."""
-        if self._left > 0 or len(self._gains) < SETTINGS.asking_steps:
+        if self._left > 0 or len(self._gains) < SETTINGS.lookup_steps:
             return 0.0
         cost = median(self._costs)
         return max(0.0, cost - fmean(self._gains)) if cost > SETTINGS.cheap * plain_ms else 0.0
@@ -203,29 +203,29 @@ class AskingTrials:
         """It is not asked until the next trial."""
         self._backoff.failed(step)
         self._gains.clear()
-        self._left, self._trying = SETTINGS.asking_steps, True
+        self._left, self._trying = SETTINGS.lookup_steps, True
 
     def look_again(self) -> None:
         """What it saves is another matter from now on."""
         self._gains.clear()
 
 
-class Asked(NamedTuple):
+class Contribution(NamedTuple):
     """One who was asked in a step."""
 
-    trials: AskingTrials
+    trials: LookupTrials
     ms: float
     """Added to the step, for all rows."""
     tokens: float
     """Expected of its nodes, were they alone."""
 
 
-def settle(asked: Sequence[Asked], step: int, *, gain_ms: float, plain_ms: float) -> None:
+def settle(asked: Sequence[Contribution], step: int, *, gain_ms: float, plain_ms: float) -> None:
     """Share out what all who were asked save together, `gain_ms`, by what each would bring alone; the one that loses
     most by it is put off, and the others are looked at again: they may have drafted the same."""
     tokens = sum(one.tokens for one in asked)
     for trials, ms, own in asked:
-        trials.asked(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
+        trials.looked_up(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
     losses = [one.trials.loss_ms(plain_ms) for one in asked]
     if max(losses, default=0.0) > 0.0:
         worst = losses.index(max(losses))

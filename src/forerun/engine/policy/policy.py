@@ -36,7 +36,7 @@ from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times, known_or_nominal
-from forerun.engine.policy.explore import Asked, AskingTrials, RowTrials, Survival, guessed, optimism, settle
+from forerun.engine.policy.explore import Contribution, LookupTrials, RowTrials, Survival, guessed, optimism, settle
 from forerun.engine.policy.ranking import Confidence, RankedTree, prunable, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.step import Emitted, Group, Row, context_for
@@ -166,12 +166,12 @@ class Arm:
     """Of its configuration: costs are kept under it."""
     drafter: Deferred
     copies: bool
-    """Asked before the choice, because a proposal costs no forward pass."""
+    """Contribution before the choice, because a proposal costs no forward pass."""
     limit: int
     """Most tokens on one path."""
     confidence: Confidence = field(default_factory=Confidence)
     """Of its deterministic trees, if it costs a forward pass."""
-    asking: AskingTrials = field(default_factory=AskingTrials)
+    lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
     trials: RowTrials = field(default_factory=RowTrials)
     nodes: dict[int, float] = field(default_factory=dict)
@@ -364,7 +364,7 @@ class Policy:
         best = allocate(worths, self.costs.shape, times=plan.times, goodput=plan.goodput, fixed=fixed)
         pruned = {row: n for row, n in zip(plan.trees, best, strict=True) if n < counts[row]}
         plan.counts, plan.pruned = [pruned.get(row, count) for row, count in enumerate(counts)], pruned
-        self._most_taken = max(SETTINGS.asked_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
+        self._most_taken = max(SETTINGS.taken_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
         return prune(draft, {row: plan.trees[row].order[:n] for row, n in pruned.items()}) if pruned else draft
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -383,9 +383,9 @@ class Policy:
         """Ask those that copy, make one tree of theirs for each row, and say what asking took and what it saves."""
         times = plan.times
         dearest = bisect_right(range(times.most + 1), SETTINGS.dearest_pass * times[0], key=times.__getitem__) - 1
-        nodes = max(1, min(dearest, 2 * max(SETTINGS.least_asked, int(self._most_taken))))
+        nodes = max(1, min(dearest, 2 * max(SETTINGS.least_taken, int(self._most_taken))))
         for index, arm in enumerate(self.arms):
-            arm.drafter.idle = arm.copies and not arm.asking.due(self.steps)
+            arm.drafter.idle = arm.copies and not arm.lookup_trials.due(self.steps)
             if arm.copies and not arm.drafter.idle:
                 self._look_up(plan, index, nodes)
         for index, row in plan.rows.items():
@@ -400,7 +400,7 @@ class Policy:
 
     def _look_up(self, plan: _StepPlan, index: int, nodes: int) -> None:
         arm, drafting = self.arms[index], [row for row, limit in plan.limits.items() if limit > 0]
-        wanted = arm.asking.of(drafting)
+        wanted = arm.lookup_trials.of(drafting)
         if not wanted:
             return
         began = self._clock()
@@ -425,9 +425,9 @@ class Policy:
     def _settle(self, plan: _StepPlan) -> None:
         """Say what asking took and what it saves, so that those are put off for whom it is not worth it."""
         asked = [
-            Asked(
-                trials=self.arms[index].asking,
-                ms=each * self.costs.asking_ms(plan.batch, ms),
+            Contribution(
+                trials=self.arms[index].lookup_trials,
+                ms=each * self.costs.lookup_ms(plan.batch, ms),
                 tokens=each * sum(plan.merged[row].held(index, plan.copies[row].nodes) for row in found),
             )
             for index, found, ms, each in plan.lookups
@@ -444,7 +444,7 @@ class Policy:
         """The drafter's offer to the rows that it is on for, or on trial for; None where there are none.
 
         Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is up to
-        its trials, which are patient, and not to a noisy estimate. Where copies yield more, its time is dear.
+        its trials, which take their time, and not to a noisy estimate. Where copies yield more, its time is dear.
         """
         arm, curves = self.arms[index], dict[int, Sequence[float]]()
         for place, row in plan.rows.items():
@@ -585,12 +585,12 @@ class Policy:
         trace, costs = step.trace, self.costs
         host = trace.draft_ms + trace.commit_ms
         costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)
-        used, asked_ms = plan.used(), sum(found.ms for found in plan.lookups)
+        used, lookup_ms = plan.used(), sum(found.ms for found in plan.lookups)
         if not used:
-            costs.saw_host(host, plan.batch, asked_ms=asked_ms)
+            costs.saw_host(host, plan.batch, lookup_ms=lookup_ms)
         elif len(used) == 1:
             unread, key = plan.unread(used[0]), self.arms[used[0].arm].key
-            own = host - costs.host_ms(plan.batch) - costs.asking_ms(plan.batch, asked_ms)
+            own = host - costs.host_ms(plan.batch) - costs.lookup_ms(plan.batch, lookup_ms)
             costs.saw_draft(key, used[0].depth, plan.batch, own, unread=unread)
             host -= min(host, costs.reading_ms(key, unread))
         return host + trace.verify_ms

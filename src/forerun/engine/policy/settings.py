@@ -62,10 +62,10 @@ class PolicySettings:
     models drafted in 30 % of the steps at 50 ms where copies gave more tokens at 37."""
     pays: float = 1.02
     """Times plain decoding that a drafter must yield: two engines over the same weights differ by 2 %."""
-    patience: int = 32
+    off_after: int = 32
     """Steps without paying after which a drafter is off. Simulated: a useless one costs under 3 %."""
     hopeless: float = 0.9
-    """Times plain decoding below which a step counts `hopeless_steps` against the patience. Simulated."""
+    """Times plain decoding below which a step counts `hopeless_steps` against `off_after`. Simulated."""
     hopeless_steps: int = 4
     """See `hopeless`. Simulated."""
     interval: int = 64
@@ -79,13 +79,13 @@ class PolicySettings:
     1.6 s: with 8, `auto` at batch 64 went from 0.973 to 1.002 of plain decoding, and the trial to 0.27 s."""
     trial_steps: tuple[int, int] = (2, 6)
     """Steps of a row's trial that fails, and of one that passes. Simulated."""
-    asking_steps: int = 8
+    lookup_steps: int = 8
     """Steps in which a copying drafter is asked again before it can be off again. Simulated."""
     cheap: float = 0.01
     """Share of a plain step that asking a copying drafter may always take. Chosen: less than can be measured."""
-    least_asked: int = 8
+    least_taken: int = 8
     """Nodes that a row is at least thought to take of copies, which are asked for twice what was taken of late."""
-    asked_memory: float = 0.95
+    taken_memory: float = 0.95
     """What a step leaves of the most nodes that a row took of late. Simulated."""
     returns: float = 1.25
     """Times over that reading a text must repay itself: at 1.0 it paid on average before it paid for one row more (35
@@ -109,7 +109,7 @@ class PolicySettings:
     reading: int = 32
     """Tokens from which showing a drafter a row's text is reading it, and timed apart: booked as drafting, 45 ms a
     prompt kept heads from drafting at 16 rows (0.95 of plain decoding, then 1.09)."""
-    asking: float = 2.0
+    lookup_overhead: float = 2.0
     """What asking copies adds to a step, over the time that they take themselves, until it was seen: up to 4 was."""
     copy_ms: float = 0.02
     """ms that a proposal of a copying drafter takes, until it was seen. Chosen."""
