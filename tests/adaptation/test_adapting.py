@@ -39,7 +39,7 @@ from forerun.engine.adapting.pieces import Store
 from forerun.engine.adapting.settings import AdaptConfig
 from forerun.engine.adapting.throttle import Throttle
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.controller import Nominal
+from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.target import Target
 from forerun.target.swapping import Weights, exchange, ready
@@ -295,7 +295,7 @@ def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> 
     assert inner.told == [([0], [7]), ([0, 1], [0, 0]), ([0, 1], [4, 4])]
 
 
-def test_the_controllers_drafters_adapt_inside() -> None:
+def test_the_policys_drafters_adapt_inside() -> None:
     setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
     drafting = DrafterPool(setup, costs=Nominal())
     config = SpeculativeConfig.parse({"method": "draft_model", "model": copy.deepcopy(relative()), "adaptive": True})
@@ -308,6 +308,6 @@ def test_the_controllers_drafters_adapt_inside() -> None:
         )
 
     drafting.wrap(key, around)
-    [arm] = drafting._active[key].controller.arms  # type: ignore[union-attr]
+    [arm] = drafting._active[key].policy.arms  # type: ignore[union-attr]
     assert isinstance(arm.drafter.drafter.drafter, Fickle) and seen[0].trainable is not None
     exchange(ready(seen[0].trainable, relative(0.3).state_dict()))

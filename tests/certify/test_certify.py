@@ -63,12 +63,12 @@ def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
     """Its policy may rightly draft nothing in five tokens; then nothing would be proved."""
     llm = LLM(checkpoint, speculative_config={"method": "auto"}, max_num_seqs=32)
     [active] = llm.engine.drafting._active.values()
-    controller = active.controller
+    policy = active.policy
     report = certify(llm, TEXTS, SMALL)
     assert report.passed, report.checks
     sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
     assert len(sampled) == 4 and all(check.figures["drafted"] > 0 for check in sampled)
-    assert active.controller is controller
+    assert active.policy is policy
 
 
 def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from forerun import LLM, SamplingParams
 from forerun import step as stepping
 from forerun.engine import drafting
 from forerun.engine.completion import Completion
-from forerun.engine.controller.build import controller_for
 from forerun.engine.grammar import Budget, GrammarProcessor
+from forerun.engine.policy.policy import policy_for
 from forerun.sampling import Rng
 from forerun.scores import Scores
 from forerun.step import Emitted, Judgement, Row
@@ -171,10 +171,10 @@ class Free:
         return 1.0
 
 
-def _controller_for(*args: Any, **options: Any) -> Any:
-    controller = controller_for(*args, **{**options, "costs": Free()})
-    controller.costs._drafts = defaultdict(_Draft)
-    return controller
+def _policy_for(*args: Any, **options: Any) -> Any:
+    policy = policy_for(*args, **{**options, "costs": Free()})
+    policy.costs._drafts = defaultdict(_Draft)
+    return policy
 
 
 class _First(Rng):
@@ -201,7 +201,7 @@ class Enumeration:
         options = dict(case.variant.options)
         if case.controlled:
             options["adaptive"] = True
-            patch.setattr(drafting, "controller_for", _controller_for)
+            patch.setattr(drafting, "policy_for", _policy_for)
         self.llm = LLM(
             toy(),
             tokenizer=False,
@@ -226,20 +226,20 @@ class Enumeration:
             self.engine.step()
 
     def _freeze(self, patch: pytest.MonkeyPatch) -> None:
-        """Let every run of the step begin with the controllers as they are now."""
+        """Let every run of the step begin with the policys as they are now."""
         (active,) = self.engine.drafting._active.values()
-        controller = active.controller
-        if controller is None:
+        policy = active.policy
+        if policy is None:
             return
-        shared = {id(arm.drafter): arm.drafter for arm in controller.arms}
-        shared |= {id(controller.costs): controller.costs}
-        frozen, plan = copy.deepcopy(vars(controller), dict(shared)), controller.plan
+        shared = {id(arm.drafter): arm.drafter for arm in policy.arms}
+        shared |= {id(policy.costs): policy.costs}
+        frozen, plan = copy.deepcopy(vars(policy), dict(shared)), policy.plan
 
         def planned(*args: Any, **more: Any) -> Any:
-            vars(controller).update(copy.deepcopy(frozen, dict(shared)), plan=planned)
+            vars(policy).update(copy.deepcopy(frozen, dict(shared)), plan=planned)
             return plan(*args, **more)
 
-        patch.setattr(controller, "plan", planned)
+        patch.setattr(policy, "plan", planned)
 
     def run(self) -> Found:
         for _ in outcomes(self._step):

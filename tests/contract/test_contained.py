@@ -13,7 +13,7 @@ from contract.misbehaving import MISBEHAVIOURS, PROPERTIES, done
 from forerun import SamplingParams
 from forerun.drafters import DRAFTERS, Entry
 from forerun.engine import drafting
-from forerun.engine.controller.build import controller_for
+from forerun.engine.policy.policy import policy_for
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=8, seed=3)
 TOGETHER = 64
@@ -52,7 +52,7 @@ CHOSEN = ("adaptive", "adaptive-copying", "auto")
 
 @dataclass
 class Costs:
-    """A pass over more tokens costs little more, so that a controller drafts."""
+    """A pass over more tokens costs little more, so that a policy drafts."""
 
     drafts: dict[str, Any] = field(default_factory=dict)
 
@@ -62,15 +62,15 @@ class Costs:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The drafters are registered, and no controller looks at a clock."""
+    """The drafters are registered, and no policy looks at a clock."""
     path = "contract.misbehaving:Misbehaving"
     monkeypatch.setitem(DRAFTERS, "misbehaving", Entry(path=path, summary="of a test"))
     monkeypatch.setitem(DRAFTERS, "miscopying", Entry(path=path, summary="of a test", copies=True))
 
     def controlled(*arguments: Any, **keywords: Any) -> Any:
-        return controller_for(*arguments, **{**keywords, "costs": Costs()})
+        return policy_for(*arguments, **{**keywords, "costs": Costs()})
 
-    monkeypatch.setattr(drafting, "controller_for", controlled)
+    monkeypatch.setattr(drafting, "policy_for", controlled)
     done.clear()
     yield
 

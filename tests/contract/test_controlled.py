@@ -29,9 +29,9 @@ from contract.harness import (
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from forerun import LLM, SamplingParams
 from forerun.engine import drafting
-from forerun.engine.controller.build import controller_for
-from forerun.engine.cost import DraftCost
+from forerun.engine.costs import DraftCost
 from forerun.engine.drafting import DrafterPool
+from forerun.engine.policy.policy import policy_for
 from forerun.types import Draft, Drawn
 
 
@@ -50,7 +50,7 @@ class Moody:
 
 @dataclass
 class Costs:
-    """Of passes and drafts; the controller believes them and looks at no clock."""
+    """Of passes and drafts; the policy believes them and looks at no clock."""
 
     slope: float = 0.04
     draft: Any = field(default_factory=Moody)
@@ -73,15 +73,15 @@ class Every(dict[str, Any]):
 
 @pytest.fixture(autouse=True)
 def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
-    """What the controllers of the test believe."""
+    """What the policies of the test believe."""
     made = Costs()
 
     def controlled(*arguments: Any, **keywords: Any) -> Any:
-        controller = controller_for(*arguments, **{**keywords, "costs": made})
-        controller.costs._drafts = Every(made.draft)
-        return controller
+        policy = policy_for(*arguments, **{**keywords, "costs": made})
+        policy.costs._drafts = Every(made.draft)
+        return policy
 
-    monkeypatch.setattr(drafting, "controller_for", controlled)
+    monkeypatch.setattr(drafting, "policy_for", controlled)
     yield made
 
 
@@ -151,9 +151,7 @@ def test_auto_keeps_a_seeds_text_and_draws_where_there_is_no_seed(monkeypatch: p
     assert drawn > {Drawn.DETERMINISTIC}
 
 
-def test_a_controller_that_looked_at_drawn_values_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch, costs: Costs
-) -> None:
+def test_a_policy_that_looked_at_drawn_values_would_be_noticed(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
     costs.slope, costs.draft = 0.0, DraftCost(fixed_ms=0.0, level_ms=0.0)  # so that there is always something drawn
     admit = DrafterPool.admit
 
@@ -201,7 +199,7 @@ def test_a_known_cost_is_looked_up_by_the_drafters_key() -> None:
     config = {"method": "ngram", "adaptive": True, "num_speculative_tokens": 3}
     engine.generate(as_prompts([PROMPT]), replace(NEUTRAL, max_tokens=2), speculative=config)
     (active,) = engine.engine.drafting._active.values()
-    assert active.controller is not None
+    assert active.policy is not None
     known = {active.config.key: DraftCost(fixed_ms=0.5, level_ms=0.25)}
-    made = controller_for(active.config, engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
+    made = policy_for(active.config, engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
     assert made.costs.draft_ms(made.arms[0].key, 2, 1) == 1.0

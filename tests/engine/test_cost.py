@@ -18,13 +18,10 @@ from contract import harness
 from forerun import SamplingParams
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.engine import cost as costs
-from forerun.engine.cost import CostModel, DraftCost, Trial, measure, measure_draft, store, try_drafter
-from forerun.engine.cost import passes as passes_module
-from forerun.engine.cost.drafts import fit
-from forerun.engine.cost.passes import Point, rising
-from forerun.engine.cost.trial import TrialStep
+from forerun.engine import costs
+from forerun.engine.costs import CostModel, DraftCost, Point, load_or_measure, rising
 from forerun.errors import ArgumentError
+from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
 from forerun.target import Buckets, Target
 from forerun.types import empty_draft
 
@@ -36,7 +33,7 @@ def model_of(**changes: Any) -> CostModel:
         "nodes": (1, 2, 4),
         "rows": (1, 4),
         "contexts": (0, 100),
-        "pass_times": (PLANE, tuple(tuple(2 * time for time in line) for line in PLANE)),
+        "pass_times_ms": (PLANE, tuple(tuple(2 * time for time in line) for line in PLANE)),
     }
     return CostModel(**{**values, **changes})
 
@@ -62,8 +59,8 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
         clock[0] += worth(point)
         return worth(point)
 
-    monkeypatch.setattr(passes_module, "_time", run)
-    monkeypatch.setattr(passes_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(costs, "_time", run)
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
     yield timed
 
 
@@ -92,7 +89,7 @@ class TestCostModel:
         assert cost.pass_ms(1, 1, 300) == pytest.approx(40.0)
 
     def test_one_row_count_speaks_for_all(self) -> None:
-        alone = CostModel(nodes=(1, 4, 8), rows=(1,), contexts=(0,), pass_times=(((10.0, 13.0, 17.0),),))
+        alone = CostModel(nodes=(1, 4, 8), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 13.0, 17.0),),))
         assert alone.pass_ms(2, rows=4) == 17.0
         assert alone.v(1, rows=64) == 1.0
 
@@ -107,8 +104,8 @@ class TestCostModel:
             {"nodes": (1, 4, 2)},
             {"rows": (1,)},
             {"contexts": ()},
-            {"pass_times": (PLANE, ((1.0, 2.0), (1.0, 2.0)))},
-            {"pass_times": (PLANE, ((0.0, 1.0, 1.0), (1.0, 1.0, 1.0)))},
+            {"pass_times_ms": (PLANE, ((1.0, 2.0), (1.0, 2.0)))},
+            {"pass_times_ms": (PLANE, ((0.0, 1.0, 1.0), (1.0, 1.0, 1.0)))},
         ],
     )
     def test_nonsense_is_refused(self, wrong: dict[str, Any]) -> None:
@@ -131,7 +128,7 @@ class TestMeasure:
         target = target_of(rows=3)
         target.prefill([1], [harness.PROMPT[:-1]])
         before = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
-        cost = measure(target, rows=(1, 2), nodes=(1, 2, 4), contexts=(8, 60), repeats=2, seconds=60)
+        cost = load_or_measure(target, rows=(1, 2), nodes=(1, 2, 4), contexts=(8, 60), repeats=2, seconds=60)
         assert target.lengths == [0, len(harness.PROMPT) - 1, 0]
         after = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
         assert torch.equal(before, after)
@@ -141,23 +138,23 @@ class TestMeasure:
         target = target_of(rows=2)
         target.prefill([0], [[1, 2]])
         with pytest.raises(ArgumentError, match="2 free rows are needed"):
-            measure(target, rows=(2,), nodes=(1, 2))
+            load_or_measure(target, rows=(2,), nodes=(1, 2))
         with pytest.raises(ArgumentError, match=r"rows must be in 1\.\.2"):
-            measure(target, rows=(3,))
+            load_or_measure(target, rows=(3,))
 
     def test_rows_are_free_again_when_a_pass_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         target = target_of()
         monkeypatch.setattr(target, "score", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            measure(target, nodes=(1, 2))
+            load_or_measure(target, nodes=(1, 2))
         assert target.lengths == [0]
 
     def test_sizes_are_cut_to_what_fits(self, instant: list[Point]) -> None:
-        cost = measure(target_of(), nodes=(1, 2, 64, 1000), contexts=(0, 5000))
+        cost = load_or_measure(target_of(), nodes=(1, 2, 64, 1000), contexts=(0, 5000))
         assert cost.nodes == (1, 2, 64) and cost.contexts == (0, harness.SLOTS - 64)
 
     def test_finds_the_costs_there_are(self, instant: list[Point]) -> None:
-        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=1e9)
+        cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=1e9)
         for context in cost.contexts:
             for rows in cost.rows:
                 for nodes in cost.nodes:
@@ -166,22 +163,21 @@ class TestMeasure:
         assert len(dense) == 2 * len(cost.nodes) and len(set(instant)) < 2 * len(dense), "further contexts are sparse"
 
     def test_the_budget_leaves_out_the_large_passes(self, instant: list[Point]) -> None:
-        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0.1)
+        cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0.1)
         assert sum(worth(point) for point in instant) < 0.2
         assert max(point[1] * point[2] for point in instant) < 64
         assert cost.nodes[-1] == 64 and cost.pass_ms(64) == pytest.approx(1e3 * worth((0, 1, 64))), "extrapolated"
 
     def test_no_budget_still_measures_a_line(self, instant: list[Point]) -> None:
-        cost = measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0)
+        cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0)
         assert set(instant) == {(0, 1, 1), (0, 1, 2)} and cost.rows == (1,) and cost.contexts == (0,)
 
     def test_padded_targets_have_stairs(self, instant: list[Point]) -> None:
-        assert measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
+        assert load_or_measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
 
     def test_noise_is_smoothed(self) -> None:
         assert rising([3.0, 1.0, 2.0, 5.0, 4.0]) == [2.0, 2.0, 2.0, 4.5, 4.5]
         assert rising([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
-        assert passes_module._quiet([9.0, 1.0, 2.0, 8.0, 7.0]) == 2.0
 
 
 class TestStore:
@@ -215,7 +211,7 @@ class TestStore:
         text = path.read_text()
         kept = json.loads(text)
         kept["format" if damage == "another format" else "identity"] = 0
-        kept["sha256"] = store._hash({key: kept[key] for key in ("format", "identity", "grid", "cost")})
+        kept["sha256"] = costs._hash({key: kept[key] for key in ("format", "identity", "grid", "cost")})
         damaged = {
             "cut": text[: len(text) // 2],
             "changed": text.replace('"stairs": false', '"stairs": true'),
@@ -241,18 +237,18 @@ class TestStore:
 
     def test_what_a_pass_costs_depends_on(self) -> None:
         names = {
-            "itself": store.file_of(target_of()),
-            "padding": store.file_of(target_of(buckets=Buckets(nodes=(16,)))),
-            "dtype": store.file_of(Target(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)),
+            "itself": costs.file_of(target_of()),
+            "padding": costs.file_of(target_of(buckets=Buckets(nodes=(16,)))),
+            "dtype": costs.file_of(Target(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)),
         }
         threads = torch.get_num_threads()
         torch.set_num_threads(threads + 1)
         try:
-            names["threads"] = store.file_of(target_of())
+            names["threads"] = costs.file_of(target_of())
         finally:
             torch.set_num_threads(threads)
         assert len(set(names.values())) == len(names)
-        assert store.file_of(target_of(rows=4)) == names["itself"], "rows and slots are in the grid"
+        assert costs.file_of(target_of(rows=4)) == names["itself"], "rows and slots are in the grid"
 
     def test_drafters_that_are_objects_are_not_kept(self, instant: list[Point]) -> None:
         target, free = target_of(), DraftCost(fixed_ms=0.0, level_ms=0.0)
@@ -263,12 +259,15 @@ class TestStore:
         assert list(json.loads(kept.read_text())["cost"]["drafts"]) == ["b:{}"]
 
     def test_where_it_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        assert costs.cache_folder() == tmp_path / "cost"
+        def folder() -> Path:
+            return costs.file_of(target_of()).parent
+
+        assert folder() == tmp_path / "cost"
         monkeypatch.delenv("FORERUN_CACHE")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert costs.cache_folder() == tmp_path / "xdg" / "forerun" / "cost"
+        assert folder() == tmp_path / "xdg" / "forerun" / "cost"
         monkeypatch.delenv("XDG_CACHE_HOME")
-        assert costs.cache_folder() == Path.home() / ".cache" / "forerun" / "cost"
+        assert folder() == Path.home() / ".cache" / "forerun" / "cost"
 
 
 def drafter_for(target: Target, method: str, **options: Any) -> Drafter:

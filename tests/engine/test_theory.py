@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from forerun.engine import theory
-from forerun.engine.cost import CostModel, DraftCost
+from forerun.engine.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError
 
 TABLE = {
@@ -162,7 +162,7 @@ class TestTrees:
 
 
 class TestPredict:
-    COST = CostModel(nodes=(1, 2, 4, 8), rows=(1,), contexts=(0,), pass_times=(((10.0, 11.0, 12.0, 16.0),),))
+    COST = CostModel(nodes=(1, 2, 4, 8), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 11.0, 12.0, 16.0),),))
 
     def test_is_the_formula_with_measured_costs(self) -> None:
         found = theory.predict(

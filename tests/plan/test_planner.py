@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun.engine import theory
-from forerun.engine.cost import CostModel, DraftCost
+from forerun.engine.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner
 from forerun.plan.devices import DEVICES
@@ -17,7 +17,7 @@ from forerun.plan.prompts import read_prompts
 from forerun.plan.roofline import FreeVerification, Roofline, Size
 
 MEASURED = CostModel(
-    nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True
+    nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times_ms=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True
 )
 
 
@@ -105,7 +105,7 @@ class TestVerdict:
         assert not found.worth_it and found.method is None and "drafting a token costs" in found.notes[0]
 
     def test_a_full_device_is_named_as_the_reason(self) -> None:
-        full = CostModel(nodes=(1, 2, 4), rows=(1,), contexts=(0,), pass_times=(((10.0, 20.0, 40.0),),))
+        full = CostModel(nodes=(1, 2, 4), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 20.0, 40.0),),))
         at = load(0.7, cost=full)
         assert "fills the device" in judge(plan(at), at, drafter=None, text=None).notes[0]
 

@@ -19,7 +19,7 @@ from drafters.test_speed import SPEED, tied
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams, devices
 from forerun.drafters import DRAFTERS
-from forerun.engine.cost import load_or_measure
+from forerun.engine.costs import load_or_measure
 from forerun.target import Target
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording

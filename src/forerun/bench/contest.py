@@ -23,7 +23,7 @@ from forerun.bench.planned import planned_speedup
 from forerun.bench.speed import ArmSummary, Progress, summarise, take_turns, warm_up
 from forerun.bench.workloads import CONTEXT, Setting, contexts, settings
 from forerun.demo import prompts as shipped_files
-from forerun.engine.cost import CostModel, DraftCost
+from forerun.engine.costs import CostModel, DraftCost
 from forerun.target import Scored, Target
 from forerun.tree import depths
 from forerun.types import Draft

@@ -18,7 +18,7 @@ from forerun.bench.speed import Progress
 from forerun.demo import prompts
 from forerun.drafters import datastore
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.engine.cost import DraftCost
+from forerun.engine.costs import DraftCost
 from forerun.training.data.identity import TokenizerIdentity
 
 FEW_NODES = 15

@@ -43,7 +43,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
 from forerun.demo import FOLDER, MODELS, resolve
 from forerun.drafters.heads.drafting import repack
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.engine.cost import load_or_measure
+from forerun.engine.costs import load_or_measure
 from forerun.errors import ArgumentError, CheckpointError, nearest
 
 # The goals of the contest of drafters and of what speculation may cost. Knows no printing.

@@ -19,7 +19,7 @@ from forerun.plan.plot import check_plot, draw_cost
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.cost import CostModel, DraftCost
+    from forerun.engine.costs import CostModel, DraftCost
 
 TEXT_TOKENS = 300
 """Length of the text that a drafter is timed on."""
@@ -66,7 +66,7 @@ def calibrate(
     wish = speculation.config()
     from forerun.cli import session
     from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.cost.store import device_name, file_of
+    from forerun.engine.costs import device_name, file_of
 
     config = SpeculativeConfig.parse(wish)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))
@@ -90,7 +90,7 @@ def calibrate(
 def _passes(
     llm: LLM, sizes: dict[str, tuple[int, ...]], seconds: float, *, force: bool, tell: Callable[[str], None]
 ) -> CostModel:
-    from forerun.engine.cost import load_or_measure
+    from forerun.engine.costs import load_or_measure
 
     given: dict[str, Any] = {name: numbers for name, numbers in sizes.items() if numbers}
     return load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **given)
@@ -100,8 +100,8 @@ def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callabl
     from forerun import demo
     from forerun.drafters import build
     from forerun.drafters.base import DrafterSetup
-    from forerun.engine.cost import measure_draft
     from forerun.plan.measured import depth_of, keep
+    from forerun.plan.trial import measure_draft
 
     tell(f"drafts of {config.method}")
     target = llm.target

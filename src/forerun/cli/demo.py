@@ -139,7 +139,7 @@ def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, 
 def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     """A drafter's configuration in which every head, those of drafters within it too, is enlarged as the target was."""
     from forerun.bench.scale_head import scaled_head_folder
-    from forerun.engine.controller.auto import method_of
+    from forerun.engine.config import method_of
 
     if isinstance(config, Mapping):
         grown = {key: _with_heads_for(scaled, value) for key, value in config.items()}

@@ -14,7 +14,7 @@ from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOp
 from forerun.cli.plan_options import ACCEPTANCE, ROOFLINE, AcceptanceOptions, Asked, RooflineOptions
 from forerun.cli.plan_view import Shown, show
 from forerun.engine import theory
-from forerun.engine.cost.model import FREE, DraftCost, PassCost
+from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan.assumptions import assumed_alpha
 from forerun.plan.devices import DEVICES, Device, device_named, dtype_named
@@ -25,7 +25,7 @@ from forerun.plan.roofline import FreeVerification, KeyValues, Roofline, Size
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.engine.cost import CostModel
+    from forerun.engine.costs import CostModel
     from forerun.plan.measured import Answers, Measured
 
 
@@ -243,7 +243,7 @@ def _numbers(given: str, option: str) -> list[float]:
 def on_model(asked: Asked, model: str) -> Shown:
     """Measured passes; acceptance given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
-    from forerun.engine.cost import load_or_measure
+    from forerun.engine.costs import load_or_measure
 
     llm = session.load(model, asked.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:

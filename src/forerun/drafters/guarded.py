@@ -1,6 +1,6 @@
 """The one door between an engine and a drafter. What a drafter does wrong costs it its drafts, never anybody an answer.
 
-Engine, step, controller and drafters made of drafters ask a drafter through here and nowhere else. A row that a drafter
+Engine, step, policy and drafters made of drafters ask a drafter through here and nowhere else. A row that a drafter
 has failed, in whatever it was asked for, is closed to it: what it holds of the row is unknown from then on. It is shown
 nothing of it, and its drafts for it are empty, until the row is free and begins anew.
 

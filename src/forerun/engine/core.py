@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from forerun.engine.completion import Completion, Request
-from forerun.engine.controller.admission import prunable, prune
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
+from forerun.engine.policy.ranking import prunable, prune
 from forerun.engine.reading import Reading, read
 from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
 from forerun.errors import ArgumentError, Isolation

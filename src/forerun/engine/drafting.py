@@ -1,6 +1,6 @@
 """The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at the level of chance.
 
-Knows configurations, groups and controllers; does not know requests' text or scheduling.
+Knows configurations, groups and policies; does not know requests' text or scheduling.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.drafters.base import Drafter, DrafterSetup
+from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from forerun.engine.controller import Controller
-from forerun.engine.controller.build import Costs, controller_for
-from forerun.engine.controller.deferred import Deferred
+from forerun.engine.costs import PassCost
+from forerun.engine.policy.policy import Policy, policy_for
 from forerun.sampling import Sampler
 from forerun.step import Emitted, Group, Row, context_for
 from forerun.types import Draft, SamplingParams, Signal, SpeculationStats
@@ -36,8 +36,8 @@ _CHANCE_RATE = 0.02
 class _Active:
     config: SpeculativeConfig
     drafters: Sequence[tuple[str, Guarded | Deferred]]
-    """Name and drafter; several where a controller chooses among them."""
-    controller: Controller | None
+    """Name and drafter; several where a policy chooses among them."""
+    policy: Policy | None
     depth: int
     """Most tokens on one path."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -67,11 +67,11 @@ class NewSequence:
 class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
-    def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: Costs | None = None) -> None:
-        """`nodes`: most drafted nodes of a row in one step. `costs`: for controllers; None measures the target."""
+    def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: PassCost | None = None) -> None:
+        """`nodes`: most drafted nodes of a row in one step. `costs`: for policies; None measures the target."""
         self._setup, self._nodes, self._costs = setup, nodes, costs
         self._active: dict[str, _Active] = {}
-        self._planned: list[Controller] = []
+        self._planned: list[Policy] = []
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
         """The key of a drafter with this configuration, built if there is none yet; None for None.
@@ -107,12 +107,12 @@ class DrafterPool:
     def _built(self, config: SpeculativeConfig) -> _Active:
         depth = config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
         if config.controlled:
-            controller = controller_for(config, self._setup, nodes=self._nodes, costs=self._costs)
-            drafters = [(arm.name, arm.drafter) for arm in controller.arms]
-            return _Active(config=config, drafters=drafters, controller=controller, depth=depth)
+            policy = policy_for(config, self._setup, nodes=self._nodes, costs=self._costs)
+            drafters = [(arm.name, arm.drafter) for arm in policy.arms]
+            return _Active(config=config, drafters=drafters, policy=policy, depth=depth)
         drafter = Guarded.built(config.method, config.drafter_options, self._setup)
         depth = drafter.depth or depth
-        return _Active(config=config, drafters=[(config.method, drafter)], controller=None, depth=depth)
+        return _Active(config=config, drafters=[(config.method, drafter)], policy=None, depth=depth)
 
     def requires(self, key: str | None) -> frozenset[Signal]:
         """The hidden states that the drafters read."""
@@ -137,9 +137,9 @@ class DrafterPool:
             active = self._active[key]
             members = [index for index, other in enumerate(keys) if other == key]
             limits = [self.depth(key, depths[index]) for index in members]
-            if active.controller is not None:
-                groups += active.controller.plan(rows, members, limits, awaited=awaited)
-                self._planned.append(active.controller)
+            if active.policy is not None:
+                groups += active.policy.plan(rows, members, limits, awaited=awaited)
+                self._planned.append(active.policy)
                 continue
             groups.append(
                 Group(
@@ -154,14 +154,14 @@ class DrafterPool:
 
     def admit(self, draft: Draft) -> Draft:
         """What of the drafts of the groups that were planned is scored."""
-        for controller in self._planned:
-            draft = controller.admit(draft)
+        for policy in self._planned:
+            draft = policy.admit(draft)
         return draft
 
     def learn(self, emitted: Sequence[Emitted]) -> None:
         """What the planned step committed, by row."""
-        for controller in self._planned:
-            controller.learn(emitted)
+        for policy in self._planned:
+            policy.learn(emitted)
 
     def depth(self, key: str | None, asked: int | None) -> int:
         """Most tokens on one path that the drafter of a key may draft for a request that `asked` for so many."""
@@ -196,8 +196,8 @@ class DrafterPool:
     def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows that the drafters of a key worked for shrank to these lengths, 0 for those that are free."""
         active = self._active[key]
-        if active.controller is not None:
-            active.controller.forget(rows, lengths)
+        if active.policy is not None:
+            active.policy.forget(rows, lengths)
         else:
             active.drafter.truncate(rows, lengths)
         active.stats.drafter_errors += sum(self._setup.failures.take(row) for row in rows)  # of no running answer
@@ -210,22 +210,22 @@ class DrafterPool:
 
     @contextmanager
     def free_of_charge(self) -> Iterator[None]:
-        """While it is open, other controllers decide, to whom drafts are free: these draft wherever something may be
+        """While it is open, other policies decide, to which drafts are free: these draft wherever something may be
         accepted. For proofs, which need drafts where they do not pay, too. No request may be running."""
-        before = [(active, active.controller) for active in self._active.values()]
-        for active, controller in before:
-            active.controller = None if controller is None else controller.with_free_drafts()
+        before = [(active, active.policy) for active in self._active.values()]
+        for active, policy in before:
+            active.policy = None if policy is None else policy.with_free_drafts()
         try:
             yield
         finally:
-            for active, controller in before:
-                active.controller = controller
+            for active, policy in before:
+                active.policy = policy
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
         """Add a finished answer's counts; warn once where acceptance is at the level of chance."""
         active = self._active[key]
         active.stats.add(stats)
-        if active.controller is None and not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
+        if active.policy is None and not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
             rate = active.stats.acceptance_per_depth[0]
             if rate < _CHANCE_RATE:
                 active.warned = True

@@ -18,8 +18,8 @@ from forerun.drafters.base import DrafterSetup
 from forerun.engine.adapting.settings import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
-from forerun.engine.controller.build import measured
 from forerun.engine.core import Engine
+from forerun.engine.costs import known_or_nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.lanes import Lane
 from forerun.engine.loading import drafter_bytes, load_tokenizer
@@ -462,7 +462,7 @@ class LLM:
 
 def _setup(target: Target, tokenizer: PreTrainedTokenizerBase | None, rows: int) -> DrafterSetup:
     """What drafters are built from; what a pass costs is measured when one asks."""
-    cost = cache(partial(measured, target))
+    cost = cache(partial(known_or_nominal, target))
     return DrafterSetup(
         target=target,
         tokenizer=tokenizer,

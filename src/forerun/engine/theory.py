@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forerun.engine.cost.model import DraftCost, PassCost
+from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 
 WORTH = 1.02

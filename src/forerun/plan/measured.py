@@ -13,12 +13,13 @@ from typing import Any
 from forerun.drafters import build, default_length
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.cost import CostModel, DraftCost, Trial, measure_draft, save, try_drafter
+from forerun.engine.costs import CostModel, DraftCost, save
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, ForerunError
 from forerun.plan.planner import DraftAt, Load
 from forerun.plan.prompts import UserPrompt
+from forerun.plan.trial import Trial, measure_draft, try_drafter
 from forerun.types import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from forerun.drafters import DRAFTERS
 from forerun.engine import theory
-from forerun.engine.cost.model import DraftCost, PassCost
+from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan.assumptions import TEXTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forerun.engine.cost.model import CostModel
+from forerun.engine.costs import CostModel
 from forerun.errors import ArgumentError
 from forerun.plan.planner import Plan
 

@@ -147,7 +147,7 @@ class Roofline:
         if self.tp < 1:
             raise ArgumentError(f"tensor parallelism needs at least one device, got --tp {self.tp}")
 
-    def terms(self, nodes: int, rows: int = 1, context: int = 0) -> Terms:
+    def terms(self, nodes: float, rows: int = 1, context: int = 0) -> Terms:
         """Arithmetic and traffic of a pass over `nodes` nodes in each of `rows` rows behind `context` tokens."""
         tokens = nodes * rows
         operations = 2 * self.size.active * tokens
@@ -162,7 +162,7 @@ class Roofline:
             traffic=traffic,
         )
 
-    def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """Wall time of one pass, ms."""
         return self.terms(nodes, rows, context).ms
 
@@ -200,6 +200,6 @@ class Roofline:
 class FreeVerification:
     """Every pass costs the same: Leviathan's own assumption. Times are in plain passes."""
 
-    def pass_ms(self, nodes: int, rows: int = 1, context: int = 0) -> float:
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """1, whatever the pass."""
         return 1.0

@@ -96,7 +96,7 @@ def adapt_config(
 
 
 def _refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
-    from forerun.engine.controller.auto import arms_of
+    from forerun.engine.config import arms_of
 
     able = [name for name, entry in DRAFTERS.items() if entry.adapts]
     advice = f"drafters that can adapt: {', '.join(able)}"

@@ -16,21 +16,26 @@ from contract.test_greedy import NEUTRAL
 from forerun import LLM
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.drafters.deferred import Deferred
 from forerun.drafters.ngram import NgramConfig
-from forerun.engine import drafting
-from forerun.engine.config import SpeculativeConfig
-from forerun.engine.controller import Deferred, StepCosts, arms_of, chooser, offers, survival, switch
-from forerun.engine.controller.admission import GivenTree, prunable, prune
-from forerun.engine.controller.auto import method_of
-from forerun.engine.controller.build import controller_for
-from forerun.engine.controller.chooser import Copy, Offer, choose
-from forerun.engine.controller.confidence import Confidence
-from forerun.engine.controller.costs import READING, Nominal
-from forerun.engine.controller.filling import Packed, Padded
-from forerun.engine.controller.survival import Survival
+from forerun.engine import costs, drafting
+from forerun.engine.config import SpeculativeConfig, arms_of, method_of
+from forerun.engine.costs import DraftCost, Nominal, PassShape, StepCosts, Times
+from forerun.engine.policy import explore
+from forerun.engine.policy.explore import Survival
+from forerun.engine.policy.policy import (
+    Bid,
+    Offer,
+    allocate,
+    best_depth,
+    choose,
+    policy_for,
+)
+from forerun.engine.policy.ranking import Confidence, RankedTree, prunable, prune
+from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
 from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft, Drawn, Signal
+from forerun.types import Budget, Draft, DraftRow, Drawn, Signal
 
 LAW = torch.full((4,), 0.25)
 
@@ -47,9 +52,9 @@ class Passes:
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def controlled(*arguments: Any, **keywords: Any) -> Any:
-        return controller_for(*arguments, **{**keywords, "costs": Passes()})
+        return policy_for(*arguments, **{**keywords, "costs": Passes()})
 
-    monkeypatch.setattr(drafting, "controller_for", controlled)
+    monkeypatch.setattr(drafting, "policy_for", controlled)
 
 
 def given(*nodes: tuple[int, int, float]) -> TreeBuilder:
@@ -69,7 +74,7 @@ def sampled(*tokens: int) -> TreeBuilder:
 
 def test_the_best_prefix_is_a_subtree_ranked_by_path() -> None:
     draft = stack([given((1, 0, 0.5), (2, 0, 0.4), (3, 1, 0.9), (1, 2, 0.1), (2, 3, 0.9))])
-    tree = GivenTree.of(draft, 0, lambda stated: stated)
+    tree = RankedTree.of(draft, 0, lambda holders, stated: stated)
     assert tree.order == (1, 3, 5, 2, 4)
     assert tree.worth == pytest.approx((0, 0.5, 0.95, 1.355, 1.755, 1.795))
     kept = rebuild(prune(draft, {0: tree.order[:3]}), 0)
@@ -78,11 +83,11 @@ def test_the_best_prefix_is_a_subtree_ranked_by_path() -> None:
 
 def test_siblings_are_not_worth_more_than_their_parent() -> None:
     draft = stack([given((1, 0, 0.8), (2, 0, 0.7), (3, 0, 0.6))])
-    assert GivenTree.of(draft, 0, lambda stated: stated).worth[-1] == pytest.approx(1.0)
+    assert RankedTree.of(draft, 0, lambda holders, stated: stated).worth[-1] == pytest.approx(1.0)
 
 
-def ranked(*nodes: tuple[int, int, float]) -> GivenTree:
-    return GivenTree.of(stack([given(*nodes)]), 0, lambda stated: stated)
+def drafted(*nodes: tuple[int, int, float]) -> DraftRow:
+    return given(*nodes).row()
 
 
 def surest(holders: int, stated: float) -> float:
@@ -92,9 +97,9 @@ def surest(holders: int, stated: float) -> float:
 
 def test_copies_are_joined_path_by_path() -> None:
     """A path that two drafters hold is one path, as likely as the likelier of them says; the rest stands beside it."""
-    first = ranked((5, 0, 0.6), (6, 1, 0.5))
-    second = ranked((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
-    tree = GivenTree.joined({0: first, 2: second}, 8, surest)
+    first = drafted((5, 0, 0.6), (6, 1, 0.5))
+    second = drafted((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
+    tree = RankedTree.merged({0: first, 2: second}, 8, surest)
     paths = {}
     for node, (token, parent, _) in enumerate(tree.nodes, start=1):
         paths[node] = (*paths.get(parent, ()), token)
@@ -110,26 +115,36 @@ def test_copies_are_joined_path_by_path() -> None:
 
 def test_what_a_joined_node_is_worth_depends_on_who_holds_it() -> None:
     """Of a text in which only what both proposed was ever right: the rest loses its place, children with parents."""
-    trees = {0: ranked((5, 0, 0.6), (6, 1, 0.5)), 1: ranked((9, 0, 0.6), (5, 0, 0.5), (8, 1, 0.9))}
+    trees = {0: drafted((5, 0, 0.6), (6, 1, 0.5)), 1: drafted((9, 0, 0.6), (5, 0, 0.5), (8, 1, 0.9))}
     agreement = Confidence()
     for _ in range(200):
-        tree = GivenTree.joined(trees, 8, surest)
-        agreement.learn(0, tree.nodes, [5, 7], tree.holders)
-    tree = GivenTree.joined(trees, 8, lambda holders, stated: agreement.estimate(3, stated, holders))
+        tree = RankedTree.merged(trees, 8, surest)
+        agreement.learn(0, tree, [5, 7])
+    tree = RankedTree.merged(trees, 8, agreement.of(3))
     named = zip(tree.nodes, tree.holders, tree.survival[1:], strict=True)
     alive = {(node[0], holders): survival for node, holders, survival in named}
     assert alive[5, 0b11] > 0.9
     assert alive[9, 0b10] < 0.1 and alive[8, 0b10] < alive[9, 0b10]
     assert alive[6, 0b01] < 0.1
-    assert GivenTree.joined(trees, 8, surest).nodes == tree.nodes, "what is learned from stays what was stated"
+    assert RankedTree.merged(trees, 8, surest).nodes == tree.nodes, "what is learned from stays what was stated"
 
 
 def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> None:
-    first, second = ranked((1, 0, 0.3), (2, 1, 0.9)), ranked((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
-    tree = GivenTree.joined({0: first, 1: second}, 3, surest)
+    first, second = drafted((1, 0, 0.3), (2, 1, 0.9)), drafted((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
+    tree = RankedTree.merged({0: first, 1: second}, 3, surest)
     assert [(token, parent) for token, parent, _ in tree.nodes] == [(1, 0), (3, 0), (4, 2)]
-    alone = GivenTree.joined({1: second}, 8, surest)
-    assert alone.worth == pytest.approx(second.worth), "one tree stays what it is"
+    alone = RankedTree.merged({1: second}, 8, surest)
+    of_it = RankedTree.of(stack([given((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))]), 0, surest)
+    assert [node[:2] for node in alone.nodes] == [node[:2] for node in of_it.nodes], "one tree stays what it is"
+    assert alone.worth == pytest.approx(of_it.worth)
+
+
+def test_who_holds_what_of_a_merged_tree() -> None:
+    """By this what copies save is shared out: both hold the first node, one the second, and only the best two count."""
+    found = {0: drafted((5, 0, 0.6), (6, 1, 0.5)), 3: drafted((5, 0, 0.5), (7, 1, 0.1))}
+    tree = RankedTree.merged(found, 8, surest)
+    assert tree.held(0, 2) == pytest.approx(0.6 + 0.3) and tree.held(3, 2) == pytest.approx(0.6)
+    assert tree.held(0, 0) == 0.0
 
 
 def test_a_sampled_node_cannot_be_pruned() -> None:
@@ -142,9 +157,11 @@ def test_a_sampled_node_cannot_be_pruned() -> None:
     assert [prunable(draft, row) for row in range(4)] == [False, False, False, True]
     for row in range(3):
         with pytest.raises(AssertionError, match="only deterministic nodes"):
-            GivenTree.of(draft, row, lambda stated: stated)
+            RankedTree.of(draft, row, lambda holders, stated: stated)
         with pytest.raises(AssertionError, match="only deterministic nodes"):
             prune(draft, {row: ()})
+        with pytest.raises(AssertionError, match="only deterministic nodes"):
+            RankedTree.merged({0: draft.rows[row]}, 8, surest)
 
 
 def test_pruning_one_row_leaves_the_others_and_their_laws() -> None:
@@ -156,19 +173,22 @@ def test_pruning_one_row_leaves_the_others_and_their_laws() -> None:
 
 
 def test_what_decides_before_drawing_never_sees_a_draft() -> None:
-    for module in (chooser, offers, survival, switch):
-        seen = [value for value in vars(module).values() if value is Draft or value is GivenTree]
-        assert not seen, f"{module.__name__} can look at a draft"
-        for function in vars(module).values():
-            if inspect.isfunction(function) and function.__module__ == module.__name__:
-                assert "Draft" not in {str(hint) for hint in inspect.get_annotations(function).values()}
+    for module in (explore, costs):
+        assert not [name for name, value in vars(module).items() if value is Draft or value is RankedTree]
+    for function in (best_depth, choose):
+        assert not [hint for hint in inspect.get_annotations(function).values() if "Draft" in hint]
+
+
+def taking(*ms: float) -> Times:
+    """Passes of size 0, 1, ... take so long."""
+    return Times(len(ms) - 1, ms.__getitem__)
 
 
 def test_width_follows_the_staircase_and_goodput() -> None:
-    worth, stairs = (0.0, 0.5, 0.9, 1.0, 1.05), [1.0, 1.3, 1.3, 1.9, 1.9]
+    worth, stairs = (0.0, 0.5, 0.9, 1.0, 1.05), taking(1.0, 1.3, 1.3, 1.9, 1.9)
 
     def best(count: int, goodput: float, *fixed: int) -> list[int]:
-        return Padded().best([worth] * count, times=stairs, goodput=goodput, fixed=fixed)
+        return allocate([worth] * count, PassShape(padded=True), times=stairs, goodput=goodput, fixed=fixed)
 
     assert best(1, 1.0) == [2]
     assert best(1, 10.0) == [0]
@@ -178,11 +198,11 @@ def test_width_follows_the_staircase_and_goodput() -> None:
 
 
 def test_where_padding_is_left_out_every_node_is_paid_for_and_the_best_come_first() -> None:
-    line = [1.0 + 0.1 * size for size in range(9)]
+    line = taking(*(1.0 + 0.1 * size for size in range(9)))
     sure, vague, none = (0.0, 0.9, 1.7, 2.4), (0.0, 0.5, 0.6), (0.0,)
 
     def best(goodput: float, *fixed: int) -> list[int]:
-        return Packed().best([sure, vague, none], times=line, goodput=goodput, fixed=fixed)
+        return allocate([sure, vague, none], PassShape(), times=line, goodput=goodput, fixed=fixed)
 
     assert best(0.5) == [3, 2, 0]
     assert best(4.0) == [3, 1, 0]
@@ -190,64 +210,66 @@ def test_where_padding_is_left_out_every_node_is_paid_for_and_the_best_come_firs
     assert best(7.5) == [2, 0, 0]
     assert best(10.0) == [0, 0, 0]
     assert best(0.5, 4, 2) == [2, 0, 0], "no larger than a pass may be"
-    assert Packed().best([], times=line, goodput=1.0) == []
-    free = [1.0] * 4 + [9.0] * 5
-    assert Packed().best([vague, sure], times=free, goodput=1.0, fixed=(1,)) == [0, 2], "the step before the stair"
+    assert allocate([], PassShape(), times=line, goodput=1.0) == []
+    free = taking(*[1.0] * 4, *[9.0] * 5)
+    found = allocate([vague, sure], PassShape(), times=free, goodput=1.0, fixed=(1,))
+    assert found == [0, 2], "the step before the stair"
 
 
 def test_sizes_of_a_pass() -> None:
-    for filling in (Padded(), Packed()):
-        assert filling.size([3] * 5) == filling.most(5, 3)
-        assert filling.nodes(filling.most(5, 3), 5) == 3
-    assert Padded().size([1, 4, 0]) == 4 and Packed().size([1, 4, 0]) == 5
+    padded, packed = PassShape(padded=True), PassShape()
+    for shape in (padded, packed):
+        assert shape.size([3] * 5) == shape.even(5, 3)
+        assert shape.nodes(shape.even(5, 3), 5) == 3
+    assert padded.size([1, 4, 0]) == 4 and packed.size([1, 4, 0]) == 5
 
 
 def test_a_copy_and_a_model_are_weighed_by_gain() -> None:
-    times = [1.0 + 0.1 * nodes for nodes in range(9)]
-    offer = Offer(arm=1, depth=4, nodes=4, ms=1.0, tokens={0: 2.0, 1: 2.0})
-    copy = Copy(arm=0, worth=[0.0, 0.9, 1.7, 2.4], width=3)
-    both = choose(2, {0: copy}, [offer], times=times, goodput=1.0, filling=Padded())
-    assert (both.copies, both.offers) == ({0: 0}, {1: 1})
-    alone = choose(2, {0: copy}, [offer], times=times, goodput=3.0, filling=Padded())
-    assert (alone.copies, alone.offers) == ({0: 0}, {})
+    times = taking(*(1.0 + 0.1 * nodes for nodes in range(9)))
+    offer = Offer(arm=1, depth=4, ms=1.0, bids=dict.fromkeys((0, 1), Bid(1, 4, 2.0)))
+    copies, shape = {0: Bid(0, 3, 2.4)}, PassShape(padded=True)
+    assert choose(copies, [offer], shape, times=times, goodput=1.0) == {0: 0, 1: 1}
+    assert choose(copies, [offer], shape, times=times, goodput=3.0) == {0: 0}
 
 
 def test_costs_fall_back_on_what_was_seen() -> None:
-    costs = StepCosts(Passes())
-    costs.expect("m", drafting_cost(0.5))
+    known = StepCosts(Passes(), {"m": drafting_cost(0.5)})
     for _ in range(12):
-        costs.saw_pass(2, 1, 0, 3 * Passes().pass_ms(3))
-        costs.saw_draft("m", 2, 1, 4.0)
-    assert costs.times(1, 0, 4) == pytest.approx([3 * Passes().pass_ms(nodes + 1) for nodes in range(5)], rel=0.01)
-    assert costs.draft_ms("m", 2, 1) == pytest.approx(4.0, rel=0.01)
-    costs.saw_pass(2, 1, 0, 500.0)
-    assert costs.times(1, 0, 2)[2] < 4.0, "one outlier moves nothing"
+        known.saw_pass(2, 1, 0, 3 * Passes().pass_ms(3))
+        known.saw_draft("m", 2, 1, 4.0)
+    times = known.times(1, 0, 4)
+    assert [times[size] for size in range(5)] == pytest.approx(
+        [3 * Passes().pass_ms(n + 1) for n in range(5)], rel=0.01
+    )
+    assert known.draft_ms("m", 2, 1) == pytest.approx(4.0, rel=0.01)
+    known.saw_pass(2, 1, 0, 500.0)
+    assert known.times(1, 0, 2)[2] < 4.0, "one outlier moves nothing"
 
 
 def test_a_slower_machine_slows_what_was_not_seen_of_late() -> None:
     """Sizes keep what they have of their own beside each other, the pace is common to all."""
-    costs = StepCosts(Passes())
+    known = StepCosts(Passes())
     alone, wide = Passes().pass_ms(1), Passes().pass_ms(4)
     for _ in range(40):
-        costs.saw_pass(0, 1, 0, alone)
-        costs.saw_pass(3, 1, 0, 1.5 * wide)
-    before = costs.times(1, 0, 3)
+        known.saw_pass(0, 1, 0, alone)
+        known.saw_pass(3, 1, 0, 1.5 * wide)
+    before = known.times(1, 0, 3)
     assert before[3] / before[0] == pytest.approx(1.5 * wide / alone, rel=0.15)
     for _ in range(40):
-        costs.saw_pass(3, 1, 0, 2 * 1.5 * wide)
-    after = costs.times(1, 0, 3)
+        known.saw_pass(3, 1, 0, 2 * 1.5 * wide)
+    after = known.times(1, 0, 3)
     assert [after[n] / before[n] for n in (0, 3)] == pytest.approx([2, 2], rel=0.1)
 
 
 def test_a_proposal_for_many_rows_is_no_proposal_for_one() -> None:
-    costs = StepCosts(Nominal(), {"m": drafting_cost(0.5)})
+    known = StepCosts(Nominal(), {"m": drafting_cost(0.5)})
     growth = Nominal().pass_ms(1, 16)
-    assert costs.draft_ms("m", 4, 16) == pytest.approx(growth * costs.draft_ms("m", 4, 1))
+    assert known.draft_ms("m", 4, 16) == pytest.approx(growth * known.draft_ms("m", 4, 1))
     for _ in range(12):
-        costs.saw_draft("m", 4, 1, 2.0)
-        costs.saw_draft("m", 4, 16, 9.0)
-    assert costs.draft_ms("m", 4, 1) == pytest.approx(2.0, rel=0.1)
-    assert costs.draft_ms("m", 4, 16) == pytest.approx(9.0, rel=0.15)
+        known.saw_draft("m", 4, 1, 2.0)
+        known.saw_draft("m", 4, 16, 9.0)
+    assert known.draft_ms("m", 4, 1) == pytest.approx(2.0, rel=0.1)
+    assert known.draft_ms("m", 4, 16) == pytest.approx(9.0, rel=0.15)
 
 
 def test_what_was_useless_for_long_is_not_hoped_for_anew() -> None:
@@ -263,17 +285,15 @@ def test_what_was_useless_for_long_is_not_hoped_for_anew() -> None:
 
 
 def test_reading_a_text_is_told_from_drafting() -> None:
-    costs = StepCosts(Nominal(), {"m": drafting_cost(0.5)})
-    assert costs.reading_ms("m", 300) == 0.0, "nothing is known yet"
-    costs.saw_draft("m", 4, 1, 2.0 + 30.0, unread=300)
-    assert costs.draft_ms("m", 4, 1) == 2.0
-    assert costs.reading_ms("m", 600) == pytest.approx(60.0)
-    assert costs.reading_ms("m", READING - 1) == 0.0
+    known = StepCosts(Nominal(), {"m": drafting_cost(0.5)})
+    assert known.reading_ms("m", 300) == 0.0, "nothing is known yet"
+    known.saw_draft("m", 4, 1, 2.0 + 30.0, unread=300)
+    assert known.draft_ms("m", 4, 1) == 2.0
+    assert known.reading_ms("m", 600) == pytest.approx(60.0)
+    assert known.reading_ms("m", SETTINGS.reading - 1) == 0.0
 
 
-def drafting_cost(level_ms: float) -> Any:
-    from forerun.engine.cost import DraftCost
-
+def drafting_cost(level_ms: float) -> DraftCost:
     return DraftCost(fixed_ms=0.0, level_ms=level_ms)
 
 
@@ -418,8 +438,8 @@ def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
     warn_drafter.cache_clear()
     monkeypatch.setitem(DRAFTERS, "failing", Entry(path=f"{__name__}:Failing", summary="raises"))
     engine = LLM(model(), tokenizer=False, max_model_len=64, self_check=False)
-    wish = {"method": "failing", "adaptive": adaptive}
-    output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=wish)[0].outputs[0]
+    config = {"method": "failing", "adaptive": adaptive}
+    output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=config)[0].outputs[0]
     assert output.token_ids == plain_greedy(PROMPTS[0], NEUTRAL)
     assert output.speculation.drafter_errors == 1, "it is not asked again in this answer"
     assert sum("out of ideas" in record.message for record in caplog.records) == 1

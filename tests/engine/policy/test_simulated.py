@@ -1,4 +1,4 @@
-"""The controller against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
+"""The policy against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from statistics import median
 
 import pytest
 
-from engine.controller.simulation import Passes, Spec, World, optimum, rate_at
+from engine.policy.simulation import Passes, Spec, World, optimum, rate_at
 from forerun.drafters.base import warn_drafter
-from forerun.engine.controller.filling import Filling, Packed, Padded
-from forerun.engine.cost import DraftCost
+from forerun.engine.costs import DraftCost, PassShape
 
 pytestmark = pytest.mark.thorough
 
@@ -62,7 +61,7 @@ def test_a_few_rows_tell_whether_asking_for_all_pays() -> None:
         alpha=lambda step, row: 0.05 if step < turn else 0.95,
         cost=DraftCost(fixed_ms=0.0, level_ms=0.0),
         copies=True,
-        asking_ms=0.05,
+        lookup_ms=0.05,
     )
     world = World(spec, rows=rows, passes=passes, measure=True)
     world.run(400)
@@ -105,9 +104,9 @@ def test_copies_of_several_drafters_teach_what_their_agreement_is_worth() -> Non
     world = World(*(Spec(name=name, alpha=0.6, cost=fair, copies=True) for name in ("one", "two")))
     world.run(300)
     for holders in (0b01, 0b10, 0b11):
-        assert world.controller.agreement.estimate(0, 0.6, holders) != pytest.approx(0.6, abs=1e-9)
+        assert world.policy.agreement.of(0)(holders, 0.6) != pytest.approx(0.6, abs=1e-9)
     world.renew(0)
-    assert not world.controller.agreement._rows
+    assert not world.policy.agreement._rows
 
 
 def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
@@ -127,12 +126,12 @@ def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
     assert outside["model"] > 0.9 * outside.total()
 
 
-@pytest.mark.parametrize("filling", [Packed(), Padded()])
+@pytest.mark.parametrize("shape", [PassShape(), PassShape(padded=True)])
 @pytest.mark.parametrize("rows", [4, 16])
-def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, filling: Filling) -> None:
+def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, shape: PassShape) -> None:
     passes = Passes(0.002)
     spec = Spec(name="m", alpha=lambda step, row: 0.9 if row % 2 else 0.05, cost=level(0.1))
-    steps = World(spec, rows=rows, passes=passes, filling=filling).run(300)
+    steps = World(spec, rows=rows, passes=passes, shape=shape).run(300)
     late = steps.depths[200:]
     assert sum(row[1] >= 4 for row in late) > 90
     assert sum(row[0] == 0 for row in late) > 90
@@ -218,11 +217,11 @@ def test_a_trial_that_reads_much_is_seldom() -> None:
     assert trials[0] > 2 * trials[1]
 
 
-def test_what_steps_take_corrects_what_was_believed() -> None:
-    true, believed = level(0.1), DraftCost(fixed_ms=0.0, level_ms=2.0)
+def test_what_steps_take_corrects_what_was_assumed() -> None:
+    true, assumed = level(0.1), DraftCost(fixed_ms=0.0, level_ms=2.0)
     best, rate = optimum(0.8, true, Passes())
-    misled = World(Spec(name="m", alpha=0.8, cost=true, believed=believed)).run(400)
-    corrected = World(Spec(name="m", alpha=0.8, cost=true, believed=believed), measure=True).run(400)
+    misled = World(Spec(name="m", alpha=0.8, cost=true, assumed=assumed)).run(400)
+    corrected = World(Spec(name="m", alpha=0.8, cost=true, assumed=assumed), measure=True).run(400)
     assert misled.rate(200) < 0.8 * rate
     assert corrected.rate(200) > 0.93 * rate
     assert abs(median(row[0] for row in corrected.depths[200:]) - best) <= 1
@@ -235,12 +234,12 @@ class SteepPasses(Passes):
         return 4.0 * nodes
 
 
-def test_a_belief_that_keeps_nodes_is_held_against_plain_decoding() -> None:
-    """Nodes are believed to be cheap. Steps that all have some only tell that the machine is slow."""
+def test_an_assumption_that_keeps_nodes_is_held_against_plain_decoding() -> None:
+    """Nodes are assumed to be cheap. Steps that all have some only tell that the machine is slow."""
     worlds = []
     for alpha in (0.65, 0.02):
         copy = Spec(name="c", alpha=alpha, cost=DraftCost(fixed_ms=0.01, level_ms=0.0), copies=True, limit=1)
-        worlds.append(World(copy, rows=16, passes=SteepPasses(), believed=Passes(slope=0.02), measure=True).run(300))
+        worlds.append(World(copy, rows=16, passes=SteepPasses(), assumed=Passes(slope=0.02), measure=True).run(300))
     copied, plain = (steps.rate(50) for steps in worlds)
     assert copied > 0.97 * plain
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
-from forerun.engine.controller import Arm, Controller, Deferred, Sizes, StepCosts
-from forerun.engine.controller.costs import READING
-from forerun.engine.controller.filling import Filling, Packed
-from forerun.engine.cost import DraftCost
+from forerun.engine.costs import DraftCost, PassShape, StepCosts
+from forerun.engine.policy.policy import Arm, Policy
+from forerun.engine.policy.settings import SETTINGS
 from forerun.step import Emitted, Group, Row, context_for
 from forerun.tree import TreeBuilder, gather, stack
 from forerun.types import Budget, Draft, Drawn, Source, StepTrace, empty_draft
@@ -65,7 +65,7 @@ class Simulated(Drafter):
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             assert self.shown.get(row, 0) == len(tokens) - fresh, "tokens were left out or shown twice"
             self.shown[row] = len(tokens)
-            self.read += fresh if fresh >= READING else 0
+            self.read += fresh if fresh >= SETTINGS.reading else 0
 
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         self.proposals += 1
@@ -100,13 +100,13 @@ class Spec:
     cost: DraftCost = LEVEL
     copies: bool = False
     limit: int = 12
-    believed: DraftCost | None = None
-    """What the controller is told that it costs; None tells the truth."""
+    assumed: DraftCost | None = None
+    """What the policy is told that it costs; None tells the truth."""
     fails_at: int | None = None
     reading_ms: float = 0.0
     """Of each token of a text that it has not been shown."""
-    asking_ms: float = 0.0
-    """Of each row that it is asked for, as the controller's clock sees it."""
+    lookup_ms: float = 0.0
+    """Of each row that it is asked for, as the policy's clock sees it."""
 
 
 @dataclass
@@ -126,17 +126,17 @@ class Steps:
 
 
 class World:
-    """Rows that are decoded by a controller."""
+    """Rows that are decoded by a policy."""
 
     def __init__(
         self,
         *specs: Spec,
         rows: int = 1,
         passes: Any = Passes(),
-        believed: Any = None,
+        assumed: Any = None,
         measure: bool = False,
         seed: int = 0,
-        filling: Filling = Packed(),  # noqa: B008
+        shape: PassShape = PassShape(),  # noqa: B008
     ) -> None:
         self.specs, self.passes = specs, passes
         self.drafters = [
@@ -158,12 +158,11 @@ class World:
                 drafter=Deferred(Guarded(drafter, spec.name, setup)),
                 copies=spec.copies,
                 limit=spec.limit,
-                sizes=Sizes(64),
             )
             for spec, drafter in zip(specs, self.drafters, strict=True)
         ]
-        costs = StepCosts(believed or passes, {spec.name: spec.believed or spec.cost for spec in specs}, filling)
-        self.controller = Controller(arms, costs, nodes=64, measure=measure, clock=lambda: 1e-3 * self._asking())
+        costs = StepCosts(assumed or passes, {spec.name: spec.assumed or spec.cost for spec in specs}, shape)
+        self.policy = Policy(arms, costs, nodes=64, measure=measure, clock=lambda: 1e-3 * self._lookup_ms())
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
@@ -185,7 +184,7 @@ class World:
 
     def renew(self, index: int, prompt: int = 5, room: int = 10**9) -> None:
         """The row's answer ends and another begins in its place."""
-        self.controller.forget([index], [0])
+        self.policy.forget([index], [0])
         self.rows[index] = self.row(index, prompt, room)
         self._show([self.rows[index]])
 
@@ -196,16 +195,16 @@ class World:
         return self.steps
 
     def _show(self, rows: Sequence[Row]) -> None:
-        for arm in self.controller.arms:
+        for arm in self.policy.arms:
             arm.drafter.extend(context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], {}))
 
     def _step(self) -> None:
         for drafter in self.drafters:
             drafter.step = self.count
         members = list(range(len(self.rows)))
-        asked = -self._asking()
-        groups = self.controller.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
-        asked += self._asking()
+        asked = -self._lookup_ms()
+        groups = self.policy.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
+        asked += self._lookup_ms()
         drafts, spent = [], asked - self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)
@@ -213,13 +212,13 @@ class World:
                 drafts.append((group.members, self._propose(group)))
                 spent += 0.0 if spec.copies else spec.cost.ms(max(group.depths))
         spent += sum(spec.cost.ms(1) for spec in self.specs if spec.copies) + self._reading()
-        draft = self.controller.admit(gather(drafts, len(members)) if drafts else empty_draft(len(members)))
-        filling = self.controller.costs.filling
-        nodes = filling.nodes(filling.size(draft.counts.tolist()), len(members))
+        draft = self.policy.admit(gather(drafts, len(members)) if drafts else empty_draft(len(members)))
+        shape = self.policy.costs.shape
+        nodes = shape.nodes(shape.size(draft.counts.tolist()), len(members))
         verify = self.passes.pass_ms(1 + nodes, len(members))
         emitted = [self._emit(index, draft, spent, verify) for index in members]
         self._teach(groups, emitted)
-        self.controller.learn(emitted)
+        self.policy.learn(emitted)
         for row in self.rows:
             row.drafter_errors += self._failures.take(row.row)
         names = {index: group.name for group in groups for index in group.members}
@@ -233,9 +232,9 @@ class World:
         """What reading has taken so far, ms."""
         return sum(spec.reading_ms * drafter.read for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
-    def _asking(self) -> float:
+    def _lookup_ms(self) -> float:
         """What asking has taken so far, ms."""
-        return sum(spec.asking_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
+        return sum(spec.lookup_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
     def _propose(self, group: Group) -> Draft:
         if group.draft is not None:

@@ -1,0 +1,638 @@
+"""The policy: before a step who drafts for which row and how deep, after drafting which of the nodes are scored.
+
+One sentence decides all of it: *every drafter offers nodes with an acceptance estimate; take the trees, row by row and
+bucket by bucket, that maximise expected accepted tokens minus the current goodput times what they cost.* Plain decoding
+is the first bucket, a pass without drafted nodes; `explore` says when what is off is tried again.
+
+Drafters come in two sorts (`Arm`). Those that **copy** cost no forward pass: they are asked first, their trees of a row
+become one, and its nodes are known when they are weighed. Of those that cost a **forward pass** only past steps are
+known: they offer a curve of survival by depth with an upper confidence bound, and their cost is shared by all rows that
+they draft for. `best_depth` and `choose` are the sentence before drafting, `allocate` is the sentence after it, when
+deterministic nodes that do not pay are taken away.
+
+**Lossless**: what decides before drawing sees running figures and trees of deterministic nodes alone; what decides
+after it takes away deterministic nodes alone (`RankedTree` refuses others). Whether a sampled node is submitted never
+depends on its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import NamedTuple
+
+from forerun import tree as trees
+from forerun.acceptance import Acceptance
+from forerun.drafters import entry_named
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.deferred import Deferred
+from forerun.drafters.guarded import Guarded
+from forerun.engine.config import SpeculativeConfig, arms_of, repeats
+from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times, known_or_nominal
+from forerun.engine.policy.explore import Contribution, LookupTrials, RowTrials, Survival, guessed, optimism, settle
+from forerun.engine.policy.ranking import Confidence, RankedTree, prunable, prune
+from forerun.engine.policy.settings import SETTINGS
+from forerun.step import Emitted, Group, Row, context_for
+from forerun.types import Budget, Draft, DraftRow
+
+# --- the sentence -----------------------------------------------------------------------------------------------------
+
+
+class Bid(NamedTuple):
+    """What an arm would bring a row."""
+
+    arm: int
+    nodes: int
+    """Scored for it; expected, where nothing is drafted yet."""
+    tokens: float
+    """Expected to be accepted of these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a drafter that costs a forward pass would bring, from running figures alone."""
+
+    arm: int
+    depth: int
+    ms: float
+    """Of its proposal, for all rows together."""
+    bids: Mapping[int, Bid]
+    """By row; only those that it may draft for."""
+    unread: Mapping[int, int] = field(default_factory=dict)
+    """By row, tokens that the drafter must read before its proposal."""
+
+
+def best_depth(curves: Sequence[Sequence[float]], times: Sequence[float], rows: int) -> tuple[int, float]:
+    """The depth, at least 1, with the most expected tokens per time over all rows, and how many times plain decoding's.
+
+    Args:
+        curves: of each row that drafts, the probability that depth 1, 2, ... survives; rows may end early.
+        times: entry d: a step that drafts to depth d, ms; entry 0 is plain decoding. At least two entries.
+        rows: of the step, whether or not they draft.
+    """
+    best, most, expected = 1, 0.0, float(rows)
+    for depth in range(1, len(times)):
+        expected += sum(curve[depth - 1] for curve in curves if depth <= len(curve))
+        ratio = expected / times[depth] * times[0] / rows
+        if ratio > most:
+            best, most = depth, ratio
+    return best, most
+
+
+def choose(
+    copies: Mapping[int, Bid], offers: Sequence[Offer], shape: PassShape, *, times: Times, goodput: float
+) -> dict[int, int]:
+    """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` times the step's time.
+
+    With each subset of the offers every row takes what promises it most; rows that are missing decode plainly.
+
+    Args:
+        copies: by row, what drafters that copy hold ready.
+        offers: of drafters that cost a pass.
+        times: by size of the pass, ms.
+        goodput: tokens per ms that decoding currently yields.
+    """
+    best, most = dict[int, int](), float("-inf")
+    together = len(offers) if len(offers) <= SETTINGS.most_arms else 1
+    for chosen in (subset for size in range(together + 1) for subset in combinations(offers, size)):
+        taken = dict(copies)
+        for offer in chosen:
+            for row, bid in offer.bids.items():
+                if row not in taken or bid.tokens > taken[row].tokens:
+                    taken[row] = bid
+        ms = times[shape.size([bid.nodes for bid in taken.values()])] + sum(offer.ms for offer in chosen)
+        gain = sum(bid.tokens for bid in taken.values()) - goodput * ms
+        if gain > most:
+            best, most = {row: bid.arm for row, bid in sorted(taken.items()) if bid.nodes > 0}, gain
+    return best
+
+
+def allocate(
+    worths: Sequence[Sequence[float]], shape: PassShape, *, times: Times, goodput: float, fixed: Sequence[int] = ()
+) -> list[int]:
+    """How many of its best nodes each row submits, so that tokens less `goodput` times the pass's time are most.
+
+    Padded, every row fills the width that gains most; else the node that promises most comes next, whoever's it is.
+
+    Args:
+        worths: of each row, the expected number of accepted tokens by nodes submitted.
+        times: by size of the pass, ms.
+        goodput: tokens per ms that decoding currently yields.
+        fixed: nodes of further rows, which cannot be taken away.
+    """
+    least, order, total = shape.size(fixed), list[int](), 0.0
+    if shape.padded:
+        most = min(times.most, max((len(worth) - 1 for worth in worths), default=0))
+        tokens = [sum(worth[min(width, len(worth) - 1)] for worth in worths) for width in range(most + 1)]
+        width = _first_best([gain - goodput * times[max(least, width)] for width, gain in enumerate(tokens)])
+        return [min(width, len(worth) - 1) for worth in worths]
+    gains = [-goodput * times[least]]
+    waiting = [(worth[0] - worth[1], row, 1) for row, worth in enumerate(worths) if len(worth) > 1]
+    heapq.heapify(waiting)
+    while waiting and least + len(order) < times.most:
+        less, row, count = heapq.heappop(waiting)
+        total -= less
+        order.append(row)
+        gains.append(total - goodput * times[least + len(order)])
+        worth = worths[row]
+        if count + 1 < len(worth):
+            heapq.heappush(waiting, (worth[count] - worth[count + 1], row, count + 1))
+    taken = Counter(order[: _first_best(gains)])
+    return [taken[row] for row in range(len(worths))]
+
+
+def _first_best(gains: Sequence[float]) -> int:
+    """The first of those that gain most."""
+    most = max(gains)
+    return next(index for index, gain in enumerate(gains) if gain >= most - 1e-12)
+
+
+# --- a configuration's drafters, and its steps ------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class Arm:
+    """One drafter, and how it does."""
+
+    name: str
+    key: str
+    """Of its configuration: costs are kept under it."""
+    drafter: Deferred
+    copies: bool
+    """Contribution before the choice, because a proposal costs no forward pass."""
+    limit: int
+    """Most tokens on one path."""
+    confidence: Confidence = field(default_factory=Confidence)
+    """Of its deterministic trees, if it costs a forward pass."""
+    lookup_trials: LookupTrials = field(default_factory=LookupTrials)
+    survival: Survival = field(default_factory=Survival)
+    trials: RowTrials = field(default_factory=RowTrials)
+    nodes: dict[int, float] = field(default_factory=dict)
+    """Depth -> nodes of each row of a proposal down to it, of late."""
+    used: float = 1.0
+    """Share of its offers that were taken, of late."""
+    read: int = 0
+    """The step in which it was last offered for a text that it had to read."""
+
+    def expected_nodes(self, depth: int) -> int:
+        """Nodes per row of a proposal down to `depth`, in proportion to the nearest that was seen, else a chain."""
+        if not self.nodes:
+            return depth
+        nearest = min(self.nodes, key=lambda seen: (abs(seen - depth), seen))
+        return max(1, math.ceil(self.nodes[nearest] * depth / nearest - 1e-9))
+
+
+class _Lookup(NamedTuple):
+    """What one copying drafter proposed, before anybody was chosen."""
+
+    arm: int
+    drafts: Mapping[int, DraftRow]
+    ms: float
+    """What asking took."""
+    stands_for: float
+    """Rows that each row stands for that it was asked for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _StepPlan:
+    """One step of the rows that a policy decides for, from plan to learning. Rows go by their index in the step."""
+
+    rows: Mapping[int, Row]
+    limits: Mapping[int, int]
+    """Most tokens on a path; 0 where nothing may be drafted."""
+    batch: int
+    """Rows of the step, other policies' included."""
+    context: int
+    """Longest text, tokens."""
+    awaited: bool
+    """Others wait for their first token."""
+    times: Times
+    """By size of the pass: the step without drafting, ms."""
+    goodput: float
+    """Tokens per ms of the whole step that decoding yields of late."""
+    lookups: list[_Lookup] = field(default_factory=list)
+    merged: dict[int, RankedTree] = field(default_factory=dict)
+    """The trees of all that copy as one."""
+    copies: dict[int, Bid] = field(default_factory=dict)
+    offers: list[Offer] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)
+    """Row -> the arm that drafts for it."""
+    trees: dict[int, RankedTree] = field(default_factory=dict)
+    """Deterministic trees that are proposed, wherever they come from."""
+    pruned: Container[int] = ()
+    """Rows that lost nodes after they were drafted."""
+    counts: Sequence[int] = ()
+    """By row of the step: nodes that the target scores."""
+
+    def of(self, arm: int) -> list[int]:
+        """Rows that an arm drafts for."""
+        return [row for row, found in self.taken.items() if found == arm]
+
+    def used(self) -> list[Offer]:
+        """The offers that were taken."""
+        arms = set(self.taken.values())
+        return [offer for offer in self.offers if offer.arm in arms]
+
+    def unread(self, offer: Offer) -> int:
+        """Tokens that the drafter of an offer reads before it drafts for the rows that take it."""
+        return sum(offer.unread[row] for row in self.of(offer.arm))
+
+
+class Policy:
+    """Plans the steps of the rows that share one configuration, and learns from them.
+
+    Args:
+        arms: the drafters to choose from; one where a drafter was named.
+        costs: what passes and proposals cost.
+        nodes: most drafted nodes of a row.
+        measure: let what steps were seen to take correct `costs`. Off, decisions follow from the text and `costs`.
+        clock: seconds; times what drafters that copy take.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        costs: StepCosts,
+        *,
+        nodes: int,
+        measure: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.arms, self.costs, self.measure = list(arms), costs, measure
+        self.agreement = Confidence()
+        """What the merged trees of those that copy are worth, by who holds a node."""
+        self.steps = 0
+        self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
+        """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's forward pass."""
+        self._most_taken = 0.0
+        """Nodes that the row took that took most, of late."""
+        self._nodes, self._clock = nodes, clock
+        self._plan: _StepPlan | None = None
+
+    def with_free_drafts(self) -> Policy:
+        """The same drafters under a policy that has learned nothing yet and to which drafts are free."""
+        same = ("name", "key", "drafter", "copies", "limit")
+        arms = [Arm(**{name: getattr(arm, name) for name in same}) for arm in self.arms]
+        free = StepCosts(Nominal(slope=0.0), dict.fromkeys([arm.key for arm in arms], FREE), self.costs.shape)
+        return Policy(arms, free, nodes=self._nodes, measure=False, clock=self._clock)
+
+    def goodput(self, steps: str = "all") -> float:
+        """Tokens per time of late over plain decoding's, to which one can fall back; of all or of unaided steps."""
+        return max(1.0, self._goodput.estimate(steps, 1.0))
+
+    def plan(
+        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int | None], *, awaited: bool = False
+    ) -> list[Group]:
+        """Who drafts for whom in the coming step.
+
+        Args:
+            rows: of the whole step.
+            members: which of them this policy decides for.
+            depths: by member, the request's own limit of tokens on a path.
+            awaited: others wait for their first token: whose text a drafter has yet to read can wait a little.
+
+        Returns:
+            One group per drafter; rows that it does not draft for are its listeners.
+        """
+        self.steps += 1
+        own, batch = {index: rows[index] for index in members}, len(rows)
+        context = max(len(row.tokens) for row in own.values())
+        times = self.costs.times(batch, context, self._nodes)
+        limits = dict[int, int]()
+        for (index, row), depth in zip(own.items(), depths, strict=True):
+            room = max(0, row.room - 1)
+            limits[index] = room if depth is None else min(room, depth)
+        plan = self._plan = _StepPlan(
+            rows=own,
+            limits=limits,
+            batch=batch,
+            context=context,
+            awaited=awaited,
+            times=times,
+            goodput=self.goodput() * batch / times[0],
+        )
+        ids = [row.row for row in own.values()]
+        for arm in self.arms:
+            if not arm.copies:
+                arm.trials.begin(ids)
+        # Now and then nobody is asked, so that what everything is held against is seen.
+        if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
+            self._ask(plan)
+            offers = (self._offer(plan, index) for index, arm in enumerate(self.arms) if not arm.copies)
+            plan.offers = [offer for offer in offers if offer is not None]
+            plan.taken = choose(plan.copies, plan.offers, self.costs.shape, times=times, goodput=plan.goodput)
+        return [self._group(plan, index) for index in range(len(self.arms))]
+
+    def _group(self, plan: _StepPlan, index: int) -> Group:
+        arm, chosen, draft = self.arms[index], plan.of(index), None
+        deepest = next((offer.depth for offer in plan.offers if offer.arm == index), arm.limit)
+        if arm.copies and chosen:
+            draft = trees.stack([plan.merged[row].builder() for row in chosen])
+        return Group(
+            name=arm.name,
+            drafter=arm.drafter,
+            members=chosen,
+            depths=[min(arm.limit, deepest, plan.limits[row]) for row in chosen],
+            nodes=self._nodes,
+            listeners=[row for row in plan.rows if plan.taken.get(row) != index],
+            draft=draft,
+        )
+
+    def admit(self, draft: Draft) -> Draft:
+        """Take away deterministic nodes that do not pay, before the target scores them; sampled rows stay as they
+        are."""
+        plan = self._plan
+        assert plan is not None, "admit() comes after plan()"
+        counts = [len(row.tokens) for row in draft.rows]
+        for row, index in plan.taken.items():
+            arm = self.arms[index]
+            if counts[row] and arm.copies:
+                plan.trees[row] = plan.merged[row]
+            elif counts[row] and not arm.trials.trying(plan.rows[row].row) and prunable(draft, row):
+                plan.trees[row] = RankedTree.of(draft, row, arm.confidence.of(plan.rows[row].row))
+        if max(counts, default=0) > self._nodes:
+            plan.times = self.costs.times(plan.batch, plan.context, max(counts))
+        fixed = [count for row, count in enumerate(counts) if row not in plan.trees]
+        worths = [tree.worth for tree in plan.trees.values()]
+        best = allocate(worths, self.costs.shape, times=plan.times, goodput=plan.goodput, fixed=fixed)
+        pruned = {row: n for row, n in zip(plan.trees, best, strict=True) if n < counts[row]}
+        plan.counts, plan.pruned = [pruned.get(row, count) for row, count in enumerate(counts)], pruned
+        self._most_taken = max(SETTINGS.taken_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
+        return prune(draft, {row: plan.trees[row].order[:n] for row, n in pruned.items()}) if pruned else draft
+
+    def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows shrank to these lengths, 0 for those that are free."""
+        for arm in self.arms:
+            arm.drafter.truncate(rows, lengths)
+        for row in (row for row, length in zip(rows, lengths, strict=True) if length == 0):
+            self.agreement.forget(row)
+            for arm in self.arms:
+                for part in (arm.confidence, arm.survival, arm.trials):
+                    part.forget(row)
+
+    # --- drafters that copy -------------------------------------------------------------------------------------------
+
+    def _ask(self, plan: _StepPlan) -> None:
+        """Ask those that copy, make one tree of theirs for each row, and say what asking took and what it saves."""
+        times = plan.times
+        dearest = bisect_right(range(times.most + 1), SETTINGS.dearest_pass * times[0], key=times.__getitem__) - 1
+        nodes = max(1, min(dearest, 2 * max(SETTINGS.least_taken, int(self._most_taken))))
+        for index, arm in enumerate(self.arms):
+            arm.drafter.idle = arm.copies and not arm.lookup_trials.due(self.steps)
+            if arm.copies and not arm.drafter.idle:
+                self._look_up(plan, index, nodes)
+        for index, row in plan.rows.items():
+            own = {found.arm: found.drafts[index] for found in plan.lookups if index in found.drafts}
+            if own:
+                tree = plan.merged[index] = RankedTree.merged(own, self._nodes, self.agreement.of(row.row))
+                paying = self._paying(tree, plan)
+                main = max(own, key=lambda arm: tree.held(arm, max(1, paying)))
+                plan.copies[index] = Bid(main, paying, tree.worth[paying])
+        if plan.lookups:
+            self._settle(plan)
+
+    def _look_up(self, plan: _StepPlan, index: int, nodes: int) -> None:
+        arm, drafting = self.arms[index], [row for row, limit in plan.limits.items() if limit > 0]
+        wanted = arm.lookup_trials.of(drafting)
+        if not wanted:
+            return
+        began = self._clock()
+        rows = [plan.rows[row] for row in wanted]
+        budget = Budget(nodes=[nodes] * len(wanted), depth=[min(arm.limit, plan.limits[row]) for row in wanted])
+        draft = arm.drafter.propose(context_for(rows, range(len(rows)), [0] * len(rows), {}), budget)
+        found = {
+            row: draft.rows[place]
+            for place, row in enumerate(wanted)
+            if draft.rows[place].tokens and prunable(draft, place)
+        }
+        ms = 1e3 * (self._clock() - began) if self.measure else 0.0
+        plan.lookups.append(_Lookup(index, found, ms, len(drafting) / len(wanted)))
+
+    def _paying(self, tree: RankedTree, plan: _StepPlan) -> int:
+        """Nodes of one row's tree that pay, if the others have as many: what a pass with nodes costs in any case is
+        shared by all rows. One row alone never repays it."""
+        times, even, price = plan.times, self.costs.shape.even, plan.goodput / plan.batch
+        gains = [worth - price * (times[even(plan.batch, n)] - times[0]) for n, worth in enumerate(tree.worth)]
+        return gains.index(max(gains))
+
+    def _settle(self, plan: _StepPlan) -> None:
+        """Say what asking took and what it saves, so that those are put off for whom it is not worth it."""
+        asked = [
+            Contribution(
+                trials=self.arms[index].lookup_trials,
+                ms=each * self.costs.lookup_ms(plan.batch, ms),
+                tokens=each * sum(plan.merged[row].held(index, plan.copies[row].nodes) for row in found),
+            )
+            for index, found, ms, each in plan.lookups
+        ]
+        each, bids = min(found.stands_for for found in plan.lookups), plan.copies.values()
+        counts = ([bid.nodes for bid in bids] * round(each))[: len(plan.rows)]
+        saved = each * sum(bid.tokens for bid in bids) / plan.goodput
+        added = plan.times[self.costs.shape.size(counts)] - plan.times[0]
+        settle(asked, self.steps, gain_ms=max(0.0, saved - added), plain_ms=plan.times[0])
+
+    # --- drafters that cost a forward pass ----------------------------------------------------------------------------
+
+    def _offer(self, plan: _StepPlan, index: int) -> Offer | None:
+        """The drafter's offer to the rows that it is on for, or on trial for; None where there are none.
+
+        Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is up to
+        its trials, which take their time, and not to a noisy estimate. Where copies yield more, its time is dear.
+        """
+        arm, curves = self.arms[index], dict[int, Sequence[float]]()
+        for place, row in plan.rows.items():
+            limit, trying = min(arm.limit, plan.limits[place]), arm.trials.trying(row.row)
+            if limit > 0 and (trying or arm.trials.on(row.row)):
+                curves[place] = guessed(limit) if trying else arm.survival.curve(row.row, limit)
+        unread = {place: arm.drafter.unread(plan.rows[place].row, len(plan.rows[place].tokens)) for place in curves}
+        readings = {place: self.costs.reading_ms(arm.key, tokens) for place, tokens in unread.items()}
+        if any(readings.values()):
+            curves = self._repaying(plan, arm, curves, readings)
+        if not curves:
+            return None
+        depth, ratio, added = self._depth(plan, arm, curves)
+        least = plan.batch * added / plan.times[0] / len(curves) + SETTINGS.tie_tokens * ratio
+        nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
+        for place, curve in curves.items():
+            cache_row = plan.rows[place].row
+            hoped = sum(curve[:depth]) + optimism(curve[:depth], arm.survival.evidence(cache_row), self.steps)
+            more = SETTINGS.trial_tokens if arm.trials.trying(cache_row) else 0.0
+            bids[place] = Bid(index, nodes, max(hoped, least) + more)
+        ms = self.costs.draft_ms(arm.key, depth, plan.batch)
+        return Offer(arm=index, depth=depth, ms=ms, bids=bids, unread={place: unread[place] for place in curves})
+
+    def _depth(self, plan: _StepPlan, arm: Arm, curves: Mapping[int, Sequence[float]]) -> tuple[int, float, float]:
+        """How deep to draft for these rows, times plain decoding, and what that adds to a plain step, ms."""
+        times = self._depth_times(plan, arm, max(map(len, curves.values())), len(curves))
+        depth, ratio = best_depth(list(curves.values()), times, plan.batch)
+        return depth, ratio, times[depth] - times[0]
+
+    def _depth_times(self, plan: _StepPlan, arm: Arm, deepest: int, rows: int) -> list[float]:
+        """Entry d: a step in which a drafter drafts to depth d for so many rows, ms; entry 0 is plain decoding."""
+        times = [plan.times[0]]
+        for depth in range(1, deepest + 1):
+            size = self.costs.shape.even(rows, min(self._nodes, arm.expected_nodes(depth)))
+            times.append(plan.times[size] + self.costs.draft_ms(arm.key, depth, plan.batch))
+        return times
+
+    def _repaying(
+        self, plan: _StepPlan, arm: Arm, curves: Mapping[int, Sequence[float]], readings: Mapping[int, float]
+    ) -> dict[int, Sequence[float]]:
+        """Without the rows whose text the drafter has yet to read and would not repay it in what is left to write.
+
+        What a text repays is what drafting gains beyond the tokens that decoding yields in the same time without
+        models, in the share of the steps that fall to this drafter. A text is read all the same where none has been for
+        so long that it takes little of the time; none in its first tokens while others wait for theirs.
+        """
+        depth, _, added = self._depth(plan, arm, curves)
+        unaided, found = self.goodput("unaided"), dict[int, Sequence[float]]()
+        per_ms = unaided / plan.times[0]
+        for place, curve in curves.items():
+            row, reading = plan.rows[place], readings[place]
+            if plan.awaited and reading and len(row.tokens) - row.prompt_length <= SETTINGS.first_tokens:
+                continue
+            accepted = sum(curve[:depth])
+            steps = arm.used * row.room / max(1.0 + accepted, unaided)
+            repays = (
+                steps * (accepted - per_ms * plan.batch * added / len(curves)) > SETTINGS.returns * per_ms * reading
+            )
+            due = self.steps - arm.read >= reading / plan.times[0] / SETTINGS.trial_share
+            if reading == 0.0 or arm.trials.trying(row.row) or due or repays:
+                found[place] = curve
+                arm.read = self.steps if reading else arm.read
+        return found
+
+    # --- after the step -----------------------------------------------------------------------------------------------
+
+    def learn(self, emitted: Sequence[Emitted]) -> None:
+        """Take in what the step committed: `emitted` of all its rows."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        # What the text went on with tells of every deterministic node whether it was right, submitted or not.
+        for place, tree in plan.merged.items():
+            self.agreement.learn(plan.rows[place].row, tree, emitted[place].tokens)
+        for arm in self.arms:
+            if not arm.copies:
+                arm.survival.age()
+        for offer in plan.offers:
+            arm, chosen = self.arms[offer.arm], plan.of(offer.arm)
+            arm.used += SETTINGS.latest * (len(chosen) / len(offer.bids) - arm.used)
+            if chosen:
+                self._learn_outcomes(plan, offer, chosen, emitted)
+        used, size = plan.used(), self.costs.shape.size(plan.counts)
+        ms = plan.times[size] + sum(offer.ms for offer in used)
+        if self.measure:
+            ms = self._learn_times(plan, size, next(iter(emitted[place] for place in plan.rows)))
+        tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), ms / plan.times[0]
+        self._goodput.learn("all", tokens, cost)
+        if not used:
+            self._goodput.learn("unaided", tokens, cost)
+
+    def _learn_outcomes(self, plan: _StepPlan, offer: Offer, chosen: Sequence[int], emitted: Sequence[Emitted]) -> None:
+        """What became of the drafts of a drafter with a forward pass, and whether it goes on with these rows."""
+        arm, shape, rows = self.arms[offer.arm], self.costs.shape, {place: plan.rows[place].row for place in chosen}
+        matched = {
+            place: arm.confidence.learn(row, plan.trees[place], emitted[place].tokens)
+            for place, row in rows.items()
+            if place in plan.trees
+        }
+        if arm.drafter.drafter.failed:
+            arm.drafter.drafter.failed = False
+            arm.trials.fail(list(rows.values()))
+            return
+        cost = cost_for_all = self._row_cost(plan, offer, len(chosen))
+        if any(map(arm.trials.trying, rows.values())):
+            cost_for_all = self._row_cost(plan, offer, max(len(chosen), arm.trials.waiting))
+            reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
+            arm.trials.spend((cost - 1) * len(chosen) / plan.batch + reading)
+        nodes = shape.nodes(shape.size([plan.counts[place] for place in chosen]), len(chosen))
+        before = arm.nodes.setdefault(offer.depth, nodes)
+        arm.nodes[offer.depth] = before + SETTINGS.latest * (nodes - before)
+        for place, row in rows.items():
+            step = emitted[place]
+            if step.tokens[-1] in plan.rows[place].stop_ids:
+                continue
+            # A drafter that stopped short of what it was allowed has not survived there. Of deterministic nodes that
+            # were taken away the text still tells, as far as it goes, what would have been accepted.
+            allowed = min(offer.depth, arm.limit, plan.limits[place])
+            accepted, drafted = len(step.trace.path), min(allowed, step.depth + 1)
+            if place in plan.pruned:
+                accepted, drafted = matched[place], min(allowed, len(step.tokens))
+            arm.survival.record(row, accepted=accepted, drafted=drafted)
+            if arm.trials.trying(row):
+                passed = arm.trials.tried(row, accepted=accepted, drafted=drafted, cost=cost_for_all)
+                if passed is not None:
+                    arm.survival.renew(row, passed)
+            else:
+                hoped = sum(arm.survival.curve(row, offer.depth)) if plan.counts[place] else 0.0
+                arm.trials.drafted(row, (1 + hoped) / cost)
+
+    def _row_cost(self, plan: _StepPlan, offer: Offer, rows: int) -> float:
+        """Plain steps that each of so many rows answers for that are drafted for: what this adds is theirs alone."""
+        times = self._depth_times(plan, self.arms[offer.arm], offer.depth, rows)
+        return 1 + (times[-1] / times[0] - 1) * plan.batch / rows
+
+    def _learn_times(self, plan: _StepPlan, size: int, step: Emitted) -> float:
+        """Correct the costs by what the step took; returns that without what reading a prompt took, ms."""
+        trace, costs = step.trace, self.costs
+        host = trace.draft_ms + trace.commit_ms
+        costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)
+        used, lookup_ms = plan.used(), sum(found.ms for found in plan.lookups)
+        if not used:
+            costs.saw_host(host, plan.batch, lookup_ms=lookup_ms)
+        elif len(used) == 1:
+            unread, key = plan.unread(used[0]), self.arms[used[0].arm].key
+            own = host - costs.host_ms(plan.batch) - costs.lookup_ms(plan.batch, lookup_ms)
+            costs.saw_draft(key, used[0].depth, plan.batch, own, unread=unread)
+            host -= min(host, costs.reading_ms(key, unread))
+        return host + trace.verify_ms
+
+
+# --- from a configuration ---------------------------------------------------------------------------------------------
+
+
+def policy_for(config: SpeculativeConfig, setup: DrafterSetup, *, nodes: int, costs: PassCost | None = None) -> Policy:
+    """The policy of a configuration: its drafters are built, what they and the target cost is found out.
+
+    Args:
+        config: of a drafter, or of `auto`.
+        setup: what drafters are built from.
+        nodes: most drafted nodes of a row.
+        costs: known costs, with what drafters cost in ``drafts``, if anything; steps then do not correct them. None
+            reads or measures the target's and lets steps correct them.
+
+    Raises:
+        ForerunError: whatever keeps a drafter from being built.
+    """
+    setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
+    arms = [_arm(own, setup, reproducible=repeats(config)) for own in arms_of(config)]
+    passes = costs if costs is not None else known_or_nominal(setup.target)
+    guesses = {arm.key: DraftCost(fixed_ms=SETTINGS.copy_ms, level_ms=0.0) for arm in arms}
+    for arm in (arm for arm in arms if not arm.copies):  # a level reads its memory once, as a pass reads the target's
+        share = max(SETTINGS.least_level, arm.drafter.memory_bytes() / max(1, setup.target.memory_bytes()))
+        guesses[arm.key] = DraftCost(fixed_ms=0.0, level_ms=min(1.0, share) * passes.pass_ms(1))
+    shape = PassShape(padded=setup.target.computes_padding)
+    step_costs = StepCosts(passes, {**guesses, **getattr(passes, "drafts", {})}, shape)
+    return Policy(arms, step_costs, nodes=nodes, measure=costs is None)
+
+
+def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:
+    drafter = Guarded.built(config.method, config.drafter_options, setup)
+    own = getattr(drafter.drafter, "config", None)
+    shape = getattr(own, "shape", None)
+    named = len(shape) if shape else getattr(own, "num_speculative_tokens", None)
+    return Arm(
+        name=config.method,
+        key=config.key,
+        drafter=Deferred(drafter, reproducible=reproducible),
+        copies=entry_named(config.method).copies,
+        limit=drafter.depth or named or SETTINGS.unknown_limit,
+    )
