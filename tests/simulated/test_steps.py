@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,6 +22,8 @@ from forerun import LLM, SamplingParams, devices
 from forerun.drafters import DRAFTERS
 from forerun.engine.costs import load_or_measure
 from forerun.target import Target
+from forerun.target.swapping import exchange, ready
+from forerun.types import empty_draft
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
 
@@ -247,3 +250,30 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
     assert 3 <= kept <= 16 and len(llm.target.recordings) == kept
     assert len(forwards) <= len(prompts), "prompts run as they come, all other passes are replayed"
     assert not caplog.records, "no recording failed"
+
+
+def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
+    """Adaptation exchanges weights between steps; a recording reads where the first ones lay."""
+    fresh = {name: value + 0.05 for name, value in model().state_dict().items()}
+
+    def logits(target: Target) -> torch.Tensor:
+        target.truncate([0], [0])
+        target.prefill([0], [[1, 2, 3]])
+        return target.score([0], [4], empty_draft(1)).logits.cpu()
+
+    def three_times(target: Target) -> list[torch.Tensor]:
+        before = logits(target)
+        former = exchange(ready(target.model, fresh))
+        between = logits(target)
+        exchange(former)
+        return [before, between, logits(target)]
+
+    expected = three_times(Target(copy.deepcopy(model()), rows=1, slots=16))
+    device = SimulatedDevice()
+    with device, recording(device):
+        target = Target(moved(model()), rows=1, slots=16)
+        found = three_times(target)
+        assert len(target.recordings) == 1
+    for there, here in zip(found, expected, strict=True):
+        torch.testing.assert_close(there, here)
+    assert not torch.allclose(expected[0], expected[1], atol=1e-2)

@@ -58,13 +58,18 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
 def exchange(weights: Weights) -> Weights:
     """Put these weights into the model that they were made for; returns what was there.
 
-    Pointers change, no value is copied. Call it between passes, in the thread that runs them.
+    On a CPU pointers change and no value is copied. On an accelerator values are copied into place, because recorded
+    passes read where they lie. Call it between passes, in the thread that runs them.
     """
     with torch.inference_mode(False):
         parameters = []
         for own, value in weights.parameters:
-            parameters.append((own, own.data))
-            own.data = value
+            if own.device.type == "cpu":
+                parameters.append((own, own.data))
+                own.data = value
+            else:
+                parameters.append((own, own.data.clone()))
+                own.data.copy_(value)
     packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
     return Weights(parameters=tuple(parameters), packed=packed)
 
