@@ -263,7 +263,7 @@ def repack(head: EagleHead) -> EagleHead:
 
 
 def _suggestion(name: str, target: str) -> str:
-    from forerun.training.heads_catalogue import suggest
+    from forerun.drafters.heads.catalogue import suggest
 
     known = [head.model for head in suggest(target) if head.model is not None] if name == "eagle3" else []
     found = f"known for {target}: {', '.join(known)}" if known else f"none is known for {target}"

@@ -17,12 +17,12 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.lean import Angles, gated, rms_norm, rotate
+from forerun.drafters.heads.recompute import Angles, gated, rms_norm, rotate
 
 # The decoder layer of a draft head. How it attends is the caller's business: over a cache, or over unrolled steps.
 #
 # Parameter names are those on disk (``self_attn.q_proj``, ``hidden_norm``, ...). What is cheap to compute keeps only
-# its inputs for the backward pass (`forerun.drafters.heads.lean`). Knows no cache, no mask and no trainer.
+# its inputs for the backward pass (`forerun.drafters.heads.recompute`). Knows no cache, no mask and no trainer.
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -26,11 +26,11 @@ from forerun.drafters.heads.config import EagleConfig
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.training.batch import TokenBatch
+from forerun.training.chunked_loss import VocabularyLoss
 from forerun.training.convert import files
 from forerun.training.convert.settings import ConvertSettings
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget, Unrolled
-from forerun.training.vocabulary import VocabularyLoss
 
 # What transformers' data collators hand to a model, as a `TokenBatch`. Knows no model.
 

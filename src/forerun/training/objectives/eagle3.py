@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from forerun.drafters.heads.eagle import Advanced, EagleHead
 from forerun.errors import ArgumentError
 from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
+from forerun.training.chunked_loss import Divergence, Teacher, VocabularyLoss, soft_loss
 from forerun.training.loop.objective import LossReport
-from forerun.training.unrolled import Block, blocks_of, unrolled_attention
-from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, soft_loss
+from forerun.training.ttt_attention import Block, blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
 
@@ -165,7 +165,7 @@ class Eagle3Objective:
                 line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
                 window = self.head.config.window(layer)
                 near = line[1:] if window is None else line[1:][-window:]
-                return unrolled_attention(query, line[0][0], line[0][1], near, blocks[window])
+                return ttt_attention(query, line[0][0], line[0][1], near, blocks[window])
 
             embeds = self.embed(ids).to(features.dtype)
             result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
