@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.types import LAST_HIDDEN
 
 PLAIN = EagleConfig(

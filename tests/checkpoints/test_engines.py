@@ -19,7 +19,7 @@ from forerun.checkpoints.export import export_head
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.findings import ENGINES, Finding, worst
 from forerun.checkpoints.layout import diagnose_files
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
 

@@ -17,7 +17,7 @@ from forerun.checkpoints.diagnose import diagnose
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.findings import ENGINES, worst
 from forerun.checkpoints.keys import MEANINGLESS, NEUTRAL
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 
 PLACES = {

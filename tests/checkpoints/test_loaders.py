@@ -22,7 +22,7 @@ from forerun.checkpoints.findings import ENGINES, Finding, worst
 from forerun.checkpoints.flat import write_flat
 from forerun.checkpoints.layout import diagnose_files
 from forerun.checkpoints.names import respelled, to_file
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

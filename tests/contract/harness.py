@@ -33,8 +33,7 @@ from forerun.certify.chi_square import draws_for
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.datastore import write as write_datastore
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.sampling import Sampler
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TokenTree, token_trees
@@ -280,10 +279,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _eagle("eagle3", "tree", shape=(3, 2, 1)),
         _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
     ],
-    "eagle": [
-        _eagle("eagle", "chain", num_speculative_tokens=3),
-        _eagle("eagle", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
-    ],
+    "eagle": [_eagle("eagle", "chain", num_speculative_tokens=3)],
+    "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],
 }
 
 

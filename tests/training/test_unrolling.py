@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.runner import SequentialRunner
 from forerun.target import Target
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from training.ttt import batch_of, features, head, model, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,7 +35,7 @@ STEPS = 4
 
 def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
     """Logits (V') of each step when drafting behind token `index` + 1, told the true tokens as it goes."""
-    runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
     seen = {boundary: states[:, : index + 1] for boundary, states in features(text, made.config.boundaries).items()}
     runner.ingest([0], [text[1 : index + 2]], seen)
 
@@ -55,7 +56,7 @@ def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: b
     settings = Eagle3Settings(steps=STEPS, gradient_checkpointing=checkpointed)
     objective = Eagle3Objective(made, FrozenTarget.of(model()), settings)
     steps = list(objective.unroll(batch_of([text], made.config.boundaries)))
-    runner = HeadRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
     for index in (0, 3, 7):
         for unrolled, expected in zip(steps, drafted(made, text, index), strict=True):
             found = runner.logits(unrolled.output)[0, index]
@@ -86,7 +87,7 @@ def test_branches_of_a_tree_equal_separate_chains() -> None:
 
     def last_level(*levels: tuple[list[int], list[int]]) -> torch.Tensor:
         """Logits of the last of these levels: its tokens, and the places of their parents."""
-        runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+        runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
 
         def grow(_: torch.Tensor) -> torch.Tensor:
@@ -106,7 +107,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.Monkey
     found = []
     for piece in (512, 5):
         monkeypatch.setattr("forerun.drafters.heads.runner.PIECE", piece)
-        runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+        runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
         found.append(runner.unroll([0], 0, lambda logits: logits))
     torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-4)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.target import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN

@@ -20,7 +20,7 @@ from forerun.checkpoints.findings import Finding, Severity
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.layer_ids import IDS
 from forerun.checkpoints.tensors import Shape, expected_shapes, some
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 
 Shapes = dict[str, Shape]
 SHARED = re.compile(r"embed_tokens\.weight|lm_head\.weight|d2t|t2d|.*rotary_emb\.inv_freq")

@@ -6,11 +6,11 @@ The remedy is always the same, to write the files again with ``forerun export``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
 from forerun.checkpoints.diagnose import loading
 from forerun.checkpoints.engines import LOADERS, mismatches
 from forerun.checkpoints.files import TRTLLM, StoredFiles
@@ -43,11 +43,11 @@ RESIDUAL_NOTE = (
 )
 
 
-class SpeculatorsFormat:
+class SpeculatorsFormat(Format):
     """EAGLE-3 heads of Red Hat and of everybody who trains with speculators."""
 
-    name: ClassVar[str] = "speculators"
-    summary: ClassVar[str] = "speculators: nested transformer_layer_config; vLLM serves the directory by itself"
+    name = "speculators"
+    mark = "eagle"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """By the key that names the kind of speculator."""

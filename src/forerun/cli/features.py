@@ -144,7 +144,7 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
 
     from forerun import demo
     from forerun.cli.session import quiet_libraries
-    from forerun.drafters.heads.config import default_boundaries
+    from forerun.drafters.heads.eagle import default_boundaries
     from forerun.target.load import LoadOptions, read_config
     from forerun.target.support import context_length
     from forerun.training.features import extract
