@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.target import Target
+from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
-from training.ttt import batch_of, features, head, model, tokens
+from training.ttt import FIRST, batch_of, features, head, model, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -29,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window-shorter-than-the-chain": {"sliding_window": 2},
     "window-of-one": {"sliding_window": 1},
     "mixed-layers": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)},
+    "eagle-1": FIRST,
+    "eagle-1-with-its-own": {**FIRST, "own_lm_head": True, "fc_bias": True},
 }
 STEPS = 4
 
@@ -53,8 +57,8 @@ def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: bool) -> None:
     made, text = head(**VARIANTS[variant]), tokens(14)
-    settings = Eagle3Settings(steps=STEPS, gradient_checkpointing=checkpointed)
-    objective = Eagle3Objective(made, FrozenTarget.of(model()), settings)
+    cls = objective_for(kind_named(made.config.kind))
+    objective = cls(made, FrozenTarget.of(model()), cls.Settings(steps=STEPS, gradient_checkpointing=checkpointed))
     steps = list(objective.unroll(batch_of([text], made.config.boundaries)))
     runner = SequentialRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
     for index in (0, 3, 7):

@@ -16,6 +16,13 @@ from llamas import tiny_llama
 
 VOCABULARY = 40
 HIDDEN = 32
+FIRST: dict[str, Any] = {
+    "generation": 1,
+    "boundaries": (LAST_HIDDEN,),
+    "draft_vocab_size": VOCABULARY,
+    "own_lm_head": False,
+}
+"""What makes an EAGLE-1 head of `head`."""
 
 
 @functools.cache
@@ -25,7 +32,7 @@ def model() -> LlamaForCausalLM:
 
 
 def head(**options: Any) -> EagleHead:
-    """A random EAGLE-3 head for `model()`; a reduced vocabulary unless the options say otherwise."""
+    """A random head for `model()`, EAGLE-3's; a reduced vocabulary unless the options say otherwise."""
     torch.manual_seed(1)
     given = {
         "hidden_size": HIDDEN,
