@@ -122,6 +122,17 @@ class TargetFacts:
         return cls.of(read_config(found, LoadOptions()), found)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFiles:
+    """A directory as it lies there, before any format has made sense of it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """``config.json``."""
+    tensors: Mapping[str, Tensor]
+    """Of all shards, under the names on disk."""
+
+
 class Format:
     """One public format: where its keys and tensors differ from ours."""
 

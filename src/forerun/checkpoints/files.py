@@ -9,39 +9,27 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.checkpoints.registry import FORMATS, format_named, format_of
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
 log = logging.getLogger(__name__)
-CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
-OURS = {CONFIG, INDEX, README, TRTLLM, ".gitattributes"}
+CONFIG, README = "config.json", "README.md"
+OURS = {CONFIG, INDEX, README, "trtllm.yaml", ".gitattributes"}
 """What a directory may hold, beside weights, to be replaced by a new export: nothing that is not a head's."""
 UNKNOWN_NOTE = (
     "Nothing is known of these keys of config.json, so the head is drafted with as if they were not there: {}. They "
     "are written back; if they change what the head computes, its drafts are worse than they could be."
 )
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFiles:
-    """A directory as it lies there, before any format has made sense of it."""
-
-    directory: Path
-    config: Mapping[str, Any]
-    """``config.json``."""
-    tensors: Mapping[str, Tensor]
-    """Of all shards, under the names on disk."""
 
 
 def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpoint:

@@ -23,12 +23,13 @@ class Entry:
     kinds: tuple[str, ...]
     """Kinds of heads that it carries."""
     engines: str = ""
-    """``module:Class``, an `export.Engines`: what serving engines make of such heads; empty: nothing is known."""
+    """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
+    make of them; empty: nothing is known."""
 
 
 FORMATS: dict[str, Entry] = {
     "speculators": Entry(
-        path="forerun.checkpoints.layout:SpeculatorsFormat",
+        path="forerun.checkpoints.speculators:SpeculatorsFormat",
         summary="speculators_config and a nested transformer_layer_config; vLLM serves the directory by itself",
         kinds=("eagle3",),
     ),
@@ -41,6 +42,7 @@ FORMATS: dict[str, Entry] = {
         path="forerun.checkpoints.flat:FlatFormat",
         summary="EAGLE and SpecForge: one flat configuration, tensors named midlayer.*; every engine reads it",
         kinds=("eagle3", "eagle"),
+        engines="forerun.checkpoints.eagle_engines:EagleEngines",
     ),
 }
 """The first that recognises a configuration reads it, so the most particular come first."""
