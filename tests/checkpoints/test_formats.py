@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, logits, sample
+from checkpoints.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample
 from forerun.checkpoints import (
-    FORMATS,
     HeadCheckpoint,
     differences,
     format_named,

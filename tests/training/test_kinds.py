@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.checkpoints import FORMATS
 from forerun.cli import main
 from forerun.drafters import DRAFTERS
 from forerun.drafters.heads.kinds import KINDS, kind_named
@@ -33,17 +34,23 @@ def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> 
     ]
 
 
+CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
+"""Kinds of which a checkpoint can be written."""
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [name for name in OBJECTIVES if WAYS.get(name) != []])
+@pytest.mark.parametrize("kind", [name for name in OBJECTIVES if name in CARRIED and WAYS.get(name) != []])
 def test_a_trained_head_drafts(
     kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = []
-    for steps, more in ((1, ()), (40, ("--allow-changes",))):
-        assert main([*words(kind, target, prepared, tmp_path / "run", steps), *more]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    early, late = found
-    assert late["steps"] == 40 and late["loss"] < 0.8 * early["loss"]
+    made = words(kind, target, prepared, tmp_path / "run", 40)
+    assert main([*made, "training.log_every_steps=1"]) == 0
+    late = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == late["steps"] == 40
+    # Batches differ in how hard they are: the first and the last two passes over the data.
+    assert sum(losses[-12:]) / 12 < 0.9 * sum(losses[:6]) / 6
     assert late["best"] > 1.3
     params, prompt = SamplingParams(temperature=0, max_tokens=24, detokenize=False), {"prompt_token_ids": [3]}
     for way in WAYS.get(kind, [{"method": kind}]):
