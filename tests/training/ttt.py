@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.target import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
@@ -54,6 +55,16 @@ def head(**options: Any) -> EagleHead:
     if made.config.reduced_vocabulary:
         ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
         made.set_vocabulary(ids.sort().values)
+    return made
+
+
+def medusa(**options: Any) -> MedusaHead:
+    """A random Medusa head for `model()`; of three depths unless the options say otherwise."""
+    torch.manual_seed(1)
+    config = MedusaConfig.for_target("medusa", model(), options={"num_heads": 3, **options})
+    made = MedusaHead(config).eval()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
     return made
 
 

@@ -83,6 +83,14 @@ KINDS: dict[str, HeadKind] = {
             drafts="sequential",
             same_head_as="eagle",
         ),
+        HeadKind(
+            name="medusa",
+            title="Medusa-1",
+            summary="an output head for each token further ahead, all from one hidden state (Medusa); a tree of ranks",
+            module="forerun.drafters.heads.medusa:MedusaHead",
+            drafter="forerun.drafters.heads.medusa:MedusaDrafter",
+            drafts="parallel",
+        ),
     )
 }
 

@@ -10,6 +10,7 @@ from forerun.errors import ArgumentError
 OBJECTIVES: dict[str, str] = {
     "eagle3": "forerun.training.objectives.eagle3:Eagle3Objective",
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
+    "medusa": "forerun.training.objectives.medusa:MedusaObjective",
 }
 """Kind of head -> ``module:Class``, a `loop.objective.Objective`."""
 
