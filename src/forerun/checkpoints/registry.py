@@ -38,6 +38,11 @@ FORMATS: dict[str, Entry] = {
         summary="NVIDIA ModelOpt's export: eagle_config with its layer norms, tensors named layers.0.*",
         kinds=("eagle3",),
     ),
+    "medusa": Entry(
+        path="forerun.checkpoints.medusa:MedusaFormat",
+        summary="Medusa: medusa_lm_head.safetensors beside three keys; the sizes are those of the tensors",
+        kinds=("medusa",),
+    ),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
         summary="EAGLE and SpecForge: one flat configuration, tensors named midlayer.*; every engine reads it",
