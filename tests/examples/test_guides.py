@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
+from forerun.drafters.heads.kinds import kind_named
+from forerun.training.objectives import OBJECTIVES
 from forerun.training.recipe import make_recipe, read_recipe, to_plain
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +56,17 @@ def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
         for part in key.strip("`").split("."):
             value = value[part]
         assert str(value) == default.strip("`"), key
+
+
+def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
+    rows = table(TRAINING, "kind")
+    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3"}
+    for kind, key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
+        value: Any = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
+        fields = {field.name: field.default for field in dataclasses.fields(kind_named(kind).head.Config)}
+        for part in key.split("."):
+            value = fields if part == "options" else value[part]
+        assert str(value) == default, key
 
 
 def test_the_variants_of_the_training_guide_are_options_of_a_head() -> None:

@@ -61,6 +61,23 @@ def test_a_trained_head_drafts(
         assert drafted.speculation.mean_acceptance_length > 1.2
 
 
+@pytest.mark.thorough
+def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prepared: Path, tmp_path: Path) -> None:
+    """Online and offline alike; a store with other boundaries is refused."""
+    where = ("--target", str(target), "--data", str(prepared), "--dtype", "float32", "--no-probe", "--yes")
+    assert main(["features", *where, "--boundaries", "none", "--output", str(tmp_path / "last")]) == 0
+    assert main(["features", *where, "--boundaries", "1,2,3", "--output", str(tmp_path / "three")]) == 0
+    losses = []
+    for name, more in (("online", ()), ("offline", ("mode=offline", f"features={tmp_path / 'last'}"))):
+        made = words("medusa", target, prepared, tmp_path / name, 2)
+        assert main([*made, "evaluation.prompts=null", "training.log_every_steps=1", *more]) == 0
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    made = words("medusa", target, prepared, tmp_path / "refused", 2)
+    assert main([*made, "mode=offline", f"features={tmp_path / 'three'}"]) == 2
+
+
 def test_kinds_are_drafters_and_can_be_trained() -> None:
     assert set(KINDS) <= set(DRAFTERS) and {kind.stored_as for kind in KINDS.values()} == set(OBJECTIVES)
     for name, kind in KINDS.items():
