@@ -123,7 +123,7 @@ def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: Onli
     """From here on nothing may fail: the model is half converted."""
     base: Any = type(model)
     model.requires_grad_(False)
-    model.__class__ = converted_class(base)
+    model.__class__ = converted_class(base, restore)
     if "_old_forward" in model.__dict__:
         model._old_forward = types.MethodType(type(model).forward, model)  # accelerate calls this one
     setattr(model, HEAD, head.to(device_of(model.get_input_embeddings())).train(model.training))

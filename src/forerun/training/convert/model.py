@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -302,10 +302,13 @@ def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tenso
 
 
 @functools.cache
-def converted_class(base: type) -> type:
+def converted_class(base: type, restore: Callable[[Any, Any, str], Any]) -> type:
     """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture.
 
     ``forward`` takes what the base's takes, and ``loss_mask``.
+
+    Args:
+        restore: (base model, directory, subfolder) -> the same with its head, as `api.restore`.
     """
     plain = cast(Any, base).forward
     signature = _with_loss_mask(inspect.signature(plain))
@@ -323,8 +326,6 @@ def converted_class(base: type) -> type:
 
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: Any, path: Any, *arguments: Any, **keywords: Any) -> Any:
-        from forerun.training.convert.api import restore
-
         loaded = cast(Any, base).from_pretrained(path, *arguments, **keywords)
         return restore(loaded, path, keywords.get("subfolder") or "")
 
