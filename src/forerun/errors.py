@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from types import TracebackType
+from typing import Protocol
 
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
 """What to do about a model whose kind is refused."""
@@ -76,6 +78,34 @@ def of_the_process(error: BaseException) -> bool:
     Panics of libraries written in Rust (tokenizers, grammars) are no `Exception` either, but about what they are given.
     """
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
+class Failing(Protocol):
+    """What may end with an error of its own."""
+
+    error: ForerunError | None
+
+
+class Isolation:
+    """``with Isolation(row):`` around what is done for one row alone: if it raises, the row has an error and nothing is
+    raised. So whatever belongs to one request (its distribution, processors, grammar, stop strings) ends that request.
+    """
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Failing) -> None:
+        self._row = row
+
+    def __enter__(self) -> None:
+        """Nothing is kept."""
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        if error is None or of_the_process(error):
+            return False
+        self._row.error = self._row.error or RequestError.of(error)
+        return True
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.devices import widest
-from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
+from forerun.devices import sent, widest
+from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
 from forerun.types import LogitsProcessor, SamplingParams, TokenLogprob
 
 # Token sequences that may not be produced: which tokens would end one.
@@ -32,7 +33,8 @@ class BadWords:
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        self._always = [word[0] for word in words if len(word) == 1]
+        self.always = [word[0] for word in words if len(word) == 1]
+        """Words of one token."""
         self._after = defaultdict[int, list[tuple[int, ...]]](list)
         for word in words:
             if len(word) > 1:
@@ -40,7 +42,7 @@ class BadWords:
 
     def ends(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
         """The tokens that would end a word behind a prompt and an output."""
-        found = list(self._always)
+        found = list(self.always)
         for word in self._after.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
             tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
@@ -52,6 +54,9 @@ class BadWords:
 TOLERANCE = 1e-3
 """How far from 1 the probabilities of a distribution may add up to."""
 _HINT = "check logit_bias, the processors and the checkpoint"
+_EVERYTHING = 2.0
+"""A mass that no set of tokens reaches: stands for no top-p."""
+_NEUTRAL = SamplingParams()
 _BLOCK = 128
 """Tokens that race as one at first: so few numbers are drawn where the vocabulary is large."""
 
@@ -107,6 +112,15 @@ class Rng:
         block = _first(times[_BLOCK:], masses)
         return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
+    def times(self, depth: int, vocabulary: int) -> NDArray[np.float64] | None:
+        """(T,) the numbers of `draw` at `depth`, before any distribution is known: the token is that of `first_of`.
+        None of an rng that draws in another way."""
+        return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
+
+    def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
+        """(T,) one time per token of a block, and one per block."""
+        return self._times(self.position + depth, _BLOCK + -(-vocabulary // _BLOCK))
+
     def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
         """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
         return _inverse(law, float(self._drafts([(node, index)])[0]))
@@ -144,6 +158,16 @@ def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
     if not rates[first] > 0:
         raise NumericError(f"a token of probability {rates[first]} was drawn; {_HINT}")
     return first
+
+
+def first_of(probs: Tensor, times: Tensor) -> Tensor:
+    """(M,) int64, the tokens that `Rng.draw` takes from each of `probs` (M, V), by its `times` (M, T) in the device's
+    widest float type. Reads no value on the host; where there is no distribution the token means nothing."""
+    padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).view(len(probs), -1, _BLOCK)
+    block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
+    inside = padded[torch.arange(len(probs), device=probs.device), block].to(times.dtype)
+    token: Tensor = block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
+    return token
 
 
 def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -206,7 +230,8 @@ class Sampler:
             or params.repetition_penalty not in (None, 1.0)
         )
         """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
-        self._prompt_set = frozenset(prompt)
+        self.prompt_set = frozenset(prompt)
+        """Its tokens."""
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
         self._bias = torch.as_tensor(list((params.logit_bias or {}).values()), dtype=torch.float64)
@@ -222,6 +247,38 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         return self.params.greedy
+
+    @property
+    def always_banned(self) -> Sequence[int]:
+        """Bad words of one token."""
+        return self._unwanted.always
+
+    def fits(self, vocabulary: int) -> bool:
+        """Whether `Processing` does all of it without the host: what it does at a node depends on how often tokens came
+        before and not on their order (no processor of the user's own, no bad word of several tokens), and its token
+        ids are all within the vocabulary."""
+        if self.params.logits_processors or any(len(word) > 1 for word in self.bad_words):
+            return False
+        try:
+            self._check_ids(vocabulary)
+        except ArgumentError:
+            return False
+        return max((*self._unwanted.always, *self.banned_until_min), default=0) < vocabulary
+
+    def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
+        """What `process` does at nodes behind `paths`; None: nothing.
+
+        Raises:
+            ArgumentError: a token id among the parameters is outside the vocabulary.
+        """
+        if self.neutral:
+            return None
+        self._check_ids(vocabulary)
+        outputs = ([*output, *path] for path in paths)
+        banned = [
+            (node, token) for node, text in enumerate(outputs) for token in self._unwanted.ends(self.prompt, text)
+        ]
+        return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
         """Everything before the temperature: (V,) float32 (float64 stays) from raw (V,).
@@ -241,10 +298,9 @@ class Sampler:
         """`process`, and the largest of what it gives."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         highest = float(logits.max())
-        if math.isnan(highest):
-            raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+        check_raw(highest)
         if self.neutral:
-            return logits, _able(highest)
+            return logits, check_highest(highest)
         p = self.params
         self._check_ids(len(logits))
         if p.allowed_token_ids:
@@ -259,7 +315,7 @@ class Sampler:
         self._penalise(logits, output)
         for processor in p.logits_processors:
             logits = _checked(processor, processor([*self.prompt, *output], logits), logits)
-        return logits, _able(float(logits.max()))
+        return logits, check_highest(float(logits.max()))
 
     def _check_ids(self, vocabulary: int) -> None:
         """Refuse token ids outside the vocabulary, once."""
@@ -288,7 +344,7 @@ class Sampler:
     def _penalise(self, logits: Tensor, output: Sequence[int]) -> None:
         p = self.params
         if p.repetition_penalty not in (None, 1.0):
-            seen = torch.as_tensor(sorted(self._prompt_set.union(output)), device=logits.device)
+            seen = torch.as_tensor(sorted(self.prompt_set.union(output)), device=logits.device)
             values = logits[seen]
             logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
         if (p.presence_penalty or p.frequency_penalty) and output:
@@ -296,6 +352,216 @@ class Sampler:
             ids = torch.as_tensor(list(counts), device=logits.device)
             times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edits:
+    """What a request's parameters do to the raw logits at N nodes, as token ids: found on the host, done by
+    `process_rows` for all rows at once."""
+
+    sampler: Sampler
+    output: Sequence[int] = ()
+    """Committed tokens behind the prompt."""
+    paths: Sequence[Sequence[int]] = ()
+    """(N,) tokens from the root's child to the node, itself included."""
+    banned: Sequence[tuple[int, int]] = ()
+    """(node, token)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processing:
+    """What B requests' parameters do to logits, on their device; what none of them does is None."""
+
+    outside: Tensor | None = None
+    """(B, V) bool, tokens that are never allowed."""
+    bias: Tensor | None = None
+    """(B, V)"""
+    early: tuple[Tensor, Tensor] | None = None
+    """(B, V) bool, tokens that may not come before `min_tokens`; (B,) how many tokens are missing until then."""
+    penalties: tuple[Tensor, Tensor, Tensor] | None = None
+    """(B, 3) repetition, presence and frequency; (B, V) bool, what the prompt holds, where repetition counts; (B, V)
+    how often each token was output."""
+
+    @classmethod
+    def of(
+        cls,
+        edits: Sequence[Edits | None],
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> Processing | None:
+        """Sent in one copy that nobody waits for. What depends on a node's path is not in it. None: nothing is done."""
+        if not any(edits):
+            return None
+        rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
+        params = [_NEUTRAL if edit is None else edit.sampler.params for edit in edits]
+        banned = [(row, token) for row, edit in rows for token in edit.sampler.always_banned]
+        allowed = [(row, token) for row, _ in rows for token in params[row].allowed_token_ids or ()]
+        limited = sorted({row for row, _ in allowed})
+        biased = [(row, token, bias) for row, _ in rows for token, bias in (params[row].logit_bias or {}).items()]
+        missing = [0 if edit is None else params[row].min_tokens - len(edit.output) for row, edit in enumerate(edits)]
+        early = [(row, token) for row, edit in rows if missing[row] > 0 for token in edit.sampler.banned_until_min]
+        penalties = [(one.repetition_penalty or 1.0, one.presence_penalty, one.frequency_penalty) for one in params]
+        counted = [(row, token, n) for row, edit in rows for token, n in Counter(edit.output).items()]
+        prompts = [(row, token) for row, edit in rows if penalties[row][0] != 1.0 for token in edit.sampler.prompt_set]
+
+        def flat(pairs: Iterable[Sequence[Any]]) -> Tensor:
+            return torch.tensor([pair[0] * vocabulary + pair[1] for pair in pairs], dtype=torch.int64)
+
+        def floats(values: Iterable[Any]) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype)
+
+        host = [flat(pairs) for pairs in (banned, allowed, biased, early, counted, prompts)]
+        host += [torch.tensor(limited, dtype=torch.int64), torch.tensor(missing, dtype=torch.int64)]
+        host += [floats(bias for *_, bias in biased), floats(n for *_, n in counted), floats(penalties)]
+        banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = sent(
+            host, device
+        )
+
+        def marked(at: Tensor, first: Tensor | None = None) -> Tensor:
+            marks = torch.zeros(len(edits), vocabulary, dtype=torch.bool, device=device)
+            if first is not None:
+                marks.index_fill_(0, limits, True).view(-1).index_fill_(0, first, False)
+            marks.view(-1).index_fill_(0, at, True)
+            return marks
+
+        def added(at: Tensor, values: Tensor) -> Tensor:
+            return (
+                torch.zeros(len(edits) * vocabulary, dtype=dtype, device=device)
+                .index_add_(0, at, values)
+                .view(len(edits), vocabulary)
+            )
+
+        penalised = any(row != (1.0, 0.0, 0.0) for row in penalties)
+        return cls(
+            outside=marked(banned_at, allowed_at) if allowed or banned else None,
+            bias=added(biased_at, bias) if biased else None,
+            early=(marked(early_at), until) if early else None,
+            penalties=(table, marked(prompt_at), added(counted_at, counts)) if penalised else None,
+        )
+
+    def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:
+        """The processed logits of F nodes a row, users' own processors left out. Reads no value on the host.
+
+        Args:
+            values: (B, F, V) raw, float32 or float64.
+            drafted: flat indices into (B, F, V) of the tokens on each node's path.
+            depths: (B or 1, F) of the nodes.
+            banned: flat indices of tokens that end a bad word there.
+        """
+        if self.outside is not None:
+            values = values.masked_fill(self.outside.unsqueeze(1), -torch.inf)
+        if self.early is not None:
+            stops, missing = self.early
+            early = stops.unsqueeze(1) & (depths < missing.unsqueeze(1)).unsqueeze(-1)
+            values = values.masked_fill(early, -torch.inf)
+        if banned is not None:
+            values = values.flatten().index_fill(0, banned, -torch.inf).view_as(values)
+        if self.bias is not None:
+            values = values + self.bias.unsqueeze(1)
+        if self.penalties is not None:
+            table, prompt, output = self.penalties
+            repetition, presence, frequency = table.unsqueeze(-1).unsqueeze(-1).unbind(1)
+            times = output.unsqueeze(1).expand_as(values).flatten()
+            times = times.index_add(0, drafted, torch.ones_like(drafted, dtype=times.dtype)).view_as(values)
+            seen = prompt.unsqueeze(1) | (times > 0)
+            values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
+            values = values - (presence * (times > 0) + frequency * times)
+        return values
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, for `with_tensors`."""
+        single = [part for part in (self.outside, self.bias) if part is not None]
+        return (*single, *(self.early or ()), *(self.penalties or ()))
+
+    @property
+    def key(self) -> Hashable:
+        """Tells what is there."""
+        return tuple(part is not None for part in (self.outside, self.bias, self.early, self.penalties))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Processing:
+        """The same with other numbers."""
+        left = iter(tensors)
+        return Processing(
+            outside=None if self.outside is None else next(left),
+            bias=None if self.bias is None else next(left),
+            early=None if self.early is None else (next(left), next(left)),
+            penalties=None if self.penalties is None else (next(left), next(left), next(left)),
+        )
+
+
+def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
+    """`Sampler.process` for all nodes of all rows, without a wait: (B, N, V) float32 (float64 stays) from raw ones.
+
+    Args:
+        logits: (B, N, V) raw.
+        edits: (B,) what `Sampler.edits` says; None for a row whose logits stay as they are.
+
+    Returns:
+        the processed logits, and what a user's own processors raised: (row, node) -> error. These run node by node.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
+    if not rows:
+        return values, {}
+    size, nodes, device = logits.shape[-1], logits.shape[1], logits.device
+    drafted = [((row * nodes + n) * size + t) for row, edit in rows for n, path in enumerate(edit.paths) for t in path]
+    banned = [((row * nodes + node) * size + token) for row, edit in rows for node, token in edit.banned]
+    depths = [[*map(len, () if edit is None else edit.paths)] for edit in edits]
+    depths = [row + [0] * (nodes - len(row)) for row in depths]
+    host = [torch.tensor(part, dtype=torch.int64) for part in (drafted, banned, depths)]
+    drafted_at, banned_at, depth_at = sent(host, device)
+    processing = Processing.of(edits, size, device, values.dtype)
+    assert processing is not None, "a row has edits"
+    values = processing.apply(values, drafted_at, depth_at, banned_at if banned else None)
+    failed = dict[tuple[int, int], BaseException]()
+    for row, edit in rows:
+        params = edit.sampler.params
+        for node, path in enumerate(edit.paths if params.logits_processors else ()):
+            try:
+                for processor in params.logits_processors:
+                    found = processor([*edit.sampler.prompt, *edit.output, *path], values[row, node])
+                    values[row, node] = _checked(processor, found, values[row, node])
+            except BaseException as error:
+                if of_the_process(error):
+                    raise
+                failed[row, node] = error
+    return values, failed
+
+
+def settings_of(params: SamplingParams) -> tuple[float, ...]:
+    """(5,) of a request, for `probs_of`: whether it is sampled, temperature, top-k, top-p, min-p."""
+    temperature = 1.0 if params.greedy or params.temperature is None else params.temperature
+    top_k = params.top_k if params.top_k is not None and params.top_k > 0 else 1 << 31
+    top_p = params.top_p if params.top_p is not None and params.top_p < 1 else _EVERYTHING
+    return (0.0 if params.greedy else 1.0, temperature, top_k, top_p, params.min_p or 0.0)
+
+
+def has_filters(params: SamplingParams) -> bool:
+    """Whether there is a top-k, top-p or min-p."""
+    return bool(params.min_p or (params.top_k or 0) > 0 or (params.top_p is not None and params.top_p < 1))
+
+
+def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
+    """(B, F, V) float32 (float64 stays): `law_of` for each row's `settings` (B, 5); NaN where that refuses the logits.
+
+    Rows at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
+    scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
+    if not filters:
+        return scaled.softmax(-1)
+    scaled = scaled.masked_fill(scaled < min_p.log().to(values.dtype), -torch.inf)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    last = (top_k.long() - 1).clamp(0, logits.shape[-1] - 1).expand(-1, logits.shape[1], -1)
+    scaled = scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
+    probs = scaled.softmax(-1)
+    falling = probs.gather(-1, order)
+    inside = falling.cumsum(-1, dtype=widest(probs.device)) - falling < top_p
+    probs = probs * torch.zeros_like(inside).scatter(-1, order, inside)
+    return probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
@@ -318,7 +584,7 @@ def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None)
         NumericError: the largest logit is NaN or infinite.
         NoTokenLeftError: every token is banned.
     """
-    highest = _able(float(logits.max())) if highest is None else highest
+    highest = check_highest(float(logits.max())) if highest is None else highest
     if params.greedy:
         law = torch.zeros_like(logits)
         law[int(logits.argmax())] = 1.0
@@ -338,14 +604,20 @@ def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None)
 
 def _check_distribution(law: Tensor, processed: Tensor | None) -> None:
     """Refuse what is no distribution over the tokens that the `processed` logits leave (None: all)."""
-    outside = 0.0
     if law.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
-        total, least = float(law.sum()), float(law.min())
-        if processed is not None:
-            outside = float(law.numpy()[processed.numpy() == -np.inf].sum())
-    else:
-        banned = law.new_zeros(()) if processed is None else law @ (processed == -torch.inf).to(law.dtype)
-        total, least, outside = torch.stack((law.sum(), law.min(), banned)).tolist()
+        outside = 0.0 if processed is None else float(law.numpy()[processed.numpy() == -np.inf].sum())
+        check_sums(float(law.sum()), float(law.min()), outside)
+        return
+    banned = law.new_zeros(()) if processed is None else law @ (processed == -torch.inf).to(law.dtype)
+    check_sums(*torch.stack((law.sum(), law.min(), banned)).tolist())
+
+
+def check_sums(total: float, least: float, outside: float) -> None:
+    """Refuse what is no distribution: its sum, its least probability, and what banned tokens have of it.
+
+    Raises:
+        NumericError: with these numbers.
+    """
     if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
         found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
         raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
@@ -362,8 +634,23 @@ def _checked(processor: LogitsProcessor, found: object, given: Tensor) -> Tensor
     )
 
 
-def _able(highest: float) -> float:
-    """The largest logit, refused where no law can be made of it."""
+def check_raw(highest: float) -> None:
+    """Refuse raw logits of which the largest is NaN, and so any.
+
+    Raises:
+        NumericError: says what to do.
+    """
+    if math.isnan(highest):
+        raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
+
+
+def check_highest(highest: float) -> float:
+    """The largest processed logit, refused where no distribution can be made of it.
+
+    Raises:
+        NumericError: it is NaN or infinite.
+        NoTokenLeftError: every token is banned.
+    """
     if highest == -math.inf:
         raise NoTokenLeftError(
             "every token is banned here; relax allowed_token_ids, bad_words, logit_bias or the processors"

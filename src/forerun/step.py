@@ -18,7 +18,7 @@ from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import ForerunError, InvalidDraftError, NumericError
 from forerun.judging import Judgement, Logprobs, judge, raise_unless
 from forerun.sampling import TOLERANCE, Rng, Sampler
-from forerun.scores import RowScores, Scores
+from forerun.scores import Scores
 from forerun.target import Scored, Target
 from forerun.tree import TokenTree, token_trees
 from forerun.types import (
@@ -72,7 +72,6 @@ __all__ = [
     "Emitted",
     "Group",
     "Row",
-    "RowScores",
     "Scores",
     "context_for",
     "first_tokens",
@@ -213,11 +212,12 @@ def step(
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
     roots = [row.tokens[-1] for row in rows]
     scored = target.score([row.row for row in rows], roots, draft, signals=signals, resume=draft.resume)
-    scores = Scores(scored.logits, rows, row_trees)
+    top = max((group.drafter.top_ids for group in groups), default=0)
+    scores = Scores(scored.logits, rows, row_trees, rules, draft=draft, top=top)
     judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     lost = score_roots_again(target, rows, scored, row_trees)
     if lost:
-        scores = Scores(scored.logits, rows, row_trees)
+        scores = Scores(scored.logits, rows, row_trees, rules, draft=draft, top=top)
     for index, error in lost.items():
         if index in names:
             _failed(rows[index], names[index], "to draft what can be scored", error)
@@ -241,8 +241,8 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     clock = _Clock()
     empty = empty_draft(len(rows))
     row_trees = trees.token_trees(empty, [row.tokens[-1] for row in rows], logits.shape[-1])
-    scores = Scores(logits, rows, row_trees)
     rules = _rules(rows, [])
+    scores = Scores(logits, rows, row_trees, rules)
     judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     raise_unless(isolate, rows)
     for _ in range(3):

@@ -71,6 +71,16 @@ class TokenTree:
         return tuple(tuple(nodes) for nodes in lists)
 
     @cached_property
+    def asked(self) -> tuple[tuple[int, ...], ...]:
+        """(N,) the acceptable children of each node in the order that rules ask them: sampled ones, then the others."""
+        if Drawn.DETERMINISTIC not in self.drawn[1:]:
+            return self.children
+        return tuple(
+            tuple(sorted(nodes, key=lambda node: self.drawn[node] is Drawn.DETERMINISTIC)) if len(nodes) > 1 else nodes
+            for nodes in self.children
+        )
+
+    @cached_property
     def depths(self) -> tuple[int, ...]:
         """(N,) depth of each node, root 0."""
         result: list[int] = []
@@ -106,6 +116,8 @@ class TreeBuilder:
         self.confidence: list[float] = []
         self.probes: list[bool] = []
         self.laws: dict[int, Tensor] = {}
+        self.masses: dict[int, float] = {}
+        """Sums of the laws, where they are known."""
         self._given: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -150,9 +162,11 @@ class TreeBuilder:
             if self.drawn[node - 1] is Drawn.DETERMINISTIC and not self.probes[node - 1]:
                 self._given.setdefault((parent, token), node)
 
-    def set_law(self, node: int, law: Tensor) -> None:
-        """Record the law (V,) float32 that the sampled children of `node` were drawn from."""
+    def set_law(self, node: int, law: Tensor, mass: float | None = None) -> None:
+        """Record the law (V,) float32 that the sampled children of `node` were drawn from, and its sum if known."""
         self.laws[node] = law
+        if mass is not None:
+            self.masses[node] = mass
 
     def only(self, nodes: Iterable[int]) -> TreeBuilder:
         """The tree of these nodes alone; the parent of each is among them."""
@@ -166,6 +180,7 @@ class TreeBuilder:
                 probe=self.probes[node - 1],
             )
         smaller.laws = {ids[node]: law for node, law in self.laws.items() if node in ids}
+        smaller.masses = {ids[node]: mass for node, mass in self.masses.items() if node in ids}
         return smaller
 
     def row(self) -> DraftRow:
@@ -216,6 +231,9 @@ def stack(builders: Sequence[TreeBuilder], *, law_ids: Tensor | None = None) -> 
         law_ids=law_ids,
     )
     vars(draft)["rows"] = rows  # what `Draft.rows` would fetch
+    if all(builder.laws.keys() == builder.masses.keys() for builder in builders):
+        masses = {(row, node): mass for row, one in enumerate(builders) for node, mass in one.masses.items()}
+        vars(draft)["masses"] = masses  # what `Draft.masses` would read
     return draft
 
 
@@ -272,7 +290,14 @@ def gather(drafts: Sequence[tuple[Sequence[int], Draft]], batch: int) -> Draft:
             builders[row] = rebuild(draft, index, widen=law_ids is None)
     stacked = stack(builders, law_ids=law_ids)
     begun = [(rows, draft.resume) for rows, draft in drafts if draft.resume is not None]
-    return replace(stacked, resume=_joined(begun, batch, stacked.size + 1)) if begun else stacked
+    return resuming(stacked, _joined(begun, batch, stacked.size + 1)) if begun else stacked
+
+
+def resuming(draft: Draft, resume: Resume) -> Draft:
+    """The draft, and what its first nodes have run through; what was fetched of it stays."""
+    other = replace(draft, resume=resume)
+    vars(other).update({name: vars(draft)[name] for name in ("rows", "masses") if name in vars(draft)})
+    return other
 
 
 def _joined(begun: Sequence[tuple[Sequence[int], Resume]], batch: int, most: int) -> Resume:
@@ -316,6 +341,8 @@ def rebuild(draft: Draft, row: int, vocabulary: int | None = None, *, widen: boo
     builder.confidence, builder.probes = list(nodes.confidence), list(nodes.probes)
     builder.index_given()
     builder.laws = _laws(draft, row, vocabulary, widen=widen)
+    known = vars(draft).get("masses", {})
+    builder.masses = {node: known[row, node] for node in builder.laws if (row, node) in known}
     return builder
 
 

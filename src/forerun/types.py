@@ -6,13 +6,12 @@ S committed tokens, V vocabulary, H hidden size, D depth. Knows no model, no rul
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -166,22 +165,14 @@ class Draft:
         ]
         if not places:
             return {}
-        laws = [self.laws[place] for place in places]
-        wide = widest(self.laws.device)
-        sums = torch.stack([torch.stack((law.sum(dtype=wide), law.min().to(wide))) for law in laws]).tolist()
-        return {place: total if least >= 0 else math.nan for place, (total, least) in zip(places, sums, strict=True)}
+        masses = masses_of(torch.stack([self.laws[place] for place in places])).tolist()
+        return dict(zip(places, masses, strict=True))
 
 
-class NodeLaws(Protocol):
-    """The target's processed laws at the nodes of one row's tree: all that a verification rule sees of the target."""
-
-    def law(self, node: int) -> Tensor:
-        """(V,) float32 (float64 in exact tests), the law of the token after `node`. At temperature 0 a point mass."""
-        ...
-
-    def argmax(self, node: int) -> int:
-        """The token of largest processed logit after `node`."""
-        ...
+def masses_of(probs: Tensor) -> Tensor:
+    """(..) sums of (.., V) in the device's widest float type; NaN where there is a negative number."""
+    sums = probs.sum(-1, dtype=widest(probs.device))
+    return torch.where(probs.amin(-1) >= 0, sums, torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,10 @@ from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Source, Verdict
+from forerun.types import Source, Verdict
 from forerun.verify.argmax_walk import ArgmaxWalk
 from forerun.verify.enumeration import Drawing, World, check_rule
+from forerun.verify.probs import NodeProbs
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
 SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.5)
@@ -71,7 +72,7 @@ def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
 
 
 def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         kept = tuple(range(1, tree.size + 1))
         return Verdict(path=kept, next_token=target.argmax(tree.size), kind=Source.BONUS if kept else Source.TARGET)
 

@@ -18,7 +18,8 @@ from forerun.certify import Check, Plan, Reference, chi_square
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Source, Verdict
+from forerun.types import Source, Verdict
+from forerun.verify.probs import NodeProbs
 from forerun.verify.sample_walk import SampleWalk
 
 PLAN = Plan(detect=0.3)
@@ -129,9 +130,9 @@ def test_a_rule_that_favours_drafts_fails(
 ) -> None:
     honest = SampleWalk.verify
 
-    def eager(self: SampleWalk, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
-        if tree.size and rng.flip(0.5, 1) and float(target.law(0)[tree.tokens[1]]) > 0:
-            return Verdict(path=(1,), next_token=rng.draw(target.law(1), 1), kind=Source.RECOVERED)
+    def eager(self: SampleWalk, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
+        if tree.size and rng.flip(0.5, 1) and target.probs(0).of_child(1) > 0:
+            return Verdict(path=(1,), next_token=target.probs(1).draw(rng), kind=Source.RECOVERED)
         return honest(self, tree, target, rng)
 
     monkeypatch.setattr(SampleWalk, "verify", eager)

@@ -17,8 +17,9 @@ from forerun.cli import demo, race
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import NodeLaws, Source, Verdict
+from forerun.types import Source, Verdict
 from forerun.verify.argmax_walk import ArgmaxWalk
+from forerun.verify.probs import NodeProbs
 
 Forerun = Callable[..., Ran]
 
@@ -93,7 +94,7 @@ def test_the_report_is_as_wide_as_the_terminal(
 def test_a_wrong_token_is_seen(
     forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         kept = tuple(range(1, tree.size + 1))
         return Verdict(path=kept, next_token=target.argmax(tree.size), kind=Source.BONUS if kept else Source.TARGET)
 

@@ -36,6 +36,12 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.8, "top_k": -1, "top_p": 0.3},
 ]
+PROCESSED: list[dict[str, Any]] = [
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "top_p": 0.9},
+    {"repetition_penalty": 1.5, "logit_bias": {3: 2.0, 5: -1.0}},
+    {"allowed_token_ids": [2, 3, 4, 5, 9, 12], "min_tokens": 2},
+    {"temperature": 0.0, "presence_penalty": 2.0, "repetition_penalty": 0.7},
+]
 
 
 def growers(draw: Draw, params: list[dict[str, Any]], seed: int = 0) -> list[Grower]:
@@ -63,14 +69,25 @@ def both(
 ) -> list[tuple[Children, Children]]:
     """(at once, one by one) for every level."""
     rows, found = growers(draw, params, seed), []
-    draws = Draws.of(rows, shape, CPU, sorts=sorts)
+    draws = Draws.of(rows, shape, CPU, vocabulary=VOCABULARY, sorts=sorts)
     assert draws is not None
     size = VOCABULARY if vocabulary is None else len(vocabulary.token_ids)
+    ids = torch.zeros(len(rows), 0, dtype=torch.int64)
+
+    def path(row: int, node: int) -> list[int]:
+        above = [node] if node else []
+        while above and shape.parents[above[0] - 1]:
+            above.insert(0, shape.parents[above[0] - 1])
+        return [int(ids[row, one - 1]) for one in above]
+
     for depth, width in enumerate(shape.widths):
         level = shape.levels[depth]
         logits = random_logits(len(rows), level, size, seed)
-        single = grow(logits, width, rows, level, lambda row, node: [], vocabulary)
-        found.append((draws.children(logits, depth, vocabulary), single))
+        single = grow(logits, width, rows, level, path, vocabulary)
+        found.append((draws.children(logits, depth, ids, vocabulary), single))
+        chosen = shape.chosen(depth)
+        kept = found[-1][0] if chosen is None else found[-1][0].only(chosen)
+        ids = torch.cat([ids, kept.tokens.flatten(1)], dim=1)
     return found
 
 
@@ -117,6 +134,14 @@ def test_a_drafters_own_vocabulary(draw: Draw) -> None:
             assert set(at_once.tokens[valid].flatten().tolist()) <= {1, 4, 5, 8, 12}
 
 
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_penalties_biases_and_bans_see_each_nodes_path(draw: Draw, shape: Shape) -> None:
+    for seed in range(3):
+        for at_once, single in both(draw, shape, [*PROCESSED, {}], seed):
+            check_alike(at_once, single)
+
+
 def test_more_children_than_tokens() -> None:
     vocabulary = DraftVocabulary(token_ids=torch.tensor([3, 7]), size=VOCABULARY)
     for draw in (Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K):
@@ -129,9 +154,9 @@ def test_two_drawn_without_replacement_follow_their_law() -> None:
     """4,000 rows that differ in their rng alone: both tokens together, against the exact law."""
     law = [0.5, 0.2, 0.0, 0.3]
     rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], rng=Rng(seed, 3)) for seed in range(4000)]
-    draws = Draws.of(rows, Shape.regular((2,)), CPU, sorts=True)
+    draws = Draws.of(rows, Shape.regular((2,)), CPU, vocabulary=4, sorts=True)
     assert draws is not None
-    children = draws.children(torch.tensor(law).log().expand(4000, 1, 4), 0)
+    children = draws.children(torch.tensor(law).log().expand(4000, 1, 4), 0, torch.zeros(4000, 0, dtype=torch.int64))
     counts = Counter(map(tuple, children.tokens[:, 0].tolist()))
     pairs = [(a, b) for a in (0, 1, 3) for b in (0, 1, 3) if a != b]
     expected = [4000 * law[a] * law[b] / (1 - law[a]) for a, b in pairs]
@@ -142,22 +167,25 @@ def test_two_drawn_without_replacement_follow_their_law() -> None:
 def test_where_the_host_has_to_look_there_is_none() -> None:
     shape = SHAPES[0]
     for row in (
-        replace(growers(Draw.IID, [{}])[0], sampler=Sampler(replace(NEUTRAL, presence_penalty=1.0), [1])),
+        replace(growers(Draw.IID, [{}])[0], sampler=Sampler(replace(NEUTRAL), [1], bad_words=[[3, 4]])),
+        replace(growers(Draw.IID, [{}])[0], sampler=Sampler(replace(NEUTRAL, logits_processors=[lambda _, x: x]), [1])),
         replace(growers(Draw.IID, [{}])[0], rng=LoggedRng(Rng(1, 1))),
     ):
-        assert Draws.of([*growers(Draw.IID, [{}]), row], shape, CPU, sorts=True) is None
+        assert Draws.of([*growers(Draw.IID, [{}]), row], shape, CPU, vocabulary=VOCABULARY, sorts=True) is None
 
 
 def test_no_level_needs_a_value() -> None:
     """On the meta device there is none."""
+    params = [*PARAMS, {"temperature": 0.0}, {"presence_penalty": 1.0, "logit_bias": {3: 2.0}, "min_tokens": 5}]
     for draw in DRAWS:
-        draws = Draws.of(growers(draw, [*PARAMS, {"temperature": 0.0}]), SHAPES[1], CPU, sorts=True)
+        draws = Draws.of(growers(draw, params), SHAPES[1], CPU, vocabulary=VOCABULARY, sorts=True)
         assert draws is not None
-        draws = draws.of_numbers(tuple(number.to("meta") for number in draws.numbers))
+        draws = draws.with_tensors(tuple(number.to("meta") for number in draws.tensors))
         for depth, width in enumerate(SHAPES[1].widths):
             level = SHAPES[1].levels[depth]
-            children = draws.children(torch.zeros(len(PARAMS) + 1, len(level), VOCABULARY, device="meta"), depth)
-            assert children.tokens.shape == (len(PARAMS) + 1, len(level), width)
+            ids = torch.zeros(len(params), level.start - 1 + len(level), dtype=torch.int64, device="meta")
+            children = draws.children(torch.zeros(len(params), len(level), VOCABULARY, device="meta"), depth, ids)
+            assert children.tokens.shape == (len(params), len(level), width)
 
 
 def grown(
@@ -165,7 +193,7 @@ def grown(
 ) -> list[TreeBuilder]:
     """The context's trees, at once on the device or (not `sorts`) with one law after the other."""
     tree, rows = FixedTree(shape=SHAPES[1], draw=draw), list(range(len(context.rows)))
-    draws = tree.draws(context, rows, CPU, recorded=sorts)
+    draws = tree.draws(context, rows, CPU, VOCABULARY, recorded=sorts)
     found = tree.grow(context, rows, 15, logits(range(1)), lambda ids, level: logits(level), draws=draws)
     return [builder for builder, _ in tree.cut(context, rows, found, [15] * len(rows))]
 

@@ -18,7 +18,8 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.dynamic import DynamicTree
 from forerun.drafters.growth import likeliest
 from forerun.drafters.heads.drafting import HeadDrafter
-from forerun.drafters.heads.runner import Recordings, SequentialRunner, Work
+from forerun.drafters.heads.runner import SequentialRunner
+from forerun.recordings import Recordings, Work
 from forerun.target import Target
 from training.ttt import head, model, tokens
 
@@ -143,13 +144,13 @@ def test_where_recording_fails_drafts_are_those_of_a_run(caplog: pytest.LogCaptu
         found.append((answers(llm, [(5, 20), (40, 8), (9, 12)], [GREEDY]), drafts))
     assert found[0] == found[1] and not recordings.active and len(tries) == 2
     assert [record.message for record in caplog.records if "goes on without" in record.message] == [
-        "recording on the device failed, drafting goes on without, which is slower: "
+        "recording on the device failed, work goes on without, which is slower: "
         "RuntimeError('operation not permitted when stream is capturing')"
     ]
 
 
 def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.drafters.heads.runner._MOST", 2)
+    monkeypatch.setattr("forerun.recordings._MOST", 2)
     recorded = list[int]()
 
     def record(work: Work, inputs: tuple[Tensor, ...]) -> Work:

@@ -27,9 +27,9 @@ from forerun.drafters.recycling import (
     best_tree,
     measured,
     paying,
-    top_ids,
 )
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.scores import top_ids
 from forerun.types import Budget
 
 __all__ = ["checkpoint"]
@@ -45,9 +45,15 @@ def drafter(**options: Any) -> RecyclingDrafter:
     return RecyclingDrafter(RecyclingConfig(**{"top_k": 3, **options}), setup)  # type: ignore[arg-type]
 
 
+def scores_of(logits, trees) -> SimpleNamespace:
+    """As much of `Scores` as the drafter asks for."""
+    held = [SimpleNamespace(tokens=tuple(tree)) for tree in trees]
+    return SimpleNamespace(trees=held, top_ids=lambda k: top_ids(logits, k).numpy())
+
+
 def shown(made: RecyclingDrafter, trees: Sequence[Sequence[int]], logits: torch.Tensor) -> None:
     """The target scored some trees, of which it kept nothing."""
-    scores = SimpleNamespace(logits=logits, trees=[SimpleNamespace(tokens=tuple(tree)) for tree in trees])
+    scores = scores_of(logits, trees)
     made.observe(context([0] * 3, 1), [], scores)  # type: ignore[arg-type]
 
 
@@ -94,7 +100,7 @@ def test_a_prompt_is_read_once_and_what_the_target_scored_is_not_overwritten_by_
     logits = torch.zeros(1, 1, SIZE)
     logits[..., [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0])
     text += [4]
-    scores = SimpleNamespace(logits=logits, trees=[SimpleNamespace(tokens=(1,))])
+    scores = scores_of(logits, [[1]])
     made.observe(context(text, 1), [], scores)  # type: ignore[arg-type]
     made.extend(context(text, 1))
     assert made.matrix.successors[1].tolist() == [7, 8, 9]

@@ -49,13 +49,20 @@ QUICK = {
     *(str(None), str(SPEED), str(AUTO), "draft_model-tree", "eagle3-dynamic"),
 }
 """One variant of each drafter, and of those that run a model a tree, too. The other variants are slow tests."""
+IN_ALL = {str(None), "ngram", "draft_model-tree", "eagle3-dynamic"}
+"""Of these every setting is quick. The other drafters meet the same rules, processors and draws."""
+FIRST = ("greedy", "top-p", "greedy without float64")
 
 
 def cases(*settings: str) -> list[Any]:
     """Every variant in these settings."""
+
+    def quick(variant: Variant | None, setting: str) -> bool:
+        return str(variant) in QUICK and (setting in FIRST or str(variant) in IN_ALL)
+
     return [
         pytest.param(
-            variant, setting, marks=[] if str(variant) in QUICK else [pytest.mark.slow], id=f"{variant}-{setting}"
+            variant, setting, marks=[] if quick(variant, setting) else [pytest.mark.slow], id=f"{variant}-{setting}"
         )
         for variant, setting in itertools.product(EVERY, settings)
     ]
@@ -195,3 +202,35 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
         assert answered(NAME) == expected
     assert not device.refused
     assert {target.device.type for target in made} == {NAME}
+
+
+@pytest.mark.parametrize(
+    "variant", [EVERY[0], *(one for one in EVERY if str(one) in ("ngram", "draft_model-tree"))], ids=str
+)
+def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
+    variant: Variant | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come, end and grow past the first width; a replay runs none of the model's Python."""
+    monkeypatch.setattr("forerun.target.inputs.LEAST_WIDTH", 16)
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (30, 4, 12, 25, 8)]
+    prompts = as_prompts([*PROMPTS[:3], *PROMPTS[:2]])
+
+    def texts(*, there: bool) -> tuple[list[list[int]], LLM]:
+        config = None if variant is None else variant.config()
+        target, config = (moved(model()), on_device(config)) if there else (model(), config)
+        settings: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "self_check": False}
+        llm = LLM(target, tokenizer=False, speculative_config=config, **settings)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)], llm
+
+    expected, _ = texts(there=False)
+    device, forwards = SimulatedDevice(), list[int]()
+    with device, recording(device):
+        found, llm = texts(there=True)
+        llm.generate(prompts, params)
+        kept = len(llm.target.recordings)
+        llm.target._base.register_forward_pre_hook(lambda *_: forwards.append(1))
+        again = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert found == again == expected
+    assert 3 <= kept <= 16 and len(llm.target.recordings) == kept
+    assert len(forwards) <= len(prompts), "prompts run as they come, all other passes are replayed"
+    assert not caplog.records, "no recording failed"

@@ -21,7 +21,25 @@ from simulated.device import Kind
 def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(waits, "WARM_UP", 1)
-    monkeypatch.setattr(waits, "PARAMS", {"T=0": replace(waits.PARAMS["T=0"], max_tokens=12)})
+    monkeypatch.setattr(waits, "PARAMS", {name: replace(params, max_tokens=10) for name, params in PARAMS.items()})
+
+
+PARAMS = waits.PARAMS
+QUICK = ("plain", "ngram", "draft_model", "eagle3")
+ARMS = [pytest.param(arm, marks=[] if arm in QUICK else [pytest.mark.slow]) for arm in waits.ARMS if arm != "auto"]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_step_waits_as_often_as_its_drafter_runs_a_model_whatever_the_rows(arm: str) -> None:
+    """Once for the verdicts, once for a draft that a model made; with top-p, penalties and log-probabilities, too.
+
+    `auto` is left out: a step in which two drafters are compared fetches two drafts.
+    """
+    for rows in (1, 8) if arm not in QUICK else (3,):
+        for found in waits.measured(arm, rows):
+            assert found.per_step(Kind.READ) <= waits.MOST_READS.get(arm, 2), found.setting
+            assert found.per_step(Kind.BLOCKING_WRITE) == 0, found.setting
+            assert not found.drafter_errors
 
 
 def test_the_last_line_is_what_the_table_says(
@@ -36,8 +54,8 @@ def test_the_last_line_is_what_the_table_says(
         assert figures["reads"] >= 1, "somebody has to learn the token"
         assert figures["reads"] == max(own["reads"] for own in figures["settings"].values())
         assert figures["blocking_writes"] == max(own["blocking_writes"] for own in figures["settings"].values())
-        assert list(figures["settings"]) == ["T=0, rows=1", "T=0, rows=2"]
-        assert sum(line.startswith(f"{arm} ") for line in table) == 2
+        assert list(figures["settings"]) == [f"{name}, rows={rows}" for rows in (1, 2) for name in PARAMS]
+        assert sum(line.startswith(f"{arm} ") for line in table) == 2 * len(PARAMS)
     assert any(" read " in line and ".py:" in line for line in table), "with the lines of code"
 
 

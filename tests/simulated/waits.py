@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script, Python only adds its own folder
 
 from forerun import LLM, SamplingParams, demo
-from forerun.drafters.heads.runner import Recordings
+from forerun.recordings import Recordings
 from forerun.types import CompletionOutput
 from simulated.device import NAME, Counts, Kind, SimulatedDevice, moved
 
@@ -53,7 +53,20 @@ ARMS: dict[str, dict[str, Any] | None] = {
 PARAMS = {
     "T=0": SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     "T=0.8 top-p": SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, ignore_eos=True, seed=1),
+    "penalties": SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={3: 1.0},
+        max_tokens=32,
+        ignore_eos=True,
+        seed=1,
+    ),
+    "logprobs": SamplingParams(temperature=0.8, logprobs=3, max_tokens=32, ignore_eos=True, seed=1),
 }
+MOST_READS = {"plain": 1, "ngram": 1, "suffix": 1, "recycling": 1}
+"""Per step, of arms that run no model of their own. Others may read twice: once to fetch a draft, once to verify it."""
 ROWS = (1, 8)
 WARM_UP = 2
 """First decoding steps, which are not counted: what is made once, such as recordings, belongs to no step."""

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder
-from forerun.types import Drawn, NodeLaws, Source, Verdict
+from forerun.types import Drawn, Source, Verdict
 from forerun.verify import block, recursive_rejection, rule_named, traversal
 from forerun.verify.enumeration import (
     TOLERANCE,
@@ -23,7 +22,7 @@ from forerun.verify.enumeration import (
     toy_drafter,
     toy_laws,
 )
-from forerun.verify.laws import Law, ratio, residual
+from forerun.verify.probs import HostProbs, NodeProbs, Probs
 from forerun.verify.token_rejection import TokenRejection
 
 CLEARLY_WRONG = 1e-3
@@ -42,14 +41,14 @@ def worst_error(rule, counts: tuple[int, ...], drawing: Drawing = Drawing.IID) -
 class UnnormalisedResidual(recursive_rejection.RecursiveRejection):
     """The second sibling is judged against [p - q]_+ as it stands."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
-        law, draft = Law.of(target.law(0)), Law.of(tree.laws[0])
-        for child in tree.children[0]:
-            if rng.flip(ratio(law, draft, tree.tokens[child]), child):
-                return Verdict(path=(child,), next_token=rng.draw(target.law(child), 1), kind=Source.BONUS)
-            left, _ = residual(law, draft)
-            law = Law(left.values, 1.0)
-        return Verdict(path=(), next_token=rng.draw(law.values), kind=Source.RECOVERED)
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
+        probs = target.probs(0)
+        while (child := probs.child) is not None:
+            if rng.flip(probs.ratio, child):
+                return Verdict(path=(child,), next_token=target.probs(child).draw(rng), kind=Source.BONUS)
+            probs, _ = probs.rejected()
+            probs.__dict__["mass"] = 1.0
+        return Verdict(path=(), next_token=probs.draw(rng), kind=Source.RECOVERED)
 
 
 def test_residual_not_normalised() -> None:
@@ -60,11 +59,11 @@ def test_residual_not_normalised() -> None:
 class NoResidual(TokenRejection):
     """After a rejection the target's own law is drawn from."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
-        law, child = Law.of(target.law(0)), 1
-        if rng.flip(ratio(law, Law.of(tree.laws[0]), tree.tokens[child]), child):
-            return Verdict(path=(child,), next_token=rng.draw(target.law(child), 1), kind=Source.BONUS)
-        return Verdict(path=(), next_token=rng.draw(law.values), kind=Source.RECOVERED)
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
+        probs, child = target.probs(0), 1
+        if rng.flip(probs.ratio, child):
+            return Verdict(path=(child,), next_token=target.probs(child).draw(rng), kind=Source.BONUS)
+        return Verdict(path=(), next_token=probs.draw(rng), kind=Source.RECOVERED)
 
 
 def test_residual_not_subtracted() -> None:
@@ -74,7 +73,7 @@ def test_residual_not_subtracted() -> None:
 class MissingBonus(TokenRejection):
     """A chain kept whole emits its last token as the step's own, and nothing after it."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         verdict = super().verify(tree, target, rng)
         if verdict.kind is not Source.BONUS:
             return verdict
@@ -95,20 +94,22 @@ def test_missing_bonus_token_shows_in_the_acceptance_only() -> None:
 class StaleBonus(TokenRejection):
     """The bonus token is drawn one position too early."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         verdict = super().verify(tree, _Earlier(target, tree), rng)
         return verdict
 
 
 class _Earlier:
-    def __init__(self, target: NodeLaws, tree: TokenTree) -> None:
+    def __init__(self, target: NodeProbs, tree: TokenTree) -> None:
         self.target, self.tree = target, tree
 
-    def law(self, node: int) -> Tensor:
-        return self.target.law(node if self.tree.children[node] else self.tree.parents[node])
+    def probs(self, node: int) -> Probs:
+        if self.tree.children[node]:
+            return self.target.probs(node)
+        return HostProbs(self.tree, node, self.target.probs(self.tree.parents[node]).values)
 
     def argmax(self, node: int) -> int:
-        return int(self.law(node).argmax())
+        return int(self.probs(node).values.argmax())
 
 
 def test_bonus_from_the_wrong_position() -> None:
@@ -212,11 +213,11 @@ class UncappedRatios(block.BlockVerification):
 
     last_only = False
 
-    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Law, Law]]]:
+    def _weigh(self, tree: TokenTree, target: NodeProbs) -> tuple[list[int], list[float], list[Probs]]:
         nodes, weights, laws = super()._weigh(tree, target)
         joint = [1.0]
-        for (law, draft), node in zip(laws, nodes[1:], strict=True):
-            joint.append(joint[-1] * ratio(law, draft, tree.tokens[node]))
+        for probs in laws:
+            joint.append(joint[-1] * probs.ratio)
         uncapped = [min(weight, 1.0) for weight in joint]
         return nodes, [*weights[:-1], uncapped[-1]] if self.last_only else uncapped, laws
 
@@ -232,22 +233,21 @@ def test_uncapped_ratio_of_hierarchical_decoding(last_only: bool) -> None:
 class StopsAtFirstMiss(block.BlockVerification):
     """Block verification that stops at the first prefix that does not hold instead of keeping the longest that does."""
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         nodes, weights, laws = self._weigh(tree, target)
         at = 0
         while at + 1 < len(nodes):
             weight = weights[at + 1]
             if at + 2 < len(nodes):
-                mass = residual(*laws[at + 1], weight)[1]
+                mass = laws[at + 1].rejected(weight)[1]
                 weight = mass / (mass + 1 - weight) if mass else weight
             if not rng.flip(weight, nodes[at + 1]):
                 break
             at += 1
         node = nodes[at]
         if at + 1 == len(nodes):
-            return Verdict(path=tree.path(node), next_token=rng.draw(target.law(node), at), kind=Source.BONUS)
-        left, _ = residual(*laws[at], weights[at])
-        token = rng.draw(left.values, at)
+            return Verdict(path=tree.path(node), next_token=target.probs(node).draw(rng), kind=Source.BONUS)
+        token = laws[at].rejected(weights[at])[0].draw(rng)
         return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
 
 
@@ -276,7 +276,7 @@ def test_one_number_for_two_decisions_is_refused() -> None:
     """A shared generator: every sibling asks for the same coin."""
 
     class SharedRng(recursive_rejection.RecursiveRejection):
-        def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+        def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
             flip = rng.flip
             rng.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]
             return super().verify(tree, target, rng)

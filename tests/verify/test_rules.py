@@ -13,19 +13,20 @@ from forerun.types import DraftKind, Drawn, Source
 from forerun.verify import RULES, check_fits, default_rule, rule_named
 from forerun.verify.base import kind_of
 from forerun.verify.enumeration import SHAPES, Drawing, PrefixLaws, World, outcomes, toy_drafter, toy_laws
+from forerun.verify.probs import HostProbs
 
 VOCABULARY = 150_000
 
 
 class FixedLaws:
-    """The same law at every node, counting who asks."""
+    """Given distributions at the nodes of a tree, counting who asks."""
 
-    def __init__(self, laws: dict[int, Tensor]) -> None:
-        self.laws, self.asked = laws, []
+    def __init__(self, tree: TokenTree, laws: dict[int, Tensor]) -> None:
+        self.tree, self.laws, self.asked = tree, laws, []
 
-    def law(self, node: int) -> Tensor:
+    def probs(self, node: int) -> HostProbs:
         self.asked.append(node)
-        return self.laws[node]
+        return HostProbs(self.tree, node, self.laws[node])
 
     def argmax(self, node: int) -> int:
         return int(self.laws[node].argmax())
@@ -55,7 +56,8 @@ def sampled_tree(counts: list[int], drawn: Drawn, rng: Rng, vocabulary: int = VO
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_empty_tree_is_plain_decoding(name: str) -> None:
-    verdict = rule_named(name).verify(TreeBuilder().tree(5), FixedLaws({0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
+    tree = TreeBuilder().tree(5)
+    verdict = rule_named(name).verify(tree, FixedLaws(tree, {0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
     assert (verdict.path, verdict.next_token, verdict.kind) == ((), 1, Source.TARGET)
 
 
@@ -95,7 +97,7 @@ def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Dra
 @pytest.mark.parametrize("drawn", [Drawn.IID, Drawn.WITHOUT_REPLACEMENT])
 def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
     tree = sampled_tree([4, 3, 2], drawn, Rng(3, 7))
-    laws = FixedLaws({node: peaked(node) for node in range(tree.size + 1)})
+    laws = FixedLaws(tree, {node: peaked(node) for node in range(tree.size + 1)})
     before = {node: law.clone() for node, law in [*laws.laws.items()]}
     recorded = {node: law.clone() for node, law in tree.laws.items()}
     for seed in range(3):
@@ -110,7 +112,7 @@ def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
 def test_chains_at_a_real_vocabulary(name: str) -> None:
     tree = sampled_tree([1] * 7, Drawn.IID, Rng(3, 7))
-    laws = FixedLaws({node: peaked(100 + node) for node in range(8)})
+    laws = FixedLaws(tree, {node: peaked(100 + node) for node in range(8)})
     verdicts = [rule_named(name).verify(tree, laws, Rng(seed, 7)) for seed in range(3)]
     assert all(len(verdict.path) == 7 and verdict.kind is Source.BONUS for verdict in verdicts), (
         "draft law = target law"
@@ -131,7 +133,7 @@ def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> 
             builder.add(int(target.argmax()), node, drawn=Drawn.WITHOUT_REPLACEMENT)
             builder.set_law(node, draft / draft.sum())
         tree = builder.tree(0)
-        laws = FixedLaws(dict.fromkeys(range(4), target))
+        laws = FixedLaws(tree, dict.fromkeys(range(4), target))
         for _, verdict in _every_verdict(name, tree, laws):
             assert target[verdict.next_token] > 0
 
@@ -144,7 +146,8 @@ def test_vanishing_ratios_are_survived(name: str) -> None:
     for node in range(4):
         builder.add(1, node, drawn=Drawn.IID)
         builder.set_law(node, draft)
-    for chance, verdict in _every_verdict(name, builder.tree(0), FixedLaws(dict.fromkeys(range(5), target))):
+    tree = builder.tree(0)
+    for chance, verdict in _every_verdict(name, tree, FixedLaws(tree, dict.fromkeys(range(5), target))):
         assert chance < 1e-12 or (verdict.path, verdict.next_token) == ((), 0)
 
 
@@ -161,7 +164,7 @@ def test_exhausted_and_contradicting_laws_are_survived(name: str) -> None:
         builder.add(1, 0, drawn=Drawn.WITHOUT_REPLACEMENT)
     builder.set_law(0, torch.tensor([1.0, 0.0, 0.0]))
     tree = builder.tree(0)
-    laws = FixedLaws(dict.fromkeys(range(siblings + 1), torch.tensor([0.5, 0.25, 0.25])))
+    laws = FixedLaws(tree, dict.fromkeys(range(siblings + 1), torch.tensor([0.5, 0.25, 0.25])))
     law = [0.0, 0.0, 0.0]
     for chance, verdict in _every_verdict(name, tree, laws):
         assert verdict.path == ()
@@ -173,8 +176,9 @@ def test_the_walk_asks_only_for_the_laws_it_needs() -> None:
     builder = TreeBuilder()
     builder.add_path([1, 0, 1])
     builder.add_path([0, 0, 0])
-    laws = FixedLaws(dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
-    verdict = rule_named("sample_walk").verify(builder.tree(0), laws, Rng(0, 0))
+    tree = builder.tree(0)
+    laws = FixedLaws(tree, dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
+    verdict = rule_named("sample_walk").verify(tree, laws, Rng(0, 0))
     assert (laws.asked, verdict.path, verdict.kind) == ([0, 1], (1,), Source.RECOVERED)
 
 
@@ -186,8 +190,9 @@ def test_walks_follow_all_nodes_that_hold_the_same_tokens(name: str) -> None:
     builder.add(1, 0, drawn=Drawn.IID)
     second = builder.add(1, 0, drawn=Drawn.IID)
     last = builder.add(1, second)
-    laws = FixedLaws(dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
-    verdict = rule_named(name).verify(builder.tree(0), laws, Rng(0, 0))
+    tree = builder.tree(0)
+    laws = FixedLaws(tree, dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
+    verdict = rule_named(name).verify(tree, laws, Rng(0, 0))
     assert (verdict.path, verdict.kind) == ((second, last), Source.BONUS)
 
 
@@ -207,7 +212,8 @@ def _walk_text(target, seed: int, drafter) -> list[int]:
         builder.add_path(list(drafter(text))[: 5 - len(text)])
         tree = builder.tree(0)
         laws = FixedLaws(
-            {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)}
+            tree,
+            {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)},
         )
         verdict = rule_named("sample_walk").verify(tree, laws, Rng(seed, 10 + len(text)))
         text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
@@ -219,7 +225,8 @@ def test_scouts_are_never_accepted() -> None:
     builder.add(1, 0, probe=True)
     tree = builder.tree(0)
     for name in RULES:
-        verdict = rule_named(name).verify(tree, FixedLaws(dict.fromkeys(range(2), torch.tensor([0.0, 1.0]))), Rng(0, 0))
+        laws = FixedLaws(tree, dict.fromkeys(range(2), torch.tensor([0.0, 1.0])))
+        verdict = rule_named(name).verify(tree, laws, Rng(0, 0))
         assert (verdict.path, verdict.kind) == ((), Source.TARGET), "nothing was drafted"
 
 
@@ -301,6 +308,6 @@ def test_typical_acceptance_thresholds() -> None:
     flat = torch.full((100,), 0.01)
     peaked_law = torch.tensor([0.95, 0.05])
     rule = rule_named("typical")
-    verdict = rule.verify(tree, FixedLaws({0: flat, 1: flat}), Rng(0, 0))
+    verdict = rule.verify(tree, FixedLaws(tree, {0: flat, 1: flat}), Rng(0, 0))
     assert verdict.path == (1,), "0.01 > 0.3 * exp(-ln 100) = 0.003"
-    assert rule.verify(tree, FixedLaws({0: peaked_law, 1: peaked_law}), Rng(0, 0)).path == (), "0.05 < 0.09"
+    assert rule.verify(tree, FixedLaws(tree, {0: peaked_law, 1: peaked_law}), Rng(0, 0)).path == (), "0.05 < 0.09"

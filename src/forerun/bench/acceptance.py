@@ -307,7 +307,8 @@ class _Watch(Drafter):
         self.inner.observe(context, verdicts, scores)
         for index, tree in enumerate(scores.trees):
             if 0 in tree.laws:
-                self.laws.append((scores.row(index).law(0).cpu(), tree.laws[0].float().cpu()))
+                law = scores.sampler(index).law(scores.logits[index, 0], scores.output(index, 0))
+                self.laws.append((law.cpu(), tree.laws[0].float().cpu()))
 
 
 CHAIN = 5

@@ -164,6 +164,11 @@ class Drafter:
         return False
 
     @property
+    def top_ids(self) -> int:
+        """How many ids a node `observe` asks `scores.top_ids` for: read from the device with all else, if said here."""
+        return 0
+
+    @property
     def remembers(self) -> bool:
         """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it.
 

@@ -278,7 +278,8 @@ class DraftModelDrafter(Drafter):
             return ending.look(self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits))
 
         first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
-        draws = self._tree.draws(context, active, first.device)
+        size = first.shape[-1] if self._shared is None else self._shared.size
+        draws = self._tree.draws(context, active, first.device, size)
         return self._tree.grow(context, active, most, first, descend, self._shared, draws=draws, enough=ending.enough)
 
     def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:

@@ -10,7 +10,7 @@ Knows no rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from forerun.target.headers import read_header
 from forerun.target.nouns import Plan, Resume
 from forerun.target.parts import base_of, norm_after_layers
 from forerun.target.resuming import prove, renumber
+from forerun.tree import resuming
 from forerun.types import Budget, Draft
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class EarlyExitDrafter(SelfDrafter):
     def propose(self, context: DraftContext, budget: Budget) -> Draft:
         self._states = []
         draft = super().propose(context, budget)
-        return replace(draft, resume=self._resume(context.rows)) if self._states else draft
+        return resuming(draft, self._resume(context.rows)) if self._states else draft
 
     def _resume(self, rows: Sequence[int]) -> Resume:
         """The states of the submitted nodes that were run, numbered as they were submitted, for the B `rows`."""

@@ -115,6 +115,16 @@ class Shape:
         """(K,) depth of node k + 1."""
         return tuple(depth for depth, level in enumerate(self.levels) if depth for _ in level)
 
+    def paths(self, depth: int) -> tuple[int, ...]:
+        """(F * depth) for each node of a level, the nodes from the root's child down to it."""
+        found = list[int]()
+        for node in self.levels[depth]:
+            path = [node] if node else []
+            while len(path) < depth:
+                path.insert(0, self.parents[path[0] - 1])
+            found += path
+        return tuple(found)
+
     def chosen(self, depth: int) -> list[int] | None:
         """Which of ``widths[depth]`` children of every node of a level there are; None where all are."""
         level, width = self.levels[depth], self.widths[depth]

@@ -213,7 +213,7 @@ class Guarded(Drafter):
     """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside tried.
 
     Args:
-        drafter: what is inside. What it says of itself (`depth`, `requires`, `watches`, `remembers`) is asked once.
+        drafter: what is inside. What it says of itself (`depth`, `requires`, `watches`, ...) is asked once.
         method: its name in messages.
         setup: what it was built from.
     """
@@ -233,6 +233,7 @@ class Guarded(Drafter):
         self._depth = self._told("depth", _depth, None)
         self._requires = self._told("requires", self._signals, frozenset[Signal]())
         self._watches = self._told("watches", _flag, otherwise=False)
+        self._top_ids = self._told("top_ids", int, 0)
         self._remembers = self._told("remembers", _flag, otherwise=False)
 
     @classmethod
@@ -251,6 +252,10 @@ class Guarded(Drafter):
     @property
     def watches(self) -> bool:
         return self._watches
+
+    @property
+    def top_ids(self) -> int:
+        return self._top_ids
 
     @property
     def remembers(self) -> bool:

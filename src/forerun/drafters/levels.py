@@ -21,21 +21,28 @@ from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.devices import fetched, sent, widest
 from forerun.drafters.base import DraftContext
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow, kind_of, likeliest, resolve
+from forerun.drafters.growth import (
+    Children,
+    DraftVocabulary,
+    Draw,
+    Grower,
+    Shape,
+    constant,
+    grow,
+    kind_of,
+    likeliest,
+    resolve,
+)
 from forerun.errors import NoTokenLeftError, NumericError
-from forerun.sampling import Sampler, law_of, quantiles
+from forerun.sampling import Processing, Sampler, has_filters, law_of, probs_of, quantiles, settings_of
 from forerun.tree import TreeBuilder
-from forerun.types import Budget, DraftKind, Drawn, SamplingParams
+from forerun.types import Budget, DraftKind, Drawn, SamplingParams, masses_of
 
 # Children of a whole level at once, from numbers that were drawn before the first level.
 #
 # So levels follow each other without a wait for the host, and may be one recording. What comes out is what
 # `growth.grow` draws one node at a time from the same rng; that serves where processors look at each node's path.
 # Knows no model and no rule.
-
-
-_EVERYTHING = 2.0
-"""A mass that no set of tokens reaches: stands for no top-p."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,26 +60,30 @@ class Draws:
     """(B,) where each law is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
-    settings (B, 5): whether the row is sampled, temperature, top-k, top-p, min-p. Nothing else differs between calls
-    with the same `key`."""
+    settings (B, 5), see `sampling.settings_of`."""
+    processing: Processing | None
+    """What penalties, biases and bans do to the logits; None: nothing. Beside it and `numbers`, nothing differs between
+    calls with the same `key`."""
 
     @classmethod
-    def of(cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, sorts: bool) -> Draws | None:
-        """None where the host has to look at every node: processors, or an rng of another kind.
+    def of(
+        cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
+    ) -> Draws | None:
+        """None where the host has to look at every node: a user's own processors, or an rng of another kind.
 
-        `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
+        `vocabulary`: the target's size. `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
         """
-        if not all(grower.sampler.neutral for grower in growers):
+        if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
-        filters = any(_filters(grower.sampler.params) for grower in sampled)
+        filters = any(has_filters(grower.sampler.params) for grower in sampled)
         numbers: tuple[Tensor, ...] = ()
         if sampled:
             places = _places(shape)
             uniforms = [row for grower in growers if (row := grower.rng.uniforms(places)) is not None]
             if len(uniforms) < len(growers):
                 return None
-            settings = [_setting(grower.sampler.params) for grower in growers]
+            settings = [settings_of(grower.sampler.params) for grower in growers]
             tables = [torch.from_numpy(np.array(table)).to(widest(device)) for table in (uniforms, settings)]
             numbers = tuple(sent(tables, device))
         drawn = {grower.draw for grower in sampled}
@@ -84,24 +95,55 @@ class Draws:
             filters=filters,
             one_by_one=[grower.sampler.params for grower in growers] if filters and not sorts else (),
             numbers=numbers,
+            processing=Processing.of([g.sampler.edits(vocabulary, g.output, ()) for g in growers], vocabulary, device),
         )
 
     @property
     def key(self) -> Hashable:
         """Tells courses of one shape apart."""
-        return self.draw, self.greedy, self.sampled, self.filters
+        processing = None if self.processing is None else self.processing.key
+        return self.draw, self.greedy, self.sampled, self.filters, processing
 
     @property
     def sampled(self) -> bool:
         """Whether there are rows above temperature 0."""
         return bool(self.numbers)
 
-    def of_numbers(self, numbers: tuple[Tensor, ...]) -> Draws:
-        """The same course with other numbers."""
-        return replace(self, numbers=numbers)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that differs between calls with the same `key`."""
+        return self.numbers + (() if self.processing is None else self.processing.tensors)
 
-    def children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As many children of every node at `depth` as any has there, from raw logits (B, F, V)."""
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Draws:
+        """The same course with other numbers."""
+        count = len(self.numbers)
+        processing = None if self.processing is None else self.processing.with_tensors(tensors[count:])
+        return replace(self, numbers=tensors[:count], processing=processing)
+
+    def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
+        """As many children of every node at `depth` as any has there, from raw logits (B, F, V).
+
+        `ids`: (B, K) tokens of all nodes so far.
+        """
+        if self.processing is None:
+            return self._children(logits, depth, vocabulary)
+        wide = logits if vocabulary is None else vocabulary.spread(logits)
+        values = self._processed(self.processing, wide, depth, ids)
+        none = values.amax(-1, keepdim=True) == -torch.inf
+        children = self._children(torch.where(none, 0.0, values), depth, None)
+        valid = torch.ones_like(children.tokens, dtype=torch.bool) if children.valid is None else children.valid
+        return replace(children, valid=valid & ~none)
+
+    def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
+        batch, width, size = logits.shape
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        paths = ids.index_select(1, constant(tuple(node - 1 for node in self.shape.paths(depth)), ids.device))
+        first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size
+        drafted = (first + paths.view(batch, width, depth)).flatten()
+        depths = torch.full((1, width), depth, dtype=torch.int64, device=ids.device)
+        return processing.apply(values, drafted, depths)
+
+    def _children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None) -> Children:
         count = self.shape.widths[depth]
         if not self.sampled:
             return likeliest(logits, count, vocabulary)
@@ -137,7 +179,7 @@ class Draws:
     def _laws(self, logits: Tensor) -> Tensor:
         """(B, F, V) float32."""
         if not self.one_by_one:
-            return laws_of(logits, self.numbers[1], filters=self.filters)
+            return probs_of(logits, self.numbers[1], filters=self.filters)
         rows = zip(logits.float(), self.one_by_one, strict=True)
         return torch.stack([torch.stack([_law_of(node, params) for node in row]) for row, params in rows])
 
@@ -200,39 +242,11 @@ def _law_of(logits: Tensor, params: SamplingParams) -> Tensor:
         return torch.full_like(logits, torch.nan)
 
 
-def laws_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """(B, F, V) float32: `sampling.law_of` for each row's settings; NaN where that refuses the logits."""
-    temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
-    values = logits.float()
-    scaled = (values - values.amax(-1, keepdim=True)) / temperature.float()
-    if not filters:
-        return scaled.softmax(-1)
-    scaled = scaled.masked_fill(scaled < min_p.log().float(), -torch.inf)
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    last = (top_k.long() - 1).clamp(0, logits.shape[-1] - 1).expand(-1, logits.shape[1], -1)
-    scaled = scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
-    laws = scaled.softmax(-1)
-    falling = laws.gather(-1, order)
-    inside = falling.cumsum(-1, dtype=widest(laws.device)) - falling < top_p
-    return _renormalised(laws * torch.zeros_like(inside).scatter(-1, order, inside))
-
-
 @lru_cache(maxsize=64)
 def _places(shape: Shape) -> tuple[tuple[int, int], ...]:
     """(node, index) of every child, level by level, as wide as the level's widest node."""
     levels = zip(shape.levels[:-1], shape.widths, strict=True)
     return tuple((node, index) for level, width in levels for node in level for index in range(width))
-
-
-def _filters(params: SamplingParams) -> bool:
-    return bool(params.min_p or (params.top_k or 0) > 0 or (params.top_p is not None and params.top_p < 1))
-
-
-def _setting(params: SamplingParams) -> tuple[float, ...]:
-    temperature = 1.0 if params.greedy or params.temperature is None else params.temperature
-    top_k = params.top_k if params.top_k is not None and params.top_k > 0 else 1 << 31
-    top_p = params.top_p if params.top_p is not None and params.top_p < 1 else _EVERYTHING
-    return (0.0 if params.greedy else 1.0, temperature, top_k, top_p, params.min_p or 0.0)
 
 
 Descend = Callable[[Tensor, range], Tensor]
@@ -248,6 +262,8 @@ class _Row(NamedTuple):
     drawn: list[int]
     confidence: list[float]
     valid: list[bool]
+    masses: list[float]
+    """By parent, the sum of what its sampled children were drawn from; empty where all are deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +283,8 @@ class Grown:
     def fetch(self) -> list[_Row]:
         """(B,) all but the laws, in one transfer. Not kept: a recording gives the same object with other numbers."""
         valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
-        columns = [values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, valid])]
+        masses = self.confidence[:, :0] if self.laws is None else masses_of(self.laws)
+        columns = [values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, valid, masses])]
         return [_Row(*row) for row in zip(*columns, strict=True)]
 
 
@@ -351,7 +368,7 @@ class FixedTree:
         for depth, count in enumerate(self.shape.widths):
             level, chosen = self.shape.levels[depth], self.shape.chosen(depth)
             if draws is not None:
-                children = draws.children(logits, depth, vocabulary)
+                children = draws.children(logits, depth, ids, vocabulary)
             else:
                 children = grow(logits, count, growers, level, path, vocabulary)
             grown.append(children if chosen is None else children.only(chosen))
@@ -362,11 +379,17 @@ class FixedTree:
         return _joined(grown, ids, run)
 
     def draws(
-        self, context: DraftContext, active: Sequence[int], device: torch.device, *, recorded: bool = False
+        self,
+        context: DraftContext,
+        active: Sequence[int],
+        device: torch.device,
+        vocabulary: int,
+        *,
+        recorded: bool = False,
     ) -> Draws | None:
         """How the active rows draw where `grow` need read no value on the host; see `Draws.of`."""
         sorts = recorded or device.type != "cpu"
-        return Draws.of(self._growers(context, active), self.shape, device, sorts=sorts)
+        return Draws.of(self._growers(context, active), self.shape, device, vocabulary=vocabulary, sorts=sorts)
 
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
@@ -399,7 +422,7 @@ class FixedTree:
             ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
             if kind is not Drawn.DETERMINISTIC:
                 assert grown.laws is not None
-                builder.set_law(ids[parent], grown.laws[place, parent])
+                builder.set_law(ids[parent], grown.laws[place, parent], row.masses[parent])
         return builder, submitted
 
     def _growers(self, context: DraftContext, active: Sequence[int]) -> list[Grower]:

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from torch import Tensor
 
 from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
@@ -246,8 +244,6 @@ def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
 
 _MOST = 80
 """Nodes of the paper's tree."""
-_BLOCK = 64
-"""Logits of which the largest is taken before any are sorted."""
 _REGROWN = 64
 """Steps between two looks at what an adaptive tree should be."""
 _SAVED = 256
@@ -343,6 +339,11 @@ class RecyclingDrafter(Drafter):
         """What the target thought likely is worth knowing whoever drafted."""
         return True
 
+    @property
+    def top_ids(self) -> int:
+        """What the matrix holds of each token."""
+        return self.config.top_k
+
     def save(self) -> None:
         """Write the matrix to `path`, atomically; nothing to do without one. OSError if that fails."""
         self.matrix.save()
@@ -369,7 +370,7 @@ class RecyclingDrafter(Drafter):
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self._steps += 1
         scored = [tree.tokens for tree in scores.trees]
-        ids = top_ids(scores.logits[:, : max(map(len, scored))], self.config.top_k)
+        ids = scores.top_ids(self.config.top_k)
         for index, (nodes, row) in enumerate(zip(scored, ids, strict=True)):
             memory = self._memory(context, index)
             memory.matrix.put(nodes, row[: len(nodes)])
@@ -426,28 +427,3 @@ class RecyclingDrafter(Drafter):
                 node = tree.add(token, above, confidence=acceptance.estimate(*evidence))
                 drafted.evidence[node], placed[entry] = evidence, (node, token)
         return drafted
-
-
-def top_ids(logits: Tensor, k: int) -> NDArray[np.int64]:
-    """(B, N, k) ids of the largest logits (B, N, V), the largest first.
-
-    The k largest lie in the k blocks of largest maximum, so only these are sorted: for V = 150,000 that is seven times
-    as fast as sorting all. Between equal logits the choice is arbitrary.
-    """
-    size = logits.shape[-1]
-    whole = size // _BLOCK * _BLOCK
-    if whole < 4 * k * _BLOCK:
-        return _on_host(logits.topk(k).indices)
-    maxima = logits[..., :whole].view(*logits.shape[:-1], whole // _BLOCK, _BLOCK).amax(-1)
-    blocks = maxima.topk(k, sorted=False).indices
-    ids = (blocks.unsqueeze(-1) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(-2)
-    if whole < size:
-        rest = torch.arange(whole, size, device=logits.device)
-        ids = torch.cat([ids, rest.expand(*ids.shape[:-1], -1)], -1)
-    best = logits.gather(-1, ids).topk(k).indices
-    return _on_host(ids.gather(-1, best))
-
-
-def _on_host(ids: Tensor) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = ids.cpu().numpy()
-    return found

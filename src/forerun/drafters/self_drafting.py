@@ -97,7 +97,7 @@ class SelfDrafter(Drafter):
             return self.logits(rows, roots, partial_draft(self._tree.shape, ids, limits.nodes), level.start)
 
         first = self.logits(rows, roots, empty_draft(len(rows)), 0)
-        draws = self._tree.draws(context, active, first.device)
+        draws = self._tree.draws(context, active, first.device, first.shape[-1])
         return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)
 
 

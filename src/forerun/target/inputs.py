@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.devices import sent, sent_ints
+from forerun.recordings import bucket
 from forerun.target import masks
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
@@ -28,6 +29,29 @@ def _relations(parents: bytes, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     a shape that was drafted before; what is returned is shared and never written to."""
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
     return sees, sees.sum(-1) - 1
+
+
+LEAST_WIDTH = 256
+"""Slots that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four times..."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """The integers of a pass that is recorded."""
+
+    tensors: Sequence[Tensor]
+    """On the device: lengths (B,), sees (B, N, M), query positions (B, N), node positions (B, M), slots (B, N) and
+    token ids (B, N). B and N are powers of two, row b of the cache is row b.
+    """
+    width: int
+    """Slots that are read."""
+
+
+def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tensor:
+    """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
+    spread = values.new_full((batch, *values.shape[1:]), rest)
+    spread[list(rows)] = values
+    return spread
 
 
 def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
@@ -98,6 +122,50 @@ class Frame:
     """Positions that the model was made for."""
     dtype: torch.dtype
     """Of the masks."""
+
+    def recorded(self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device) -> Packed:
+        """The same for a recording: sizes are powers of two, and every row stands at its own place in the cache.
+
+        So one recording serves all rows and texts of about these sizes, and nothing of the cache is copied. The places
+        of other rows, and nodes that are not there, are padding: written to the dump slot, looking at slot 0 alone.
+        """
+        batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
+        count, start = nodes.start + size, nodes.start
+        width = min(self.cache.slots, max(LEAST_WIDTH, bucket(max(committed) + count)))
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        missing = count - nodes.ids.shape[1]
+        positions = _filled((lengths + nodes.depths).clamp(max=self.max_length - 1), missing)
+        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        sees = pad(nodes.sees & nodes.real.unsqueeze(2), (0, missing, 0, missing))[:, start:]
+        host = [
+            lengths.squeeze(1),
+            sees,
+            positions[:, start:],
+            positions,
+            _filled(slots, missing, self.cache.dump)[:, start:],
+        ]
+        host = [_spread(part, rows, batch, self.cache.dump if part is host[-1] else 0) for part in host]
+        ids = _filled(nodes.ids, missing)[:, start:]
+        if ids.device.type == "cpu":
+            tensors = sent([*host, _spread(ids, rows, batch, 0)], device)
+        else:
+            *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], device)
+            tensors = [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)]
+        return Packed(tensors=tensors, width=width)
+
+    def enter(self, tensors: Sequence[Tensor], width: int) -> dict[str, Any]:
+        """Keyword arguments for the base model's forward, from what was packed for a recording."""
+        lengths, sees, query_positions, node_positions, places, ids = tensors
+        block = masks.Block(lengths=lengths, sees=sees, query_positions=query_positions, node_positions=node_positions)
+        rows = torch.arange(len(ids), device=ids.device)
+        self.cache.begin(range(len(ids)), places, width, index=rows)
+        return {
+            "input_ids": ids,
+            "position_ids": query_positions,
+            "attention_mask": masks.build(block, self.style, width, self.dtype),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
 
     def place(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forerun.devices import sent_ints
 from forerun.errors import ArgumentError
+from forerun.recordings import Recordings, recordable
 from forerun.target import kernels, resuming
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
@@ -126,6 +127,8 @@ class Target:
         self.device = device_of(self._embedding)
         """Where token ids go in."""
         self._style = MaskStyle.of(self.config)
+        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)
+        """Of scoring passes."""
         self._ran: dict[int, int] = {}
 
     @classmethod
@@ -237,6 +240,8 @@ class Target:
         """
         check_signals(signals, self.num_layers)
         nodes = self._tree(rows, roots, draft, start)
+        if self.recordings.active and resume is None and not self.buckets.nodes:
+            return self._recorded(rows, nodes, signals)
         flat = self._flat(nodes, padded=True)
         states, caught = self._score(rows, nodes, signals, resume, flat)
         logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
@@ -391,6 +396,27 @@ class Target:
             place = partial(self._place, rows, padded=True)
             return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
 
+    def _recorded(self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal]) -> Scored:
+        """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
+        self._note_passes(rows, nodes)
+        frame = self._frame()
+        packed = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
+        wanted = sorted(signals)
+
+        def work(*tensors: Tensor) -> list[Tensor]:
+            inputs = frame.enter(tensors, packed.width)
+            with captured(self._layers, signals) as caught, running(Pass()):
+                states: Tensor = self._base(**inputs).last_hidden_state
+            return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
+
+        key = packed.width, tuple(wanted), *(tensor.shape for tensor in packed.tensors)
+        with self._turn:
+            found = self.recordings.run(key, work, *packed.tensors)
+        self._note_run(rows, nodes)
+        index = sent_ints(rows, self.device)  # copies: what a recording returns lives until the next call
+        logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
+        return Scored(logits=logits, signals=dict(zip(wanted, states, strict=True)))
+
     def _tree(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Nodes:
         """The nodes of a scoring pass, checked against slots and context."""
         if not 0 <= start <= draft.size:
@@ -402,14 +428,19 @@ class Target:
     def _place(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> dict[str, Any]:
-        frame = Frame(
+        self._note_passes(rows, nodes)
+        committed = [self.lengths[row] for row in rows]
+        return self._frame().place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
+
+    def _frame(self) -> Frame:
+        return Frame(
             cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
         )
+
+    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> None:
         for row in rows:
             self.writes[row] += 1
-        committed = [self.lengths[row] for row in rows]
-        self.cache.touch(rows, [length + nodes.ids.shape[1] for length in committed])
-        return frame.place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
+        self.cache.touch(rows, [self.lengths[row] + nodes.ids.shape[1] for row in rows])
 
     def _forward(
         self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None, *, padded: bool

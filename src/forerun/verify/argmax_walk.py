@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Verdict
-from forerun.verify.base import walk
+from forerun.types import DraftKind, Verdict
+from forerun.verify.base import Reads, walk
+from forerun.verify.probs import NodeProbs
 
 
 class ArgmaxWalk:
@@ -18,12 +19,13 @@ class ArgmaxWalk:
 
     name: ClassVar[str] = "argmax_walk"
     lossless: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(argmax=True)
     summary: ClassVar[str] = "follow the target's argmax; T = 0 only (blockwise decoding, arXiv 1811.03115)"
 
     def verifies(self, kind: DraftKind) -> bool:
         """Any draft: the target's choice does not depend on how the draft came about."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Walk while the largest processed logit is a child; `rng` is not touched."""
-        return walk(tree, lambda node, _depth: target.argmax(node))
+        return walk(tree, target.argmax)

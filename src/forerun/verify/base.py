@@ -1,19 +1,21 @@
 """What a verification rule is, which rules there are, and which one judges a draft by default.
 
-A rule sees one row's tree, the target's laws at its nodes, and rng. It never sees a drafter.
+A rule sees one row's tree, the target's distributions at its nodes, and rng. It never sees a drafter.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Protocol
 
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, Drawn, NodeLaws, Source, Verdict
+from forerun.types import DraftKind, Drawn, Source, Verdict
+from forerun.verify.probs import NodeProbs
 
 RULES: dict[str, str] = {
     "argmax_walk": "forerun.verify.argmax_walk:ArgmaxWalk",
@@ -27,6 +29,20 @@ RULES: dict[str, str] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reads:
+    """What a rule asks the target about a node. On a device that is formed beforehand, and nothing else."""
+
+    argmax: bool = False
+    """Only the token of largest processed logit."""
+    rungs: int | None = 0
+    """Most children of a node that are rejected one after the other; None: all. 0: it only draws."""
+    weighted: bool = False
+    """Whether children are rejected with the weight of block and traversal verification, or with 1."""
+    entropy: bool = False
+    """Also the entropy, and the probability of each child's token."""
+
+
 class Rule(Protocol):
     """Keeps a path of the tree and names the token after it."""
 
@@ -35,13 +51,14 @@ class Rule(Protocol):
     """True if the emitted law is exactly the target's."""
     summary: ClassVar[str]
     """One line, with the paper."""
+    reads: ClassVar[Reads]
 
     def verifies(self, kind: DraftKind) -> bool:
         """Whether the rule uses all nodes of such drafts. Of others it leaves some out, which is lossless, too."""
         ...
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
-        """Judge the tree. Asks `target` only for the laws it needs; draws only from `rng`."""
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
+        """Judge the tree. Asks `target` only for what `reads` names; draws only from `rng`."""
         ...
 
 
@@ -71,19 +88,19 @@ def ending(tree: TokenTree, node: int) -> Source:
     return Source.RECOVERED if tree.children[node] else Source.BONUS
 
 
-def walk(tree: TokenTree, choose: Callable[[int, int], int]) -> Verdict:
-    """Follow the target's own choices for as long as they were drafted: ``choose(node, depth)`` names the next token.
+def walk(tree: TokenTree, choose: Callable[[int], int]) -> Verdict:
+    """Follow the target's own choices for as long as they were drafted: ``choose(node)`` names the next token.
 
     Nodes that hold the same tokens from the root on (a token that was sampled twice) are followed side by side.
     """
-    nodes, depth = [0], 0
+    nodes = [0]
     while True:
-        token = choose(nodes[0], depth)
+        token = choose(nodes[0])
         below = [child for node in nodes for child in tree.children[node] if tree.tokens[child] == token]
         if not below:
             last = next((node for node in nodes if tree.children[node]), nodes[0])
             return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
-        nodes, depth = below, depth + 1
+        nodes = below
 
 
 def kind_of(tree: TokenTree) -> DraftKind:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Source, Verdict
-from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, ratio, residual, share
+from forerun.types import DraftKind, Source, Verdict
+from forerun.verify.base import Reads, ending
+from forerun.verify.probs import NodeProbs, Probs, share
 
 
 class BlockVerification:
@@ -22,36 +22,34 @@ class BlockVerification:
 
     name: ClassVar[str] = "block"
     lossless: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(rungs=1, weighted=True)
     summary: ClassVar[str] = "block verification of a sampled chain, optimal there (Sun et al., arXiv 2403.10444)"
 
     def verifies(self, kind: DraftKind) -> bool:
         """Chains."""
         return kind.chain
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Weigh the chain downwards, then try the prefixes, the longest first."""
-        nodes, weights, laws = self._weigh(tree, target)
+        nodes, weights, ladder = self._weigh(tree, target)
         last = nodes[-1]
         if len(nodes) == 1 or rng.flip(weights[-1], last):
-            token = rng.draw(target.law(last), tree.depths[last])
+            token = target.probs(last).draw(rng)
             return Verdict(path=tree.path(last), next_token=token, kind=ending(tree, last))
-        for node, weight, (law, draft) in reversed(list(zip(nodes, weights, laws, strict=False))):
-            left, mass = residual(law, draft, weight)
+        for node, weight, probs in reversed(list(zip(nodes, weights, ladder, strict=False))):
+            left, mass = probs.rejected(weight)
             if node == 0 or rng.flip(share(mass, weight), node):
-                token = rng.draw(left.values, tree.depths[node])
-                return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
+                return Verdict(path=tree.path(node), next_token=left.draw(rng), kind=Source.RECOVERED)
         raise AssertionError("the root always holds")
 
-    def _weigh(self, tree: TokenTree, target: NodeLaws) -> tuple[list[int], list[float], list[tuple[Law, Law]]]:
-        """Nodes from the root down, their weights, and for each but the last the laws (target, draft) below it."""
-        nodes, weights, laws = [0], [1.0], []
+    def _weigh(self, tree: TokenTree, target: NodeProbs) -> tuple[list[int], list[float], list[Probs]]:
+        """Nodes from the root down, their weights, and for each but the last the target's distribution below it."""
+        nodes, weights, ladder = [0], [1.0], list[Probs]()
         while weights[-1] > 0 and tree.children[nodes[-1]]:
-            law = Law.of(target.law(nodes[-1]))
-            drafted = next(drafted_children(tree, nodes[-1], law), None)
-            if drafted is None:
+            probs = target.probs(nodes[-1])
+            if probs.child is None:
                 break
-            child, draft = drafted
-            laws.append((law, draft))
-            weights.append(min(weights[-1] * ratio(law, draft, tree.tokens[child]), 1.0))
-            nodes.append(child)
-        return nodes, weights, laws
+            ladder.append(probs)
+            weights.append(min(weights[-1] * probs.ratio, 1.0))
+            nodes.append(probs.child)
+        return nodes, weights, ladder

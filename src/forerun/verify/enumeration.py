@@ -19,6 +19,7 @@ from forerun.sampling import Rng
 from forerun.tree import TokenTree, TreeBuilder
 from forerun.types import Drawn, Verdict
 from forerun.verify.base import RULES, Rule, rule_named
+from forerun.verify.probs import HostProbs
 
 T = TypeVar("T")
 
@@ -108,13 +109,13 @@ class PrefixLaws:
     def __init__(self, laws: Laws, tree: TokenTree) -> None:
         self.laws, self.tree = laws, tree
 
-    def law(self, node: int) -> Tensor:
-        """(V,) float64."""
-        return self.laws[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
+    def probs(self, node: int) -> HostProbs:
+        """Of float64 values."""
+        return HostProbs(self.tree, node, self.laws[tuple(self.tree.tokens[step] for step in self.tree.path(node))])
 
     def argmax(self, node: int) -> int:
         """The likeliest token."""
-        return int(self.law(node).argmax())
+        return int(self.probs(node).values.argmax())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Verdict
-from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, ratio, residual
+from forerun.types import DraftKind, Verdict
+from forerun.verify.base import Reads, ending
+from forerun.verify.probs import NodeProbs
 
 
 class RecursiveRejection:
@@ -22,24 +22,20 @@ class RecursiveRejection:
 
     name: ClassVar[str] = "recursive_rejection"
     lossless: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(rungs=None)
     summary: ClassVar[str] = "sibling after sibling (SpecInfer, arXiv 2305.09781; Sequoia, arXiv 2402.12374)"
 
     def verifies(self, kind: DraftKind) -> bool:
         """Any draft."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Judge the tree from the root down."""
         node = 0
         while True:
-            law = Law.of(target.law(node))
-            kept = None
-            for child, draft in drafted_children(tree, node, law):
-                if rng.flip(ratio(law, draft, tree.tokens[child]), child):
-                    kept = child
-                    break
-                law, _ = residual(law, draft)
-            if kept is None:
-                token = rng.draw(law.values, tree.depths[node])
-                return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
-            node = kept
+            probs = target.probs(node)
+            while (child := probs.child) is not None and not rng.flip(probs.ratio, child):
+                probs, _ = probs.rejected()
+            if child is None:
+                return Verdict(path=tree.path(node), next_token=probs.draw(rng), kind=ending(tree, node))
+            node = child

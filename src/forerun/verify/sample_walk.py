@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Verdict
-from forerun.verify.base import walk
+from forerun.types import DraftKind, Verdict
+from forerun.verify.base import Reads, walk
+from forerun.verify.probs import NodeProbs
 
 
 class SampleWalk:
@@ -21,6 +22,7 @@ class SampleWalk:
 
     name: ClassVar[str] = "sample_walk"
     lossless: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(rungs=0)
     summary: ClassVar[str] = (
         "draw the target's token, walk while it is a child; any tree, plain decoding's text for a seed"
     )
@@ -29,6 +31,6 @@ class SampleWalk:
         """Any draft."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Walk while the drawn token is a child."""
-        return walk(tree, lambda node, depth: rng.draw(target.law(node), depth))
+        return walk(tree, lambda node: target.probs(node).draw(rng))

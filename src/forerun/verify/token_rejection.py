@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Source, Verdict
-from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, ratio, residual
+from forerun.types import DraftKind, Source, Verdict
+from forerun.verify.base import Reads, ending
+from forerun.verify.probs import NodeProbs
 
 
 class TokenRejection:
@@ -21,26 +21,22 @@ class TokenRejection:
 
     name: ClassVar[str] = "token_rejection"
     lossless: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(rungs=1)
     summary: ClassVar[str] = "token-by-token rejection on a chain (Leviathan, arXiv 2211.17192; Chen, arXiv 2302.01318)"
 
     def verifies(self, kind: DraftKind) -> bool:
         """Chains."""
         return kind.chain
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Judge the chain from the root down."""
         node = 0
         while True:
-            law = Law.of(target.law(node))
-            drafted = next(drafted_children(tree, node, law), None)
-            if drafted is None:
-                return self._end(tree, node, ending(tree, node), rng.draw(law.values, tree.depths[node]))
-            child, draft = drafted
-            if not rng.flip(ratio(law, draft, tree.tokens[child]), child):
-                left, _ = residual(law, draft)
-                token = rng.draw(left.values, tree.depths[node])
-                return self._end(tree, node, Source.RECOVERED, token)
+            probs = target.probs(node)
+            child = probs.child
+            if child is None:
+                return Verdict(path=tree.path(node), next_token=probs.draw(rng), kind=ending(tree, node))
+            if not rng.flip(probs.ratio, child):
+                left, _ = probs.rejected()
+                return Verdict(path=tree.path(node), next_token=left.draw(rng), kind=Source.RECOVERED)
             node = child
-
-    def _end(self, tree: TokenTree, node: int, kind: Source, token: int) -> Verdict:
-        return Verdict(path=tree.path(node), next_token=token, kind=kind)

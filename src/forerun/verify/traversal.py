@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Verdict
-from forerun.verify.base import ending
-from forerun.verify.laws import Law, drafted_children, ratio, residual, share
+from forerun.types import DraftKind, Verdict
+from forerun.verify.base import Reads, ending
+from forerun.verify.probs import NodeProbs, share
 
 
 class TraversalVerification:
@@ -24,34 +24,34 @@ class TraversalVerification:
 
     name: ClassVar[str] = "traversal"
     lossless: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(rungs=None, weighted=True)
     summary: ClassVar[str] = "leaves first, for sampled trees; equals block on a chain (arXiv 2505.12398)"
 
     def verifies(self, kind: DraftKind) -> bool:
         """Any draft."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Judge the tree from its first leaf to the root."""
         verdict = self._visit(tree, target, rng, (0, 1.0))
         assert verdict is not None, "the root always holds"
         return verdict
 
-    def _visit(self, tree: TokenTree, target: NodeLaws, rng: Rng, place: tuple[int, float]) -> Verdict | None:
-        """Judge all below `place` = (node, weight), then the node itself; None if none of it was accepted."""
-        node, weight = place
+    def _visit(self, tree: TokenTree, target: NodeProbs, rng: Rng, start: tuple[int, float]) -> Verdict | None:
+        """Judge all below `start` = (node, weight), then the node itself; None if none of it was accepted."""
+        node, weight = start
         if weight <= 0:
             return None
-        law = None
+        probs = None
         if tree.children[node]:
-            law = Law.of(target.law(node))
-            for child, draft in drafted_children(tree, node, law):
-                below = min(weight * ratio(law, draft, tree.tokens[child]), 1.0)
-                verdict = self._visit(tree, target, rng, (child, below))
+            probs = target.probs(node)
+            while (child := probs.child) is not None:
+                verdict = self._visit(tree, target, rng, (child, min(weight * probs.ratio, 1.0)))
                 if verdict is not None:
                     return verdict
-                law, mass = residual(law, draft, weight)
+                probs, mass = probs.rejected(weight)
                 weight = share(mass, weight)
         if node != 0 and not rng.flip(weight, node):
             return None
-        token = rng.draw(target.law(node) if law is None else law.values, tree.depths[node])
+        token = (probs or target.probs(node)).draw(rng)
         return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import torch
-
-from forerun.devices import widest
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
-from forerun.types import DraftKind, NodeLaws, Verdict
-from forerun.verify.base import ending
+from forerun.types import DraftKind, Verdict
+from forerun.verify.base import Reads, ending
+from forerun.verify.probs import NodeProbs
 
 
 class TypicalAcceptance:
@@ -28,6 +26,7 @@ class TypicalAcceptance:
 
     name: ClassVar[str] = "typical"
     lossless: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads(rungs=0, entropy=True)
     summary: ClassVar[str] = "LOSSY: keeps what the target finds plausible (Medusa, arXiv 2401.10774)"
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
@@ -37,7 +36,7 @@ class TypicalAcceptance:
         """Any draft: no draft law is read."""
         return True
 
-    def verify(self, tree: TokenTree, target: NodeLaws, rng: Rng) -> Verdict:
+    def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         """Search the tree for the longest plausible path, then draw the token after it from the target."""
         best, score = 0, 0.0
         reached = [(0, 0.0)]
@@ -46,13 +45,12 @@ class TypicalAcceptance:
                 best, score = node, logprob
             if tree.children[node]:
                 reached += [(child, logprob + math.log(prob)) for child, prob in self._plausible(tree, target, node)]
-        token = rng.draw(target.law(best), tree.depths[best])
+        token = target.probs(best).draw(rng)
         return Verdict(path=tree.path(best), next_token=token, kind=ending(tree, best))
 
-    def _plausible(self, tree: TokenTree, target: NodeLaws, node: int) -> list[tuple[int, float]]:
+    def _plausible(self, tree: TokenTree, target: NodeProbs, node: int) -> list[tuple[int, float]]:
         """The children of `node` that pass, each with its target probability."""
-        law = target.law(node)
-        entropy = float(torch.special.entr(law).sum(dtype=widest(law.device)))
-        threshold = min(self.epsilon, self.delta * math.exp(-entropy))
-        probs = [(child, float(law[tree.tokens[child]])) for child in tree.children[node]]
+        at = target.probs(node)
+        threshold = min(self.epsilon, self.delta * math.exp(-at.entropy))
+        probs = [(child, at.of_child(child)) for child in tree.children[node]]
         return [(child, prob) for child, prob in probs if prob > threshold]

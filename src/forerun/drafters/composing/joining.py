@@ -51,6 +51,7 @@ def copy(builder: TreeBuilder) -> TreeBuilder:
     made = TreeBuilder()
     made.tokens, made.parents, made.drawn = list(builder.tokens), list(builder.parents), list(builder.drawn)
     made.confidence, made.probes, made.laws = list(builder.confidence), list(builder.probes), dict(builder.laws)
+    made.masses = dict(builder.masses)
     made.index_given()
     return made
 

@@ -71,6 +71,10 @@ class Composed(Drafter):
     def requires(self) -> frozenset[Signal]:
         return frozenset[Signal]().union(*(member.requires for member in self.members))
 
+    @property
+    def top_ids(self) -> int:
+        return max(member.top_ids for member in self.members)
+
     def extend(self, context: DraftContext) -> None:
         for member in self.members:
             member.extend(context)

@@ -212,15 +212,16 @@ class HeadDrafter(Drafter):
             tokens = ids[:, level.start - 1 : level.stop - 1]
             return self.runner.descend(tokens, constant(places, ids.device).expand_as(tokens))
 
-        draws = tree.draws(context, active, self.runner.device, recorded=self.runner.recordings.active)
+        size, recorded = self.runner.target.vocab_size, self.runner.recordings.active
+        draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
         def grow(logits: Tensor, *numbers: Tensor) -> Grown:
-            given = None if draws is None else draws.of_numbers(numbers)
+            given = None if draws is None else draws.with_tensors(numbers)
             return tree.grow(context, active, max(within), logits, descend, self._vocabulary, draws=given)
 
         rows = [context.rows[index] for index in active]
         key = None if draws is None else (max(within), tree is self.sampled, draws.key)
-        numbers = () if draws is None else draws.numbers
+        numbers = () if draws is None else draws.tensors
         levels = tree.shape.depths[max(within) - 1]
         grown = self.runner.unroll(rows, _size(tree), grow, *numbers, levels=levels, key=key)
         cuts = tree.cut(context, active, grown, [within[index] for index in active])

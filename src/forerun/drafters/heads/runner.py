@@ -6,11 +6,9 @@ level. All levels stay on the device and may be one recording there. Knows no ki
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch import Tensor
 from forerun.devices import rows_of, sent
 from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
 from forerun.drafters.heads.kinds import Way
+from forerun.recordings import Recordings, bucket
 from forerun.target import Target
 from forerun.target.cache import SlotCache, contiguous
 from forerun.target.inputs import Nodes
@@ -26,101 +25,6 @@ from forerun.target.kernels.packing import packed_bytes
 from forerun.target.kernels.padding import Pass
 from forerun.target.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.types import Signal
-
-# Work on a device that is recorded once and then replayed: one launch for all levels of a tree, not one an operation.
-#
-# A recording has fixed shapes, fixed addresses and a fixed course, so work is known by a key that settles all three;
-# what differs from call to call comes in tensors. Where nothing records, work simply runs. Knows no head and no tree.
-
-
-_log = logging.getLogger(__name__)
-
-Work = Callable[..., Any]
-"""Of tensors on one device, to tensors there, in any structure. Reads no value on the host and copies none from it."""
-Record = Callable[[Work, tuple[Tensor, ...]], Work]
-"""(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
-the next call."""
-
-_MOST = 64
-"""Recordings that are kept; the one that was used least lately goes."""
-_WARM_UPS = 2
-
-
-class Recordings:
-    """The recordings of one device. Where recording fails, work runs as it comes from then on.
-
-    Args:
-        record: how; None runs all work as it comes.
-    """
-
-    def __init__(self, record: Record | None) -> None:
-        self._record = record
-        self._known: OrderedDict[Hashable, Work] = OrderedDict()
-
-    @classmethod
-    def on(cls, device: torch.device) -> Recordings:
-        """CUDA graphs where there are any."""
-        return cls(CudaGraphs(device) if device.type == "cuda" else None)
-
-    @property
-    def active(self) -> bool:
-        """Whether anything is ever recorded."""
-        return self._record is not None
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
-        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes.
-
-        Args:
-            key: None for work that reads a value on the host: it is never recorded.
-        """
-        if self._record is None or key is None:
-            return work(*inputs)
-        if key not in self._known:
-            try:
-                self._known[key] = self._record(work, inputs)
-            except Exception as error:
-                _log.warning("recording on the device failed, drafting goes on without, which is slower: %r", error)
-                self._record = None
-                self._known.clear()
-                return work(*inputs)
-        self._known.move_to_end(key)
-        if len(self._known) > _MOST:
-            self._known.popitem(last=False)
-        return self._known[key](*inputs)
-
-
-class CudaGraphs:
-    """Records as `torch.cuda.CUDAGraph`. All share one pool of memory: only the latest result is ever looked at."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Work, inputs: tuple[Tensor, ...]) -> Work:
-        """Record, after `work` has run so that what it allocates once is there; other threads may use the device."""
-        own = tuple(tensor.clone() for tensor in inputs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                for _ in range(_WARM_UPS):
-                    work(*own)
-            here.wait_stream(aside)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = work(*own)
-
-        def replay(*given: Tensor) -> Any:
-            for held, new in zip(own, given, strict=True):
-                held.copy_(new)
-            graph.replay()
-            return result
-
-        return replay
-
 
 PIECE = 512
 """Most entries of a row in one pass over a prompt."""
@@ -301,7 +205,7 @@ class SequentialRunner(HeadRunner):
     ) -> Tree:
         width = max(self.lengths[row] for row in rows) + run
         if key is not None and self.recordings.active:
-            width = min(self._cache.slots, max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
+            width = min(self._cache.slots, max(_LEAST_WIDTH, bucket(width)))
             key = key, len(rows), rows[0] if contiguous(rows) else None, width
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:

@@ -148,6 +148,10 @@ class AdaptedDrafter(Drafter):
         return self.drafter.watches
 
     @property
+    def top_ids(self) -> int:
+        return self.drafter.top_ids
+
+    @property
     def remembers(self) -> bool:
         return self.drafter.remembers
 

@@ -60,6 +60,10 @@ class Deferred(Drafter):
         return self.drafter.watches and not self.idle
 
     @property
+    def top_ids(self) -> int:
+        return self.drafter.top_ids
+
+    @property
     def remembers(self) -> bool:
         return self.drafter.remembers
 

@@ -1,0 +1,121 @@
+"""Work on a device that is recorded once and then replayed: one launch for a whole pass, not one an operation.
+
+A recording has fixed shapes, fixed addresses and a fixed course, so work is known by a key that settles all three;
+what differs from call to call comes in tensors. Where nothing records, work simply runs. Knows no model and no tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+Work = Callable[..., Any]
+"""Of tensors on one device, to tensors there, in any structure. Reads no value on the host and copies none from it."""
+Record = Callable[[Work, tuple[Tensor, ...]], Work]
+"""(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
+the next call."""
+
+_MOST = 64
+"""Recordings that are kept; the one that was used least lately goes."""
+_WARM_UPS = 2
+
+
+class Recordings:
+    """The recordings of one device. Where recording fails, work runs as it comes from then on.
+
+    Args:
+        record: how; None runs all work as it comes.
+    """
+
+    def __init__(self, record: Record | None) -> None:
+        self._record = record
+        self._known: OrderedDict[Hashable, Work] = OrderedDict()
+
+    @classmethod
+    def on(cls, device: torch.device) -> Recordings:
+        """CUDA graphs where there are any."""
+        return cls(CudaGraphs(device) if device.type == "cuda" else None)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is ever recorded."""
+        return self._record is not None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
+        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes.
+
+        Args:
+            key: None for work that reads a value on the host: it is never recorded.
+        """
+        if self._record is None or key is None:
+            return work(*inputs)
+        if key not in self._known:
+            try:
+                self._known[key] = self._record(work, inputs)
+            except Exception as error:
+                _log.warning("recording on the device failed, work goes on without, which is slower: %r", error)
+                self._record = None
+                self._known.clear()
+                return work(*inputs)
+        self._known.move_to_end(key)
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return self._known[key](*inputs)
+
+
+class CudaGraphs:
+    """Records as `torch.cuda.CUDAGraph`. All share one pool of memory: only the latest result is ever looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work, inputs: tuple[Tensor, ...]) -> Work:
+        """Record, after `work` has run so that what it allocates once is there; other threads may use the device."""
+        own = tuple(tensor.clone() for tensor in inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UPS):
+                    work(*own)
+            here.wait_stream(aside)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work(*own)
+
+        def replay(*given: Tensor) -> Any:
+            for held, new in zip(own, given, strict=True):
+                held.copy_(new)
+            graph.replay()
+            return result
+
+        return replay
+
+
+def bucket(size: int) -> int:
+    """The power of two that holds `size`: so that shapes, and recordings, are few."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def recordable(config: Any) -> bool:
+    """Whether a transformers model of this configuration reads nothing on the host in a pass: some rotary embeddings
+    look for the largest position."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *_nested(rope))}
+    return not kinds & {"dynamic", "longrope"}
+
+
+def _nested(rope: Any) -> list[Any]:
+    """Parameters by layer type."""
+    return [one for one in rope.values() if isinstance(one, dict)]

@@ -1,0 +1,486 @@
+"""All that rules may ask about all nodes of a step, formed on their device without a wait, and read at once.
+
+What a rule draws only says where on a node's ladder (`forerun.verify.probs`) it stops, so all rungs are formed before
+any rule runs, and the few numbers of each that a rule may ask for come to the host in one transfer, the tokens that
+would be drawn included: their random numbers are sent along. On a CPU, where a transfer costs nothing and a vector
+does, rungs are formed when they are asked for (`HostProbs`); tests hold the two to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from forerun.devices import fetched, sent, widest
+from forerun.errors import ArgumentError
+from forerun.sampling import (
+    Edits,
+    Rng,
+    Sampler,
+    check_highest,
+    check_raw,
+    check_sums,
+    first_of,
+    has_filters,
+    probs_of,
+    process_rows,
+    settings_of,
+)
+from forerun.tree import TokenTree
+from forerun.types import Drawn, TokenLogprob
+from forerun.verify.base import Reads
+from forerun.verify.probs import TINY
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """One row of a step."""
+
+    tree: TokenTree
+    sampler: Sampler
+    rng: Rng
+    reads: Reads
+    """What its rule asks for."""
+    edits: Edits | None
+    """What its parameters do to the raw logits."""
+    draft_probs: bool = False
+    """Whether each node's probability under what it was drawn from is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Nodes whose ladders are formed together: those of one depth where weights come from the level above, else all."""
+
+    nodes: list[int]
+    """Flat, those with the most children to reject first."""
+    rungs: list[list[tuple[int, int]]] = field(default_factory=list)
+    """By rung: of the first nodes, the (flat child, token) that is rejected."""
+    given: list[list[int]] = field(default_factory=list)
+    """By rung: 1 where that child is deterministic."""
+    removed: list[list[int]] = field(default_factory=list)
+    """By rung: 1 where the child's token leaves the distribution that its next sibling was drawn from."""
+
+    def ints(self) -> list[Tensor]:
+        """What the device has to know: the nodes, then children, tokens, given and removed of each rung."""
+        found = [torch.tensor(self.nodes, dtype=torch.int64)]
+        for children, given, removed in zip(self.rungs, self.given, self.removed, strict=True):
+            columns = [[child for child, _ in children], [token for _, token in children], given, removed]
+            found += [torch.tensor(column, dtype=torch.int64) for column in columns]
+        return found
+
+
+class Ladder:
+    """Of a step's B rows of N nodes; node n of row b is flat node b N + n.
+
+    Args:
+        raw: (B, N, V) logits of the model.
+        rows: (B,) what is to be judged.
+        draft_probs: (B, N, V') what sampled children were drawn from, by parent; None where nothing is sampled.
+        token_ids: (V',) of `draft_probs`; None: these are over all tokens.
+        top: so many of the likeliest tokens at every node, by raw logits, are read, too.
+    """
+
+    def __init__(
+        self,
+        raw: Tensor,
+        rows: Sequence[Judged],
+        *,
+        draft_probs: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        top: int = 0,
+    ) -> None:
+        self.rows, self._raw, self.nodes = rows, raw, raw.shape[1]
+        self._draft_probs, self._token_ids = draft_probs, token_ids
+        values, self.failed = process_rows(raw, [row.edits for row in rows])
+        self._wide = widest(raw.device)
+        self._made: dict[str, Tensor] = {
+            "raw_max": raw.amax(-1).flatten().to(self._wide),
+            "raw_argmax": raw.argmax(-1).flatten(),
+            "max": values.amax(-1).flatten().to(self._wide),
+            "argmax": values.argmax(-1).flatten(),
+        }
+        if top:
+            self._made["top"] = raw.topk(min(top, raw.shape[-1]), dim=-1).indices.flatten(0, 1)
+        self._vectors: dict[tuple[int, int], Tensor] = {}
+        """(flat node, rung) -> (V,): of rows whose rng draws in a way of its own."""
+        if not all(row.reads.argmax for row in rows):
+            self._climb(values)
+        self._add_logprobs(values)
+        names = list(self._made)
+        self._read: dict[str, Any] = {
+            name: tensor.tolist() for name, tensor in zip(names, fetched([self._made[n] for n in names]), strict=True)
+        }
+        del self._made, self._raw
+
+    def row(self, index: int) -> LadderRow:
+        """What the rule of a row sees."""
+        return LadderRow(self, index)
+
+    def number(self, name: str, flat: int, *where: int) -> Any:
+        """What was read of a node.
+
+        Raises:
+            ArgumentError: the row's rule did not say that it asks for it.
+        """
+        found: Any = self._read.get(name, ())
+        for index in (*where, flat):
+            if index >= len(found):
+                raise ArgumentError(f"the rule asks for {name}, which is not among what it `reads`; see `Reads`")
+            found = found[index]
+        return found
+
+    # --- on the device ------------------------------------------------------------------------------------------------
+
+    def _climb(self, values: Tensor) -> None:
+        """Form every ladder from processed logits (B, N, V)."""
+        device, size = values.device, values.shape[-1]
+        levels = self._levels()
+        height = max((len(level.rungs) for level in levels), default=0)
+        parents, tokens = self._parents()
+        places, times, own = self._times(size)
+        settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=self._wide)
+        weighted = [row.reads.weighted for row in self.rows for _ in range(self.nodes)]
+        host = [settings, times, torch.tensor(places), torch.tensor(parents), torch.tensor(tokens)]
+        host += [torch.tensor(weighted), *(part for level in levels for part in level.ints())]
+        settings, times, place_at, parent_at, token_at, is_weighted, *ints = sent(host, device)
+        probs = probs_of(values, settings, filters=any(has_filters(row.sampler.params) for row in self.rows))
+        if any(row.sampler.greedy for row in self.rows):
+            point = torch.zeros_like(probs).scatter_(-1, values.argmax(-1, keepdim=True), 1.0)
+            probs = torch.where(settings[:, :1, None] > 0, probs, point)
+        outside = (probs * (values == -torch.inf)).sum(-1)
+        probs = probs.flatten(0, 1)
+        self._probs = probs
+        self._made |= {
+            "sums": torch.stack([probs.sum(-1), probs.amin(-1), outside.flatten()]),
+            "of_child": probs.view(-1).index_select(0, parent_at * size + token_at),
+        }
+        if any(row.reads.entropy for row in self.rows):
+            self._made["entropy"] = torch.special.entr(probs).sum(-1, dtype=self._wide)
+        drawn_from = self._drawn_from(parent_at) if any(row.draft_probs for row in self.rows) else None
+        if drawn_from is not None:
+            self._made["draft_prob"] = drawn_from.gather(1, token_at.unsqueeze(1)).squeeze(1)
+        steps = torch.zeros(height, 3, len(probs), dtype=self._wide, device=device)
+        drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=device)
+        weights = torch.ones(len(probs), dtype=self._wide, device=device)
+        for level in levels:
+            at, ints = ints[0], ints[1:]
+            state = _Rungs.of(probs.index_select(0, at), self._drawn_from(at), weights.index_select(0, at))
+            clock, kind = times.index_select(0, place_at.index_select(0, at)), is_weighted.index_select(0, at)
+            for rung in range(len(level.rungs) + 1):
+                if rung:
+                    children, asked, given, removed, *ints = ints
+                    count = len(children)
+                    at, clock, kind, state = at[:count], clock[:count], kind[:count], state.first(count)
+                    numbers, below, state = state.rejected(asked, given > 0, removed > 0, kind)
+                    steps[rung - 1].index_copy_(1, at, numbers)
+                    weights.index_copy_(0, children, below)
+                drawn[rung].index_copy_(0, at, first_of(state.left, clock))
+                for place, node in enumerate(level.nodes[: len(at)]):
+                    if node // self.nodes in own:
+                        self._vectors[node, rung] = state.left[place]
+        self._made |= {"steps": steps, "drawn": drawn}
+
+    def _levels(self) -> list[Level]:
+        weighted, found = any(row.reads.weighted for row in self.rows), dict[int, list[int]]()
+        for index, row in enumerate(self.rows):
+            for node in range(0 if row.reads.argmax else row.tree.size + 1):
+                found.setdefault(row.tree.depths[node] if weighted else 0, []).append(index * self.nodes + node)
+        return [self._level(found[depth]) for depth in sorted(found)]
+
+    def _level(self, nodes: list[int]) -> Level:
+        asked = {flat: self.asked(flat) for flat in nodes}
+        level = Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])))
+        for rung in range(max(map(len, asked.values()), default=0)):
+            rejected, kinds = list[tuple[int, int]](), list[Drawn]()
+            for flat in level.nodes:
+                if len(asked[flat]) > rung:
+                    row, child = flat // self.nodes, asked[flat][rung]
+                    rejected.append((row * self.nodes + child, self.rows[row].tree.tokens[child]))
+                    kinds.append(self.rows[row].tree.drawn[child])
+            level.rungs.append(rejected)
+            level.given.append([int(kind is Drawn.DETERMINISTIC) for kind in kinds])
+            level.removed.append([int(kind is Drawn.WITHOUT_REPLACEMENT) for kind in kinds])
+        return level
+
+    def asked(self, flat: int) -> Sequence[int]:
+        """The children of a node that its row's rule may reject, in order."""
+        row = self.rows[flat // self.nodes]
+        return row.tree.asked[flat % self.nodes][: row.reads.rungs]
+
+    def _parents(self) -> tuple[list[int], list[int]]:
+        """(B N,) of every flat node: its parent, flat, and its token; itself and 0 of roots and padding."""
+        parents, tokens = list(range(len(self.rows) * self.nodes)), [0] * (len(self.rows) * self.nodes)
+        for index, row in enumerate(self.rows):
+            for node in range(1, row.tree.size + 1):
+                parents[index * self.nodes + node] = index * self.nodes + row.tree.parents[node]
+                tokens[index * self.nodes + node] = row.tree.tokens[node]
+        return parents, tokens
+
+    def _times(self, vocabulary: int) -> tuple[list[int], Tensor, set[int]]:
+        """For each flat node the entry of its random numbers, these (P, T), and the rows whose rng has none."""
+        entries, numbers, own = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
+        for index, row in enumerate(self.rows):
+            places = dict[int, int]()
+            for node in range(0 if row.reads.argmax else row.tree.size + 1):
+                depth = row.tree.depths[node]
+                if depth not in places and index not in own:
+                    found = row.rng.times(depth, vocabulary)
+                    if found is None:
+                        own.add(index)
+                        continue
+                    places[depth] = len(numbers)
+                    numbers.append(found)
+                entries[index * self.nodes + node] = places.get(depth, 0)
+        if not numbers:
+            numbers.append(Rng(0, 0).exponentials(0, vocabulary))
+        made = torch.from_numpy(np.stack(numbers)).to(self._wide)
+        return entries, made.clamp_min_(torch.finfo(self._wide).tiny), own
+
+    def _drawn_from(self, at: Tensor) -> Tensor | None:
+        """(M, V) what the sampled children of the flat nodes `at` (M,) were drawn from."""
+        if self._draft_probs is None:
+            return None
+        width = self._draft_probs.shape[1]
+        row, node = at // self.nodes, at % self.nodes
+        values = self._draft_probs[row, node.clamp(max=width - 1)]
+        size = self._raw.shape[-1]
+        if self._token_ids is None:
+            return pad(values, (0, size - values.shape[-1]))
+        return values.new_zeros(len(values), size).index_copy_(1, self._token_ids.to(values.device), values)
+
+    def _add_logprobs(self, values: Tensor) -> None:
+        """Of every row that asks for them: what `LadderRow.logprobs` looks up."""
+        for index, row in enumerate(self.rows):
+            count = row.sampler.params.logprobs
+            if count is None:
+                continue
+            nodes, span = row.tree.size + 1, slice(index * self.nodes, index * self.nodes + row.tree.size + 1)
+            width = max(map(len, row.tree.children))
+            below = [[row.tree.tokens[child] for child in children] for children in row.tree.children]
+            padded = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in below], dtype=torch.int64)
+            chosen = [sent([padded.view(nodes, width)], values.device)[0]]
+            chosen += [self._made["argmax"][span].unsqueeze(1)]
+            chosen += [self._made["drawn"][:, span].T] if "drawn" in self._made else []
+            tokens = torch.cat(chosen, dim=1)
+            if row.sampler.params.logprobs_mode != "processed_logprobs":
+                logs = self._raw[index, :nodes].float().log_softmax(-1)
+            elif row.sampler.greedy or "drawn" not in self._made:
+                logs = torch.full_like(values[index, :nodes], -torch.inf)
+                logs.scatter_(1, self._made["argmax"][span].unsqueeze(1), 0.0)
+            else:
+                logs = self._probs[span].log()
+            own, best = logs.gather(1, tokens), logs.topk(min(count, logs.shape[-1]))
+            ranks = torch.stack([(logs > own[:, i : i + 1]).sum(-1) + 1 for i in range(own.shape[1])], dim=1)
+            found = {"tokens": tokens, "own": own, "ranks": ranks, "best": best.indices, "best_own": best.values}
+            self._made |= {f"{name} {index}": tensor for name, tensor in found.items()}
+
+    # --- on the host --------------------------------------------------------------------------------------------------
+
+    def check(self, flat: int) -> None:
+        """Refuse a node of which no distribution could be made.
+
+        Raises:
+            NumericError, NoTokenLeftError: as `Sampler.process`; or what a user's processor raised there.
+        """
+        error = self.failed.get((flat // self.nodes, flat % self.nodes))
+        if error is not None:
+            raise error
+        check_raw(self.number("raw_max", flat))
+        check_highest(self.number("max", flat))
+
+    def raw_argmax(self, rows: Sequence[int]) -> list[list[int]]:
+        """(B', N) ids of the largest raw logits of these rows; -1 where there is NaN."""
+        largest, ids = self._read["raw_max"], self._read["raw_argmax"]
+        spans = [range(row * self.nodes, (row + 1) * self.nodes) for row in rows]
+        return [[-1 if math.isnan(largest[flat]) else ids[flat] for flat in span] for span in spans]
+
+    def top_ids(self, rows: Sequence[int], k: int) -> NDArray[np.int64] | None:
+        """(B', N, k) ids of the largest raw logits of these rows; None where so many were not asked for beforehand."""
+        found = np.array(self._read.get("top", ()), dtype=np.int64)
+        if found.ndim < 2 or found.shape[1] < k:
+            return None
+        return found.reshape(len(self.rows), self.nodes, -1)[list(rows), :, :k]
+
+    def logprobs(self, index: int, node: int, token: int) -> tuple[TokenLogprob, Mapping[int, TokenLogprob]]:
+        """Of `token` after `node`, one that a rule can have chosen, and of the likeliest there."""
+        found = {name: self._read[f"{name} {index}"][node] for name in ("tokens", "own", "ranks", "best", "best_own")}
+        place = found["tokens"].index(token)
+        chosen = TokenLogprob(logprob=found["own"][place], rank=found["ranks"][place])
+        best = enumerate(zip(found["best"], found["best_own"], strict=True), start=1)
+        return chosen, {token: TokenLogprob(logprob=value, rank=rank) for rank, (token, value) in best}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rungs:
+    """The same rung of M nodes; the arithmetic is that of `HostProbs`."""
+
+    left: Tensor
+    """(M, V) the target's probabilities, or what is left of them."""
+    mass: Tensor
+    """(M,) their sums."""
+    draft: Tensor | None
+    """(M, V) what the next sampled child was drawn from."""
+    draft_mass: Tensor
+    weights: Tensor
+    """(M,) of the nodes, 1 where the rule knows none."""
+
+    @classmethod
+    def of(cls, probs: Tensor, draft: Tensor | None, weights: Tensor) -> _Rungs:
+        mass = probs.sum(1, dtype=weights.dtype)
+        draft_mass = mass if draft is None else draft.sum(1, dtype=weights.dtype)
+        return cls(left=probs, mass=mass, draft=draft, draft_mass=draft_mass, weights=weights)
+
+    def first(self, count: int) -> _Rungs:
+        """Of the first nodes."""
+        draft = None if self.draft is None else self.draft[:count]
+        return _Rungs(
+            left=self.left[:count],
+            mass=self.mass[:count],
+            draft=draft,
+            draft_mass=self.draft_mass[:count],
+            weights=self.weights[:count],
+        )
+
+    def rejected(
+        self, tokens: Tensor, given: Tensor, removed: Tensor, weighted: Tensor
+    ) -> tuple[Tensor, Tensor, _Rungs]:
+        """What is left without one child of each node.
+
+        Args:
+            tokens: (M,) of the children.
+            given: (M,) bool, whether they are deterministic.
+            removed: (M,) bool, whether the token leaves what the next sibling was drawn from.
+            weighted: (M,) bool, whether the row's rule weighs its nodes.
+
+        Returns:
+            (3, M) whether the child may be asked at all, its ratio, and the mass that is left; (M,) the weights of the
+            children; and the next rung.
+        """
+        at, none = tokens.unsqueeze(1), torch.zeros_like(self.mass)
+        own = self.left.gather(1, at).squeeze(1).to(self.mass.dtype)
+        left = self.left.scatter(1, at, 0.0)
+        drafted, draft = torch.ones_like(own), self.draft
+        if draft is not None:
+            drafted = torch.where(given, drafted, draft.gather(1, at).squeeze(1).to(own.dtype))
+            factor = (self.mass / (self.draft_mass * self.weights)).to(left.dtype).unsqueeze(1)
+            left = torch.where(given.unsqueeze(1), left, (self.left - draft * factor).clamp_min(0))
+        possible = drafted > 0
+        draft_mass = torch.where(given, torch.ones_like(own), self.draft_mass)
+        ratio = (own / self.mass) / (drafted / draft_mass)
+        mass = left.sum(1, dtype=own.dtype)
+        alive = possible & (self.weights >= TINY) & (mass > 0)
+        kept = torch.where(alive, mass * self.weights / self.mass, none)
+        total = kept + (1.0 - self.weights).clamp_min(0)
+        share = torch.where(total > 0, kept / total, torch.ones_like(total))
+        after = torch.where(weighted & possible, share, self.weights)
+        below = torch.where(weighted, (self.weights * ratio).clamp_max(1.0), torch.ones_like(ratio))
+        next_mass = self.draft_mass
+        if draft is not None:
+            gone = removed & possible
+            draft = torch.where(gone.unsqueeze(1), draft.scatter(1, at, 0.0), draft)
+            next_mass = torch.where(gone, draft.sum(1, dtype=own.dtype), next_mass)
+        rest = _Rungs(
+            left=torch.where(alive.unsqueeze(1), left, self.left),
+            mass=torch.where(alive, mass, self.mass),
+            draft=draft,
+            draft_mass=next_mass,
+            weights=after,
+        )
+        return torch.stack([possible.to(own.dtype), ratio, kept]), below, rest
+
+
+class LadderRow:
+    """`NodeProbs` of one row of a ladder."""
+
+    def __init__(self, ladder: Ladder, index: int) -> None:
+        self._ladder, self._index = ladder, index
+        self._first = index * ladder.nodes
+
+    def probs(self, node: int) -> LadderProbs:
+        """The distribution of the token after `node`."""
+        flat = self._first + node
+        self._ladder.check(flat)
+        check_sums(*(self._ladder.number("sums", flat, which) for which in range(3)))
+        return LadderProbs(self._ladder, flat, 0)
+
+    def argmax(self, node: int) -> int:
+        """Token of the largest processed logit after `node`."""
+        self._ladder.check(self._first + node)
+        return int(self._ladder.number("argmax", self._first + node))
+
+    def target_prob(self, node: int) -> float | None:
+        """The target's probability of the token of `node`; None at temperature 0."""
+        if "of_child" not in self._ladder._read:
+            return None
+        return float(self._ladder.number("of_child", self._first + node))
+
+    def draft_prob(self, node: int) -> float:
+        """Of a sampled node, under what its parent's children were drawn from."""
+        return float(self._ladder.number("draft_prob", self._first + node))
+
+    def logprobs(
+        self, nodes: Sequence[int], tokens: Sequence[int]
+    ) -> list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]:
+        """Of each token after its node, and of the likeliest there."""
+        return [self._ladder.logprobs(self._index, *pair) for pair in zip(nodes, tokens, strict=True)]
+
+
+class LadderProbs:
+    """`Probs` whose numbers were read; the vector is on its device."""
+
+    __slots__ = ("_flat", "_ladder", "_rung")
+
+    def __init__(self, ladder: Ladder, flat: int, rung: int) -> None:
+        self._ladder, self._flat, self._rung = ladder, flat, rung
+
+    @property
+    def child(self) -> int | None:
+        """The next child to ask, see `Probs`."""
+        row = self._ladder.rows[self._flat // self._ladder.nodes]
+        for child in row.tree.asked[self._flat % self._ladder.nodes][self._rung :]:
+            if row.tree.drawn[child] is Drawn.DETERMINISTIC or self._number(0) > 0:
+                return child
+            self._rung += 1
+        return None
+
+    @property
+    def ratio(self) -> float:
+        """target / draft at the child."""
+        assert self.child is not None, "there is no child to ask"
+        return self._number(1)
+
+    def rejected(self, weight: float = 1.0) -> tuple[LadderProbs, float]:
+        """Without the child, and the mass that was left: with the weight that was formed on the device."""
+        assert self.child is not None, "there is no child to ask"
+        return LadderProbs(self._ladder, self._flat, self._rung + 1), self._number(2)
+
+    def draw(self, rng: Rng) -> int:
+        """The token that was drawn from it; an rng that draws in its own way draws now."""
+        vector = self._ladder._vectors.get((self._flat, self._rung))
+        if vector is not None:
+            row = self._ladder.rows[self._flat // self._ladder.nodes]
+            return rng.draw(vector, row.tree.depths[self._flat % self._ladder.nodes])
+        return int(self._ladder.number("drawn", self._flat, self._rung))
+
+    def of_child(self, child: int) -> float:
+        """The target's probability of a child's token."""
+        flat = self._flat - self._flat % self._ladder.nodes + child
+        return float(self._ladder.number("of_child", flat))
+
+    @property
+    def entropy(self) -> float:
+        """In nats."""
+        return float(self._ladder.number("entropy", self._flat))
+
+    def _number(self, which: int) -> float:
+        if self._rung >= len(self._ladder.asked(self._flat)):
+            raise ArgumentError("the rule rejects more children than it `reads`; see `forerun.verify.base.Reads`")
+        return float(self._ladder.number("steps", self._flat, self._rung, which))

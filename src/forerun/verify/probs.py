@@ -1,0 +1,191 @@
+"""What a rule may ask about a node: the ladder from the target's distribution down, a rung for each rejected child.
+
+The vectors of a ladder do not depend on what a rule draws: draws only say where it stops. So `HostProbs` forms a rung
+when a rule asks for it, and `verify.ladder` forms all rungs of all nodes on their device, before any rule is asked.
+Vectors keep their dtype (float32 or better: a residual is a difference of nearly equal numbers); masses, ratios and
+weights are float64 (sums on a device without it are float32). Knows no rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from forerun.devices import widest
+from forerun.sampling import Rng
+from forerun.tree import TokenTree
+from forerun.types import Drawn
+
+TINY = 1e-30
+"""A weight so small that float32 cannot divide by it counts as zero."""
+
+
+class Probs(Protocol):
+    """The target's distribution of the token after a node, or what its rejected children have left of it."""
+
+    @property
+    def child(self) -> int | None:
+        """The child of the node that is asked next; None if there is none.
+
+        Sampled children come first, in the order they were drawn, then the deterministic ones, as draws from point
+        masses: deterministic siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779).
+        A sampled child to which its distribution gives no mass is left out: its draw has probability zero, and leaving
+        a child out never biases a rule.
+        """
+        ...
+
+    @property
+    def ratio(self) -> float:
+        """target(x) / draft(x) for the token x of `child`; draft is what it was drawn from given its elder siblings."""
+        ...
+
+    def rejected(self, weight: float = 1.0) -> tuple[Self, float]:
+        """norm[weight * target - draft]_+, without `child`, and its mass before it was normalised.
+
+        Positive only where the target is; at mass zero it is the target. A rule asks once per child, with the weight
+        that its paper gives the node there.
+        """
+        ...
+
+    def draw(self, rng: Rng) -> int:
+        """A token from it, for the position after the node."""
+        ...
+
+    def of_child(self, child: int) -> float:
+        """The target's probability of the token of any child."""
+        ...
+
+    @property
+    def entropy(self) -> float:
+        """Of the target's distribution, in nats."""
+        ...
+
+
+class NodeProbs(Protocol):
+    """The target at the nodes of one row's tree: all that a verification rule sees of it."""
+
+    def probs(self, node: int) -> Probs:
+        """The distribution of the token after `node`, nothing rejected yet. At temperature 0 a point mass."""
+        ...
+
+    def argmax(self, node: int) -> int:
+        """The token of largest processed logit after `node`."""
+        ...
+
+
+class HostProbs:
+    """`Probs` whose vector is at hand.
+
+    Args:
+        tree: of the node.
+        node: whose next token it is about.
+        values: (V,) nonnegative, float32 or float64; their sum need not be 1.
+    """
+
+    __slots__ = ("__dict__", "_draft", "_draft_mass", "_tree", "_waiting", "node", "values")
+
+    def __init__(self, tree: TokenTree, node: int, values: Tensor) -> None:
+        self._tree, self.node, self.values = tree, node, values
+        self._waiting: Sequence[int] = tree.asked[node]
+        self._draft: Tensor | None = None
+        """(V,) what the next sampled child was drawn from; None: what was recorded."""
+        self._draft_mass = math.nan
+
+    @cached_property
+    def mass(self) -> float:
+        """Sum of the values."""
+        return _sum(self.values)
+
+    @cached_property
+    def child(self) -> int | None:
+        """The next child to ask, see `Probs`."""
+        for place, child in enumerate(self._waiting):
+            if self._given(child) or float(self._drawn_from()[0][self._tree.tokens[child]]) > 0:
+                self._waiting = self._waiting[place:]
+                return child
+        return None
+
+    @property
+    def ratio(self) -> float:
+        """target / draft at the child."""
+        token = self._tree.tokens[self._asked()]
+        target = float(self.values[token]) / self.mass
+        if self._given(self._asked()):
+            return target
+        draft, mass = self._drawn_from()
+        return target / (float(draft[token]) / mass)
+
+    def rejected(self, weight: float = 1.0) -> tuple[HostProbs, float]:
+        """Without the child, and the mass that was left."""
+        child, rest = self._asked(), HostProbs(self._tree, self.node, self.values)
+        token = self._tree.tokens[child]
+        rest._waiting = self._waiting[1:]
+        rest._draft, rest._draft_mass = self._draft, self._draft_mass
+        if self._tree.drawn[child] is Drawn.WITHOUT_REPLACEMENT and rest._waiting and not self._given(rest._waiting[0]):
+            rest._draft = _without(self._drawn_from()[0], token)
+            rest._draft_mass = _sum(rest._draft)
+        if weight < TINY:
+            return rest, 0.0
+        if self._given(child):
+            left = _without(self.values, token)
+        else:
+            draft, mass = self._drawn_from()
+            left = torch.sub(self.values, draft, alpha=self.mass / (mass * weight)).clamp_(min=0)
+        mass = _sum(left)
+        if mass <= 0:
+            return rest, 0.0
+        rest.values = left
+        rest.__dict__["mass"] = mass
+        return rest, mass * weight / self.mass
+
+    def draw(self, rng: Rng) -> int:
+        """A token from the values."""
+        return rng.draw(self.values, self._tree.depths[self.node])
+
+    def of_child(self, child: int) -> float:
+        """The probability of a child's token."""
+        return float(self.values[self._tree.tokens[child]])
+
+    @property
+    def entropy(self) -> float:
+        """In nats."""
+        return float(torch.special.entr(self.values).sum(dtype=widest(self.values.device)))
+
+    def _asked(self) -> int:
+        assert self.child is not None, "there is no child to ask"
+        return self.child
+
+    def _given(self, child: int) -> bool:
+        return self._tree.drawn[child] is Drawn.DETERMINISTIC
+
+    def _drawn_from(self) -> tuple[Tensor, float]:
+        """What the next sampled child was drawn from, and its mass."""
+        if self._draft is None:
+            self._draft = self._tree.laws[self.node].to(self.values.device)
+            known = self._tree.masses.get(self.node)
+            self._draft_mass = _sum(self._draft) if known is None else known
+        return self._draft, self._draft_mass
+
+
+def share(mass: float, weight: float) -> float:
+    """mass / (mass + 1 - weight): the chance that a node still holds after the draw below it was rejected; 0/0 is 1.
+
+    0/0 means that the draft below was the target itself, where a rejection has probability zero.
+    """
+    total = mass + max(1.0 - weight, 0.0)
+    return mass / total if total > 0 else 1.0
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=widest(values.device)))
+
+
+def _without(values: Tensor, token: int) -> Tensor:
+    rest = values.clone()
+    rest[token] = 0
+    return rest
