@@ -23,7 +23,6 @@ USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
 CYCLES = {
     frozenset({"forerun.target.nouns", "forerun.types"}),
-    frozenset({"forerun.training.convert.api", "forerun.training.convert.model"}),
     frozenset(
         {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
     ),

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.checkpoints.export import export_head
 from forerun.demo import FOLDER
-from forerun.drafters.heads.eagle import EagleHead
-from forerun.training.fresh import fresh_head, head_config
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 
 SHIPPED = FOLDER / "eagle3"
 BOUNDARIES = (1, 4, 7)
@@ -51,7 +50,7 @@ def stand_in(target: Path, texts: Sequence[Sequence[int]]) -> EagleHead:
     """An EAGLE-3.1 head in float32 that was fitted, not trained."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     options = {"boundaries": BOUNDARIES, "fc_norm": True, "norm_output": True}
-    head = fresh_head(model, head_config(model, None, options))
+    head = EagleHead.initial(model, EagleConfig.for_target("eagle3", model, None, options))
     size = head.fc.in_features
     squares, products = torch.zeros(size, size), torch.zeros(size, head.config.hidden_size)
     for text in texts:

@@ -18,11 +18,12 @@ from common import Clock, WindowBatches
 from safetensors.torch import load_file
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.fresh import fresh_head, head_config
 from forerun.training.loop import train
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 
 Job = dict[str, Any]
 
@@ -51,8 +52,8 @@ def main(job_file: str, result_file: str) -> None:
     model, _ = common.load_target(job["target"], "cpu")
     names = ("norm_before_fc", "norm_before_residual", "norm_output")
     options = {name: job["post_norm"] for name in names} | {"own_lm_head": job["lm_head"] == "own"}
-    config = head_config(model, None, {**options, "boundaries": tuple(job["boundaries"])})
-    head = fresh_head(model, config, seed=job["seed"])
+    config = EagleConfig.for_target("eagle3", model, None, {**options, "boundaries": tuple(job["boundaries"])})
+    head = EagleHead.initial(model, config, seed=job["seed"])
     objective = Eagle3Objective(head, FrozenTarget.of(model), Eagle3Settings(steps=job["ttt_steps"]))
     clock = Clock("cpu")
     batches = WindowBatches(

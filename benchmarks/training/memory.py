@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 from forerun.bench.goals import at_most
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch
 from forerun.training.loop import Parallel
 from forerun.training.loop.distributed import spread
 from forerun.training.loop.gradient import backward, scale
 from forerun.training.loop.optimizers import build_optimizers
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.types import LAST_HIDDEN
 
 GOAL = 0.15

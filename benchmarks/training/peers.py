@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from forerun import demo
 from forerun.bench.goals import Goal, at_least
 from forerun.checkpoints import TargetFacts, read_head
-from forerun.drafters.heads.config import default_boundaries
+from forerun.drafters.heads.eagle import default_boundaries
 from forerun.training.evaluate import Evaluation, EvaluationSettings
 
 HERE = Path(__file__).resolve().parent

@@ -23,16 +23,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.bench.goals import at_least
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.fresh import fresh_head, head_config
 from forerun.training.loop import Parallel
 from forerun.training.loop.distributed import spread
 from forerun.training.loop.gradient import backward, scale
 from forerun.training.loop.objective import LossReport
 from forerun.training.loop.optimizers import build_optimizers, set_rate
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget, Unrolled
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, Unrolled
 
 GOAL = 0.3
 """Share of a step's time that its matrix products take at least."""
@@ -73,7 +74,9 @@ class Step:
     def __init__(self, arguments: argparse.Namespace, model: Any, windows: Tensor, steps: int) -> None:
         self.clock = Clock(arguments.device)
         self.settings = TrainSettings(steps=10_000, optimizer=arguments.optimizer)
-        head = fresh_head(model, head_config(model, None, {"own_lm_head": arguments.lm_head == "own"}))
+        head = EagleHead.initial(
+            model, EagleConfig.for_target("eagle3", model, None, {"own_lm_head": arguments.lm_head == "own"})
+        )
         self.head = head.to(model.device).train()
         settings = Eagle3Settings(steps=steps, gradient_checkpointing=arguments.gradient_checkpointing)
         objective = TimedObjective(self.clock, self.head, FrozenTarget.of(model), settings)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from forerun.training.vocabulary import Teacher, hard_loss
+from forerun.training.chunked_loss import Teacher, hard_loss
 
 PHASES = ((0.80, 512), (0.16, 1024), (0.04, 2048))
 """Share of the steps, and their context in tokens: attention is dear on a CPU, so the long contexts come last."""

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 
 
 def head(**options: Any) -> EagleHead:

@@ -14,7 +14,7 @@ from forerun import LLM, SamplingParams
 from forerun.bench.scale import ScaledModel, scale_model
 from forerun.bench.scale_head import multiplications, scale_config, scale_head, scaled_head_folder
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.target import Target
 from forerun.types import LAST_HIDDEN
@@ -45,7 +45,7 @@ def drafted_logits(folder: Path, checkpoint: HeadCheckpoint, dtype: torch.dtype)
     target = Target(loaded(folder, dtype), slots=96)
     made = checkpoint.build(dtype).eval()
     scored = target.prefill([0], [PROMPT[:-1]], signals=frozenset(made.config.boundaries))
-    runner = HeadRunner(made, target, 1, 96)
+    runner = SequentialRunner(made, target, 1, 96)
     runner.ingest([0], [PROMPT[1:]], scored.signals)
 
     def chain(first: torch.Tensor) -> torch.Tensor:

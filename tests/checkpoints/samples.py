@@ -1,4 +1,4 @@
-"""Small heads of every variant, the target that they fit, and what a head computes."""
+"""Small EAGLE heads of every variant, the target that they fit, and what a head computes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forerun import checkpoints
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.types import LAST_HIDDEN
 
+FORMATS = [name for name, entry in checkpoints.FORMATS.items() if "eagle3" in entry.kinds]
+"""Those that carry EAGLE-3 heads."""
 PLAIN = EagleConfig(
     hidden_size=16,
     target_hidden_size=16,

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
 from forerun.checkpoints import HeadCheckpoint, differences, export, read_head, write_head
-from forerun.checkpoints.diagnose import diagnose
+from forerun.checkpoints.diagnose import diagnose, diagnose_files
 from forerun.checkpoints.export import export_head
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.findings import ENGINES, Finding, worst
-from forerun.checkpoints.layout import diagnose_files
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
 

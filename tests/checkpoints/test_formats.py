@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, logits, sample
+from checkpoints.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample
 from forerun.checkpoints import (
-    FORMATS,
     HeadCheckpoint,
     differences,
     format_named,
@@ -22,8 +21,7 @@ from forerun.checkpoints import (
     write_head,
 )
 from forerun.checkpoints.tensors import expected_shapes
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
 
@@ -73,7 +71,7 @@ def test_a_format_recognises_its_own_files_and_no_others(name: str) -> None:
 def test_unknown_formats_are_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError, match="'speculators'"):
         format_named("speculator")
-    with pytest.raises(CheckpointError, match="no EAGLE head's"):
+    with pytest.raises(CheckpointError, match="no head's"):
         format_of({"dflash_config": {}, "hidden_size": 8})
 
 

@@ -134,7 +134,7 @@ def spoil(head: Path, how: str) -> None:
         ("no config", r"no config\.json"),
         ("broken", r"config\.json is no JSON"),
         ("list", "must hold an object, got list"),
-        ("other", "no EAGLE head's in any known format"),
+        ("other", "no head's in any known format"),
     ],
 )
 def test_spoiled_directories_are_refused(head: Path, how: str, message: str) -> None:

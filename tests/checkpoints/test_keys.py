@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from checkpoints.samples import FIRST, LLAMA3, PLAIN, TARGET, VARIANTS, sample
-from forerun.checkpoints import FORMATS, differences, format_named, format_of, read_head, write_head
+from checkpoints.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample
+from forerun.checkpoints import differences, format_named, format_of, read_head, write_head
 from forerun.checkpoints.diagnose import diagnose
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.findings import ENGINES, worst
 from forerun.checkpoints.keys import MEANINGLESS, NEUTRAL
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 
 PLACES = {
@@ -48,7 +48,7 @@ def on_disk(directory: Path, name: str, place: str = "", **added: Any) -> Path:
 
 
 def test_every_format_is_tried() -> None:
-    assert PLACES.keys() == FORMATS.keys()
+    assert PLACES.keys() == set(FORMATS)
 
 
 @pytest.mark.parametrize(("name", "place"), EVERYWHERE)

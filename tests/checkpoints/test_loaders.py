@@ -14,15 +14,14 @@ from transformers import AutoConfig
 
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
 from forerun.checkpoints import HeadCheckpoint, differences, format_named, read_head, write_head
-from forerun.checkpoints.diagnose import diagnose
-from forerun.checkpoints.engines import LOADERS, adapted, mismatches
-from forerun.checkpoints.export import DESTINATIONS, export_head
+from forerun.checkpoints.diagnose import diagnose, diagnose_files
+from forerun.checkpoints.eagle_engines import DESTINATIONS, LOADERS, adapted, mismatches
+from forerun.checkpoints.export import export_head
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.findings import ENGINES, Finding, worst
 from forerun.checkpoints.flat import write_flat
-from forerun.checkpoints.layout import diagnose_files
 from forerun.checkpoints.names import respelled, to_file
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

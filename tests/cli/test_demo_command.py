@@ -14,8 +14,7 @@ from cli.conftest import Ran
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import demo, race
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
 from forerun.types import Source, Verdict

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from cli.conftest import Ran
-from forerun.training.heads_catalogue import known_heads, suggest
+from forerun.drafters.heads.catalogue import known_heads, suggest
 
 Forerun = Callable[..., Ran]
 

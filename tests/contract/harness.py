@@ -33,8 +33,8 @@ from forerun.certify.chi_square import draws_for
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.datastore import write as write_datastore
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.sampling import Sampler
 from forerun.training.data.identity import TokenizerIdentity
 from forerun.tree import TokenTree, token_trees
@@ -138,6 +138,23 @@ def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
     head = EagleHead(config).eval()
     if own:
         head.set_vocabulary(torch.tensor([0, 1, 2, 3, 5, 7, 8, 10, 11]))
+    return head
+
+
+@functools.cache
+def medusa_head() -> MedusaHead:
+    """A random head of three depths for `model()`."""
+    torch.manual_seed(4)
+    config = MedusaConfig(
+        num_heads=3,
+        target_hidden_size=32,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        boundaries=(LAST_HIDDEN,),
+    )
+    head = MedusaHead(config).eval()
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
     return head
 
 
@@ -280,9 +297,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _eagle("eagle3", "tree", shape=(3, 2, 1)),
         _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
     ],
-    "eagle": [
-        _eagle("eagle", "chain", num_speculative_tokens=3),
-        _eagle("eagle", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
+    "eagle": [_eagle("eagle", "chain", num_speculative_tokens=3)],
+    "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],
+    "medusa": [
+        Variant("medusa", "ranks", {"model": medusa_head(), "nodes": 8}),
+        Variant("medusa", "chain", {"model": medusa_head(), "shape": (1, 1, 1), "draw": "iid"}),
+        Variant("medusa", "sampled-tree", {"model": medusa_head(), "nodes": 6, "draw": "without_replacement"}),
     ],
 }
 

@@ -44,8 +44,8 @@ def poison(made: list[Any], value: float) -> int:
     count = 0
     for each in made:
         if isinstance(each, HeadRunner):
-            each._features.fill_(value)
-            each._outputs.fill_(value)
+            for state in ("_features", "_outputs"):  # of a parallel head there is but one
+                getattr(each, state, each._features).fill_(value)
             continue
         for store in each._tensors():
             written = store.flatten(2).abs().amax(2) > 0

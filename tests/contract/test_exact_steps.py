@@ -19,8 +19,7 @@ from contract.tongues import retold, tongue
 from forerun import step as stepping
 from forerun.drafters import first_of, levels, merge
 from forerun.drafters.composing.joining import join
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.levels import FixedTree, Grown, Submitted
 from forerun.engine import core
 from forerun.engine.completion import Completion

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.eagle import Advanced, EagleHead
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.eagle import Advanced, EagleConfig, EagleHead
+from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.target import Target
-from forerun.training.fresh import head_config
 from forerun.types import LAST_HIDDEN
 from training.ttt import features, head, model, tokens
 
@@ -89,7 +88,7 @@ def naive(made: EagleHead, text: list[int], path: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def drafted(made: EagleHead, texts: Sequence[list[int]]) -> list[Tensor]:
     """(B, F, V') logits of the root and of each level of the tree."""
-    runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=len(texts), slots=64)
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=len(texts), slots=64)
     for row, text in enumerate(texts):
         runner.ingest([row], [text[1:]], features(text[:-1], made.config.boundaries))
 
@@ -161,9 +160,9 @@ def test_the_engine_drafts_with_the_window_and_answers_the_same(options: dict[st
 
 def test_a_recipe_can_ask_for_a_window() -> None:
     asked = {"num_hidden_layers": 2, "sliding_window": 8, "full_layers": [0]}
-    made = head_config(model(), options=asked)
+    made = EagleConfig.for_target("eagle3", model(), options=asked)
     assert [made.window(layer) for layer in range(2)] == [None, 8]
-    assert head_config(model()).sliding_window is None
+    assert EagleConfig.for_target("eagle3", model()).sliding_window is None
 
 
 @pytest.mark.parametrize(

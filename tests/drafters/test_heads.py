@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.config import EagleConfig, default_boundaries
 from forerun.drafters.heads.drafting import HeadDrafter
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleHead, default_boundaries
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from training.ttt import batch_of, head, model, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
@@ -39,9 +40,8 @@ def drafter_of(llm: LLM) -> HeadDrafter:
     ],
 )
 def test_a_head_for_another_target_is_refused(options: dict[str, Any], error: type[Exception], named: str) -> None:
-    config = {**{name: getattr(head().config, name) for name in EagleConfig.__slots__}, **options}
     with pytest.raises(error, match=named):
-        engine(EagleHead(EagleConfig(**config)))
+        engine(EagleHead(dataclasses.replace(head().config, **options)))
 
 
 def test_a_head_of_another_generation_is_refused_by_the_method_to_use() -> None:

@@ -18,7 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.dynamic import DynamicTree
 from forerun.drafters.growth import likeliest
 from forerun.drafters.heads.drafting import HeadDrafter
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.runner import SequentialRunner
 from forerun.recordings import Recordings, Work
 from forerun.target import Target
 from training.ttt import head, model, tokens
@@ -122,7 +122,7 @@ def test_what_reads_on_the_host_is_not_recorded() -> None:
     llm, drafts = engine({"num_speculative_tokens": 3, "top_k": 3, "stop_below": 0.2}, recordings, {})
     llm.generate({"prompt_token_ids": tokens(6)}, SamplingParams(temperature=0, max_tokens=12, detokenize=False))
     assert drafts and not len(recordings)
-    assert not HeadRunner(
+    assert not SequentialRunner(
         head(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), Target(model(), rows=1, slots=8), 1, 8
     ).recordings.active
 
@@ -171,7 +171,7 @@ def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -
 def test_no_level_needs_a_value(options: dict[str, Any]) -> None:
     """On the meta device, and with rows that do not follow each other."""
     made = head(own_embedding=True, **options).to("meta")
-    runner = HeadRunner(made, Target(model(), rows=1, slots=8), rows=4, slots=64)
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=8), rows=4, slots=64)
     tree = DynamicTree(depth=4, top_k=3, nodes=9)
     best = runner.unroll([0, 2], tree.run, lambda logits: tree.grow(logits, runner.descend, None, 4))
     assert best.order.shape == (2, 9) and best.order.device.type == "meta"

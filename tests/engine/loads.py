@@ -9,8 +9,7 @@ import torch
 
 from engine.conftest import tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.types import CompletionOutput, RequestOutput, StreamChunk
 
 TEXT = "the cat sat; pack my box with five dozen liquor jugs, the dog sat. how vexingly quick daft zebras jump! the cat"

@@ -21,8 +21,7 @@ from transformers import LlamaForCausalLM
 
 from emulation import kernels_in_c, packed_linears
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from llamas import tiny_llama
 
 VOCABULARY, SIZE, ROWS = 128, 64, 4

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun.drafters.heads.config import EagleConfig, default_boundaries
-from forerun.training.fresh import FREE
-from forerun.training.recipe import TrainRecipe, read_recipe, to_plain
+from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
+from forerun.drafters.heads.kinds import kind_named
+from forerun.training.objectives import OBJECTIVES
+from forerun.training.recipe import make_recipe, read_recipe, to_plain
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "eagle3").glob("*.yaml"))
@@ -19,8 +21,8 @@ TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_complete_and_its_head_can_be_built(path: Path) -> None:
-    recipe = read_recipe(path)
-    assert set(recipe.draft.options) <= set(FREE)
+    recipe = read_recipe("eagle3", path)
+    assert set(recipe.draft.options) <= set(EagleConfig.OPTIONS)
     layers = {"demo": 8, "meta-llama/Llama-3.1-8B-Instruct": 32, "Qwen/Qwen3-8B": 36}[recipe.target]
     boundaries = tuple(recipe.draft.options.get("boundaries", default_boundaries(layers)))
     assert boundaries == default_boundaries(layers)
@@ -46,7 +48,7 @@ def table(text: str, first: str) -> list[list[str]]:
 
 
 def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
-    defaults = to_plain(TrainRecipe(target="a", data="b", output="c"))
+    defaults = to_plain(make_recipe("eagle3", {"target": "a", "data": "b", "output": "c"}))
     rows = table(TRAINING, "key")
     assert len(rows) > 25
     for key, default, _ in rows:
@@ -56,9 +58,20 @@ def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
         assert str(value) == default.strip("`"), key
 
 
+def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
+    rows = table(TRAINING, "kind")
+    assert {row[0].strip("`") for row in rows} == set(OBJECTIVES) - {"eagle3"}
+    for kind, key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
+        value: Any = to_plain(make_recipe(kind, {"target": "a", "data": "b", "output": "c"}))
+        fields = {field.name: field.default for field in dataclasses.fields(kind_named(kind).head.Config)}
+        for part in key.split("."):
+            value = fields if part == "options" else value[part]
+        assert str(value) == default, key
+
+
 def test_the_variants_of_the_training_guide_are_options_of_a_head() -> None:
     names = [name for row in table(TRAINING, "option") for name in re.findall(r"`(\w+)`", row[0])]
-    assert len(names) > 8 and set(names) <= set(FREE)
+    assert len(names) > 8 and set(names) <= set(EagleConfig.OPTIONS)
     fields = EagleConfig.__dataclass_fields__
     for cells in table(TRAINING, "option"):
         for name, shown in zip(re.findall(r"`(\w+)`", cells[0]), cells[1].split(", "), strict=False):

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.training import unrolled
+from forerun.training import ttt_attention as attention
 from forerun.training.batch import FeatureBatch
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
-from forerun.training.unrolled import blocks_of, unrolled_attention
-from forerun.training.vocabulary import Divergence
+from forerun.training.chunked_loss import Divergence
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from forerun.training.ttt_attention import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 from training.ttt import VOCABULARY, batch_of, head, model, tokens
 
@@ -47,13 +48,13 @@ def plain_attention(
 def test_attention_and_its_gradients_equal_the_plain_ones(
     steps: int, reach: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(unrolled.QUERY_BLOCK, "cpu", block)
+    monkeypatch.setitem(attention.QUERY_BLOCK, "cpu", block)
     generator = torch.Generator().manual_seed(0)
     documents = torch.tensor([[0] * 7 + [1] * 6, [0] * 3 + [1] * 8 + [-1] * 2])
     shapes = [(2, 4, 13, 8)] + [(2, 2, 13, 8)] * (2 + 2 * steps)
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     own = list(zip(given[3::2], given[4::2], strict=True))
-    ours = unrolled_attention(given[0], given[1], given[2], own, blocks_of(documents, reach))
+    ours = ttt_attention(given[0], given[1], given[2], own, blocks_of(documents, reach))
     theirs = plain_attention(given[0], given[1], given[2], own, documents, reach)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     flow = torch.randn(ours.shape, generator=generator, dtype=torch.float64)

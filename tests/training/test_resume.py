@@ -16,7 +16,7 @@ from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.training.data.store import PreparedData, PreparedWriter
 from forerun.training.loop import Parallel
-from forerun.training.recipe import TrainRecipe, flat, read_recipe
+from forerun.training.recipe import flat, make_recipe, read_recipe
 from forerun.training.run import Run, assemble, train_head
 from training.conftest import words
 
@@ -28,7 +28,7 @@ HARMLESS = {
     *("training.eval_every_steps", "training.keep_checkpoints", "training.log_every_steps"),
 }
 """What may change; all that is not here may not."""
-ELSEWHERE = {"target", "data", "mode", "features", "evaluation.prompts", "output", "trackers"}
+ELSEWHERE = {"kind", "target", "data", "mode", "features", "evaluation.prompts", "output", "trackers"}
 """Keys that other tests change: directories, which count by what they hold."""
 OTHER: dict[str, Any] = {
     "target_dtype": "bfloat16",
@@ -47,7 +47,7 @@ OTHER: dict[str, Any] = {
 }
 """Another value of each key that is no number and no switch."""
 SHA = "sha256 [0-9a-f]{16}"
-KEYS = sorted(flat(TrainRecipe(target="a", data="b", output="c")).keys() - ELSEWHERE)
+KEYS = sorted(flat(make_recipe("eagle3", {"target": "a", "data": "b", "output": "c"})).keys() - ELSEWHERE)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def finished(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFact
     """A run of one step, and what it was made of."""
     output = tmp_path_factory.mktemp("finished") / "run"
     given = [word for word in words(target, prepared, output, 1) if re.match(r"[a-z_.]+=", word)]
-    recipe = read_recipe(None, given, {"target": str(target), "data": str(prepared), "output": str(output)})
+    recipe = read_recipe("eagle3", None, given, {"target": str(target), "data": str(prepared), "output": str(output)})
     run = assemble(recipe, Parallel())
     assert train_head(run, Parallel())["reason"] == "finished"
     return run

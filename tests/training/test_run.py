@@ -110,7 +110,9 @@ def test_every_stored_dtype_is_planned_and_trained(
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("target: a\ndata: b\noutput: c\ntraining: {learning_rate: 1e-3, steps: 5}\n")
-    recipe = read_recipe(file, ["training.steps=9", "objective.divergence=lk"], {"target": "z", "features": None})
+    recipe = read_recipe(
+        "eagle3", file, ["training.steps=9", "objective.divergence=lk"], {"target": "z", "features": None}
+    )
     assert (recipe.target, recipe.data, recipe.training.steps) == ("z", "b", 9)
     assert recipe.training.learning_rate == 1e-3
     assert recipe.objective.divergence.value == "lk"
@@ -131,7 +133,7 @@ def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
 )
 def test_a_wrong_word_is_refused_by_name(word: str, named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
-        read_recipe(None, [word], {"target": "a", "data": "b", "output": "c"})
+        read_recipe("eagle3", None, [word], {"target": "a", "data": "b", "output": "c"})
 
 
 SPREADS = {

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.heads.runner import SequentialRunner
 from forerun.target import Target
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget
-from training.ttt import batch_of, features, head, model, tokens
+from forerun.training.objectives import objective_for
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from training.ttt import FIRST, batch_of, features, head, model, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -28,13 +31,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window-shorter-than-the-chain": {"sliding_window": 2},
     "window-of-one": {"sliding_window": 1},
     "mixed-layers": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)},
+    "eagle-1": FIRST,
+    "eagle-1-with-its-own": {**FIRST, "own_lm_head": True, "fc_bias": True},
 }
 STEPS = 4
 
 
 def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
     """Logits (V') of each step when drafting behind token `index` + 1, told the true tokens as it goes."""
-    runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
     seen = {boundary: states[:, : index + 1] for boundary, states in features(text, made.config.boundaries).items()}
     runner.ingest([0], [text[1 : index + 2]], seen)
 
@@ -52,10 +57,10 @@ def drafted(made: EagleHead, text: list[int], index: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: bool) -> None:
     made, text = head(**VARIANTS[variant]), tokens(14)
-    settings = Eagle3Settings(steps=STEPS, gradient_checkpointing=checkpointed)
-    objective = Eagle3Objective(made, FrozenTarget.of(model()), settings)
+    cls = objective_for(kind_named(made.config.kind))
+    objective = cls(made, FrozenTarget.of(model()), cls.Settings(steps=STEPS, gradient_checkpointing=checkpointed))
     steps = list(objective.unroll(batch_of([text], made.config.boundaries)))
-    runner = HeadRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
     for index in (0, 3, 7):
         for unrolled, expected in zip(steps, drafted(made, text, index), strict=True):
             found = runner.logits(unrolled.output)[0, index]
@@ -86,7 +91,7 @@ def test_branches_of_a_tree_equal_separate_chains() -> None:
 
     def last_level(*levels: tuple[list[int], list[int]]) -> torch.Tensor:
         """Logits of the last of these levels: its tokens, and the places of their parents."""
-        runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+        runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
 
         def grow(_: torch.Tensor) -> torch.Tensor:
@@ -106,7 +111,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.Monkey
     found = []
     for piece in (512, 5):
         monkeypatch.setattr("forerun.drafters.heads.runner.PIECE", piece)
-        runner = HeadRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+        runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
         found.append(runner.unroll([0], 0, lambda logits: logits))
     torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-4)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.target import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
@@ -17,6 +17,13 @@ from llamas import tiny_llama
 
 VOCABULARY = 40
 HIDDEN = 32
+FIRST: dict[str, Any] = {
+    "generation": 1,
+    "boundaries": (LAST_HIDDEN,),
+    "draft_vocab_size": VOCABULARY,
+    "own_lm_head": False,
+}
+"""What makes an EAGLE-1 head of `head`."""
 
 
 @functools.cache
@@ -26,7 +33,7 @@ def model() -> LlamaForCausalLM:
 
 
 def head(**options: Any) -> EagleHead:
-    """A random EAGLE-3 head for `model()`; a reduced vocabulary unless the options say otherwise."""
+    """A random head for `model()`, EAGLE-3's; a reduced vocabulary unless the options say otherwise."""
     torch.manual_seed(1)
     given = {
         "hidden_size": HIDDEN,
@@ -48,6 +55,16 @@ def head(**options: Any) -> EagleHead:
     if made.config.reduced_vocabulary:
         ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
         made.set_vocabulary(ids.sort().values)
+    return made
+
+
+def medusa(**options: Any) -> MedusaHead:
+    """A random Medusa head for `model()`; of three depths unless the options say otherwise."""
+    torch.manual_seed(1)
+    config = MedusaConfig.for_target("medusa", model(), options={"num_heads": 3, **options})
+    made = MedusaHead(config).eval()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
     return made
 
 

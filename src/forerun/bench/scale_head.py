@@ -29,7 +29,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_of, write_he
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.tensors import expected_shapes
 from forerun.demo import resolve
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError
 
 _WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, differences
 from forerun.checkpoints.files import read_head, write_head
-from forerun.checkpoints.registry import FORMATS, format_named, format_of
+from forerun.checkpoints.registry import FORMATS, format_for, format_named, format_of
 
 __all__ = [
     "FORMATS",
@@ -16,6 +16,7 @@ __all__ = [
     "HeadCheckpoint",
     "TargetFacts",
     "differences",
+    "format_for",
     "format_named",
     "format_of",
     "read_head",

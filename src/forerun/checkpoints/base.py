@@ -5,20 +5,20 @@ Knows no format and reads no file of a head.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.checkpoints.keys import unknown_keys
 from forerun.checkpoints.tensors import check_tensors
-from forerun.drafters.heads.config import EagleConfig
-
-if TYPE_CHECKING:
-    from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.kinds import kind_named
+from forerun.target.headers import SINGLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,9 +29,10 @@ class HeadCheckpoint:
         CheckpointError: a tensor is missing, unknown or misshapen, or ``d2t`` is no map into the target's vocabulary.
     """
 
-    config: EagleConfig
+    config: Any
+    """A `HeadConfig`, of the kind that the head is of."""
     tensors: Mapping[str, Tensor]
-    """By the names of `EagleHead`; on the CPU, each in the dtype that it was stored in."""
+    """By the names of the kind's module; on the CPU, each in the dtype that it was stored in."""
     notes: tuple[str, ...] = ()
     """What a reader could not know for certain, as sentences for the user."""
 
@@ -39,7 +40,7 @@ class HeadCheckpoint:
         check_tensors(self.config, self.tensors)
 
     @classmethod
-    def of(cls, head: EagleHead) -> HeadCheckpoint:
+    def of(cls, head: Head) -> HeadCheckpoint:
         """A copy of a head's weights as they are now."""
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()}
         return cls(config=head.config, tensors=tensors)
@@ -47,14 +48,12 @@ class HeadCheckpoint:
     @property
     def unknown(self) -> list[str]:
         """Keys of the file it came from of which nothing is known: they may change what engines compute."""
-        return unknown_keys({**self.config.extra, "rope_scaling": self.config.rope_scaling or {}})
+        return unknown_keys({**self.config.extra, "rope_scaling": getattr(self.config, "rope_scaling", None) or {}})
 
-    def build(self, dtype: torch.dtype | None = None) -> EagleHead:
-        """A module with copies of these weights, in `dtype` or each as it was stored."""
-        from forerun.drafters.heads.eagle import EagleHead
-
+    def build(self, dtype: torch.dtype | None = None) -> Any:
+        """A module of the head's kind with copies of these weights, in `dtype` or each as it was stored."""
         with torch.random.fork_rng(devices=[]):  # fresh weights, soon overwritten, must not disturb anybody's seed
-            head = EagleHead(self.config)
+            head = kind_named(self.config.kind).head(self.config)
         # Assigned one by one: Module.to() would also round the rotary frequencies.
         weights = {name: _as(tensor, dtype).clone() for name, tensor in self.tensors.items()}
         head.load_state_dict(weights, strict=True, assign=True)
@@ -63,10 +62,12 @@ class HeadCheckpoint:
 
 def differences(first: HeadCheckpoint, second: HeadCheckpoint) -> list[str]:
     """Names of configuration fields and tensors that are not the same, the tensors compared bit for bit."""
+    if type(first.config) is not type(second.config):
+        return ["config.kind"]
     fields = [
-        f"config.{name}"
-        for name in EagleConfig.__dataclass_fields__
-        if getattr(first.config, name) != getattr(second.config, name)
+        f"config.{field.name}"
+        for field in dataclasses.fields(first.config)
+        if getattr(first.config, field.name) != getattr(second.config, field.name)
     ]
     names = sorted(first.tensors.keys() | second.tensors.keys())
     return fields + [name for name in names if not _same(first.tensors.get(name), second.tensors.get(name))]
@@ -121,15 +122,29 @@ class TargetFacts:
         return cls.of(read_config(found, LoadOptions()), found)
 
 
-class Format(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFiles:
+    """A directory as it lies there, before any format has made sense of it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """``config.json``."""
+    tensors: Mapping[str, Tensor]
+    """Of all shards, under the names on disk."""
+
+
+class Format:
     """One public format: where its keys and tensors differ from ours."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+    mark: ClassVar[str]
+    """What stands in every ``config.json`` of this format, in lower case: a directory without it is somebody else's."""
+    weights: ClassVar[str] = SINGLE
+    """The file of the tensors."""
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` is written in this format."""
-        ...
+        raise NotImplementedError
 
     def read(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
@@ -139,15 +154,15 @@ class Format(Protocol):
         Raises:
             CheckpointError: what is stored is incomplete, contradicts itself, or is no head of this kind.
         """
-        ...
+        raise NotImplementedError
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The keys of ``config.json`` and the tensors of ``model.safetensors``.
+        """The keys of ``config.json`` and the tensors of `weights`.
 
         Raises:
             CheckpointError: the format has no words for this head.
         """
-        ...
+        raise NotImplementedError
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

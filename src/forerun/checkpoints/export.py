@@ -1,48 +1,22 @@
 """Writes a head for one serving engine, proves what was written, and says how to start the engine with it.
 
-What the engine would silently degrade is refused. Knows each engine's launch line, not how to run it.
+What the engine would silently degrade is refused. Knows no engine and no kind of head: they are in `engines`.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts, differences
 from forerun.checkpoints.diagnose import diagnose
-from forerun.checkpoints.engines import adapted, sglang_window
-from forerun.checkpoints.files import README, TRTLLM, parse, read_files, write_head
+from forerun.checkpoints.engines import Destination, Launch, destinations_for, engines_for
+from forerun.checkpoints.files import README, parse, read_files, write_head
 from forerun.checkpoints.findings import Finding
-from forerun.checkpoints.layer_ids import to_outputs
+from forerun.checkpoints.registry import format_for
+from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, CheckpointError, nearest
-
-DRAFTED = 5
-"""Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """What a launch line is made of."""
-
-    head: HeadCheckpoint
-    target: TargetFacts
-    directory: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Destination:
-    """One value of ``--to``."""
-
-    title: str
-    format_name: str
-    engine: str | None
-    """Whose findings count; None: nobody's."""
-    command: Callable[[Launch], str]
-    counting: str
-    """How this engine counts the tokens of a step."""
+from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +41,7 @@ def export_head(
     Args:
         head_dir: directory or hub id of a head in any known format.
         target: the model that it drafts for.
-        to: vllm, sglang, trtllm, speculators or hf.
+        to: hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
         output: a new or empty directory, or a former export.
         force: write also what the engine degrades or cannot load.
 
@@ -76,35 +50,37 @@ def export_head(
         CheckpointError: the head cannot be read, the engine would not serve it as trained, or what was written is
             not what was read.
     """
-    destination = _destination(to)
     stored = read_files(head_dir)
     directory = Path(output).expanduser().absolute()
     if directory.resolve() == stored.directory.resolve():
         raise ArgumentError(f"{directory} is the head itself; name another directory")
     head = parse(stored, num_layers=target.num_layers)
+    destination = _destination(to, head.config.kind)
+    format_name = destination.format_name or format_for(head.config.kind)
     findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]
     if not force:
         _refuse(findings, destination)
-    head, overrides = adapted(head, destination.engine)
+    head, overrides = engines_for(head.config.kind).adapted(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
-    texts = {README: _readme(launch, destination)}
-    if to == "trtllm":
-        texts[TRTLLM] = _yaml(launch)
-    write_head(head, directory, destination.format_name, target, overrides=overrides, texts=texts)
+    texts = {README: _readme(launch, destination), **(destination.files(launch) if destination.files else {})}
+    write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
     _verify(head, directory)
     return Exported(
         directory=directory,
-        format_name=destination.format_name,
+        format_name=format_name,
         findings=tuple(findings),
         command=destination.command(launch),
         notes=head.notes,
     )
 
 
-def _destination(to: str) -> Destination:
-    if to not in DESTINATIONS:
-        raise ArgumentError(f"cannot export to {to!r}; there are {', '.join(DESTINATIONS)}.{nearest(to, DESTINATIONS)}")
-    return DESTINATIONS[to]
+def _destination(to: str, kind: str) -> Destination:
+    known = destinations_for(kind)
+    if to not in known:
+        raise ArgumentError(
+            f"cannot export to {to!r}; heads of the kind {kind} go to {', '.join(known)}.{nearest(to, known)}"
+        )
+    return known[to]
 
 
 def _refuse(findings: list[Finding], destination: Destination) -> None:
@@ -126,61 +102,12 @@ def _verify(head: HeadCheckpoint, directory: Path) -> None:
         )
 
 
-def _vllm(launch: Launch) -> str:
-    method = "eagle3" if launch.head.config.generation == 3 else "eagle"
-    speculation = {"method": method, "model": str(launch.directory), "num_speculative_tokens": DRAFTED}
-    quoted = shlex.quote(json.dumps(speculation))
-    return f"vllm serve {shlex.quote(launch.target.name_or_path)} --speculative-config {quoted}"
-
-
-def _speculators(launch: Launch) -> str:
-    return f"vllm serve {shlex.quote(str(launch.directory))}"
-
-
-def _sglang(launch: Launch) -> str:
-    algorithm = "EAGLE3" if launch.head.config.generation == 3 else "EAGLE"
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(launch.target.name_or_path)} "
-        f"--speculative-algorithm {algorithm} --speculative-draft-model-path {shlex.quote(str(launch.directory))} "
-        f"--speculative-num-steps {DRAFTED} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1} "
-        f"{sglang_window(launch.head.config)}"
-    ).strip()
-
-
-def _trtllm(launch: Launch) -> str:
-    config = shlex.quote(str(launch.directory / TRTLLM))
-    return f"trtllm-serve {shlex.quote(launch.target.name_or_path)} --config {config}"
-
-
-def _hf(launch: Launch) -> str:
-    return (
-        f"forerun generate {shlex.quote(launch.target.name_or_path)} --drafter eagle3 "
-        f"--drafter-model {shlex.quote(str(launch.directory))} --prompt 'def '"
-    )
-
-
-def _yaml(launch: Launch) -> str:
-    """Strings as JSON, which YAML understands."""
-    config = launch.head.config
-    lines = [
-        "speculative_config:",
-        "  decoding_type: Eagle3",
-        f"  max_draft_len: {DRAFTED}",
-        f"  speculative_model: {json.dumps(str(launch.directory))}",
-    ]
-    if config.generation == 3:
-        lines += [f"  eagle3_layers_to_capture: {to_outputs(config.boundaries)}"]
-    if config.num_hidden_layers > 1:
-        lines += [f"  num_eagle_layers: {config.num_hidden_layers}"]
-    return "\n".join(lines) + "\n"
-
-
 def _readme(launch: Launch, destination: Destination) -> str:
     config = launch.head.config
-    kind = "EAGLE-3" if config.generation == 3 else "EAGLE-1/2"
-    reads = f"the boundaries {list(config.boundaries)}" if config.generation == 3 else "the last hidden state"
+    whole = config.boundaries == (LAST_HIDDEN,)
+    reads = "the last hidden state" if whole else f"the boundaries {list(config.boundaries)}"
     return f"""\
-# {kind} head for {launch.target.name_or_path}
+# {kind_named(config.kind).title} head for {launch.target.name_or_path}
 
 Written by forerun for {destination.title}. It reads {reads} of the target ({launch.target.num_layers} layers) and
 proposes {config.draft_vocab_size} of its {config.vocab_size} tokens.
@@ -191,43 +118,3 @@ proposes {config.draft_vocab_size} of its {config.vocab_size} tokens.
 
 {destination.counting}
 """
-
-
-DESTINATIONS: dict[str, Destination] = {
-    "vllm": Destination(
-        title="vLLM",
-        format_name="flat",
-        engine="vllm",
-        command=_vllm,
-        counting="`num_speculative_tokens` counts drafted tokens.",
-    ),
-    "sglang": Destination(
-        title="SGLang",
-        format_name="flat",
-        engine="sglang",
-        command=_sglang,
-        counting="`--speculative-num-draft-tokens` counts the last committed token too: one more than vLLM's number.",
-    ),
-    "trtllm": Destination(
-        title="TensorRT-LLM",
-        format_name="flat",
-        engine="trtllm",
-        command=_trtllm,
-        counting=f"`max_draft_len` in `{TRTLLM}` counts drafted tokens. The layers to capture stand there, too.",
-    ),
-    "speculators": Destination(
-        title="vLLM (speculators)",
-        format_name="speculators",
-        engine="vllm",
-        command=_speculators,
-        counting="`speculative_tokens` in `config.json` counts drafted tokens; vLLM finds the target there, too.",
-    ),
-    "hf": Destination(
-        title="forerun and trainers",
-        format_name="flat",
-        engine=None,
-        command=_hf,
-        counting="`-k` counts drafted tokens.",
-    ),
-}
-"""What ``--to`` can be."""

@@ -9,39 +9,27 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.checkpoints.registry import format_named, format_of
+from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
+from forerun.checkpoints.registry import FORMATS, format_named, format_of
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
 log = logging.getLogger(__name__)
-CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
-OURS = {CONFIG, SINGLE, INDEX, README, TRTLLM, ".gitattributes"}
-"""What a directory may hold to be replaced by a new export: nothing that is not a head's."""
+CONFIG, README = "config.json", "README.md"
+OURS = {CONFIG, INDEX, README, "trtllm.yaml", ".gitattributes"}
+"""What a directory may hold, beside weights, to be replaced by a new export: nothing that is not a head's."""
 UNKNOWN_NOTE = (
     "Nothing is known of these keys of config.json, so the head is drafted with as if they were not there: {}. They "
     "are written back; if they change what the head computes, its drafts are worse than they could be."
 )
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFiles:
-    """A directory as it lies there, before any format has made sense of it."""
-
-    directory: Path
-    config: Mapping[str, Any]
-    """``config.json``."""
-    tensors: Mapping[str, Tensor]
-    """Of all shards, under the names on disk."""
 
 
 def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpoint:
@@ -52,7 +40,7 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
         num_layers: of the target; needed where the file does not say which layers the head reads.
 
     Raises:
-        CheckpointError: missing, truncated, pickled, incomplete, contradictory, or no EAGLE head.
+        CheckpointError: missing, truncated, pickled, incomplete, contradictory, or no head that we know.
     """
     found = parse(read_files(path), num_layers=num_layers)
     if found.unknown:
@@ -74,15 +62,19 @@ def read_files(path: str | Path) -> StoredFiles:
     """Configuration and tensors of a directory or hub id, unread; errors as `read_head`."""
     directory = _directory(path)
     config = _read_config(directory)
+    try:
+        weights = format_of(config).weights
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
-    if pickles and not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+    if pickles and not any((directory / name).is_file() for name in (weights, INDEX)):
         raise CheckpointError(
             f"{directory} holds {', '.join(pickles)}: a pickle can run any code when it is opened, so forerun never "
-            f"does. Convert it to {SINGLE} where you trust it: "
-            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
+            f"does. Convert it to {weights} where you trust it: "
+            f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{weights}')"
         )
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory):
+    for file in weight_files(directory) if weights == SINGLE else [_existing(directory / weights)]:
         twice = sorted(tensors.keys() & read_header(file).keys())
         if twice:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
@@ -115,9 +107,11 @@ def write_head(
     """
     final = Path(directory).expanduser().absolute()
     _refuse_foreign(final)
-    config, tensors = format_named(format_name).write(checkpoint, target)
+    chosen = format_named(format_name)
+    config, tensors = chosen.write(checkpoint, target)
     with written_folder(final) as folder:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, folder / chosen.weights, {"format": "pt"})
         written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}
         for name, text in written.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -144,10 +138,16 @@ def _directory(path: str | Path) -> Path:
         raise explained(path, error) from error
 
 
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} holds no {file.name}, where its config.json says that the weights are")
+    return file
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG
     if not file.is_file():
-        raise CheckpointError(f"{directory} holds no {CONFIG}: expected an EAGLE head's directory")
+        raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -163,10 +163,12 @@ def _refuse_foreign(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise ArgumentError(f"{directory} is a file; name a directory for the head")
-    config = directory / CONFIG
-    if config.is_file() and "eagle" not in config.read_text(encoding="utf-8", errors="replace").lower():
+    config, formats = directory / CONFIG, [format_named(name) for name in FORMATS]
+    text = config.read_text(encoding="utf-8", errors="replace").lower() if config.is_file() else None
+    if text is not None and not any(known.mark in text for known in formats):
         raise ArgumentError(f"{directory} holds another model, which would be deleted; name a new or empty directory")
-    foreign = sorted(file.name for file in directory.iterdir() if file.name not in OURS)
+    ours = OURS | {known.weights for known in formats}
+    foreign = sorted(file.name for file in directory.iterdir() if file.name not in ours)
     if foreign:
         raise ArgumentError(
             f"{directory} holds {', '.join(foreign[:4])}, which would be deleted; name a new or empty directory"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,3 +31,24 @@ def worst(findings: Sequence[Finding], engine: str) -> Severity:
     """The verdict on an engine."""
     found = [SEVERITIES.index(finding.severity) for finding in findings if finding.engine == engine]
     return SEVERITIES[max(found, default=0)]
+
+
+def ok(engine: str, what: str, why: str) -> Finding:
+    """The engine reads it as it was trained."""
+    return Finding(engine=engine, severity="ok", what=what, why=why)
+
+
+def degrades(engine: str, what: str, why: str, remedy: str) -> Finding:
+    """The engine loads it and drafts worse."""
+    return Finding(engine=engine, severity="degrades", what=what, why=why, remedy=remedy)
+
+
+def fails(engine: str, what: str, why: str, remedy: str) -> Finding:
+    """The engine does not load or run it."""
+    return Finding(engine=engine, severity="fails", what=what, why=why, remedy=remedy)
+
+
+def all_engines(severity: Severity, what: str, why: str, remedy: str) -> Iterator[Finding]:
+    """The same of every engine."""
+    for engine in ENGINES:
+        yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
 from forerun.checkpoints.keys import NESTED, Keys
 from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
 from forerun.checkpoints.names import FIRST, MIDLAYER, to_canonical, to_file
 from forerun.checkpoints.tensors import with_vocabulary
 from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
 
@@ -39,11 +39,11 @@ COUNTED_NOTE = (
 TIED_NOTE = "tie_word_embeddings is true; SGLang would then ignore the head's own lm_head. Written false."
 
 
-class FlatFormat:
+class FlatFormat(Format):
     """Heads of SafeAILab/EAGLE, SpecForge, and what vLLM, SGLang, TensorRT-LLM and LMDeploy load."""
 
-    name: ClassVar[str] = "flat"
-    summary: ClassVar[str] = "EAGLE and SpecForge: one flat configuration, tensors midlayer.*"
+    name = "flat"
+    mark = "eagle"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Any transformers-like configuration that is not marked as another format's."""

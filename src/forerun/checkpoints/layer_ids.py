@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.checkpoints.keys import NESTED
-from forerun.drafters.heads.config import default_boundaries
+from forerun.drafters.heads.eagle import default_boundaries
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
 

@@ -6,11 +6,11 @@ ModelOpt counts layers from 0; the boundary list is written too, because vLLM re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
 from forerun.checkpoints.flat import read_flat, write_flat
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.names import to_file
@@ -26,11 +26,11 @@ LAYER_NORMS = {
 """ModelOpt's own keys, at the values that make an EAGLE-3 head; with others it is a head of another kind."""
 
 
-class ModelOptFormat:
+class ModelOptFormat(Format):
     """EAGLE-3 heads that ModelOpt's ``export_hf_checkpoint`` writes."""
 
-    name: ClassVar[str] = "modelopt"
-    summary: ClassVar[str] = "NVIDIA ModelOpt: eagle_config with its layer norms, tensors layers.0.*"
+    name = "modelopt"
+    mark = "eagle"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """By keys inside ``eagle_config`` that nobody else writes."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forerun.drafters.heads.kinds import named
 from forerun.errors import ArgumentError, CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -20,20 +20,34 @@ class Entry:
     path: str
     """``module:Class``, imported when the format is used."""
     summary: str
+    kinds: tuple[str, ...]
+    """Kinds of heads that it carries."""
+    engines: str = ""
+    """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
+    make of them; empty: nothing is known."""
 
 
 FORMATS: dict[str, Entry] = {
     "speculators": Entry(
-        path="forerun.checkpoints.layout:SpeculatorsFormat",
+        path="forerun.checkpoints.speculators:SpeculatorsFormat",
         summary="speculators_config and a nested transformer_layer_config; vLLM serves the directory by itself",
+        kinds=("eagle3",),
     ),
     "modelopt": Entry(
         path="forerun.checkpoints.modelopt:ModelOptFormat",
         summary="NVIDIA ModelOpt's export: eagle_config with its layer norms, tensors named layers.0.*",
+        kinds=("eagle3",),
+    ),
+    "medusa": Entry(
+        path="forerun.checkpoints.medusa:MedusaFormat",
+        summary="Medusa: medusa_lm_head.safetensors beside three keys; the sizes are those of the tensors",
+        kinds=("medusa",),
     ),
     "flat": Entry(
         path="forerun.checkpoints.flat:FlatFormat",
         summary="EAGLE and SpecForge: one flat configuration, tensors named midlayer.*; every engine reads it",
+        kinds=("eagle3", "eagle"),
+        engines="forerun.checkpoints.eagle_engines:EagleEngines",
     ),
 }
 """The first that recognises a configuration reads it, so the most particular come first."""
@@ -47,9 +61,20 @@ def format_named(name: str) -> Format:
     """
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}; there are {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
-    module, _, attribute = FORMATS[name].path.partition(":")
-    found: Format = getattr(importlib.import_module(module), attribute)()
+    found: Format = named(FORMATS[name].path)()
     return found
+
+
+def format_for(kind: str) -> str:
+    """The name of the format in which heads of a kind are written: the least particular, which most engines read.
+
+    Raises:
+        ArgumentError: none carries them.
+    """
+    found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
+    if not found:
+        raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")
+    return found[-1]
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -63,6 +88,6 @@ def format_of(config: Mapping[str, Any]) -> Format:
         if candidate.recognises(config):
             return candidate
     raise CheckpointError(
-        f"config.json is no EAGLE head's in any known format ({', '.join(FORMATS)}); it has the keys "
+        f"config.json is no head's in any known format ({', '.join(FORMATS)}); it has the keys "
         f"{', '.join(sorted(config)[:12]) or 'none'}"
     )

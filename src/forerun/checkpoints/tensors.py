@@ -1,6 +1,6 @@
-"""Which tensors a head of a given configuration has, and whether these are they. Names are forerun's own.
+"""Which tensors a head of a given shape has, and whether these are they. Names are those of its module.
 
-Knows no format, no file and no module; that the table agrees with `EagleHead` is tested.
+Knows no format, no file and no kind of head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.base import HeadConfig
+from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -18,52 +19,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
-def expected_shapes(config: EagleConfig) -> dict[str, Shape]:
+def expected_shapes(config: HeadConfig) -> dict[str, Shape]:
     """Name -> shape of every tensor of such a head, ``d2t`` included."""
-    size, target, count = config.hidden_size, config.target_hidden_size, len(config.boundaries)
-    width = count * target
-    shapes: dict[str, Shape] = {"fc.weight": (size, size + width if config.generation == 1 else width)}
-    if config.fc_bias:
-        shapes["fc.bias"] = (size,)
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (width,)
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{index}.weight": (target,) for index in range(count)}
-    for layer in range(config.num_hidden_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(config, layer).items()}
-    if config.generation == 3:
-        shapes["norm.weight"] = (size,)
-    if config.own_lm_head:
-        shapes["lm_head.weight"] = (config.draft_vocab_size, size)
-    if config.own_embedding:
-        shapes["embed_tokens.weight"] = (config.vocab_size, size)
-    return shapes | {"d2t": (config.draft_vocab_size,)}
+    with torch.device("meta"):
+        head = kind_named(config.kind).head(config)
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
 
 
-def _layer(config: EagleConfig, layer: int) -> dict[str, Shape]:
-    size, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    first = config.generation == 3 and layer == 0
-    width = 2 * size if first else size
-    linear = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (size, queries)}
-    gated = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
-    shapes = _linears("self_attn", linear, config.attention_bias) | _linears("mlp", gated, config.mlp_bias)
-    if config.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
-    norms = ["post_attention_layernorm"]
-    norms += ["input_layernorm"] if config.generation == 3 or layer > 0 else []
-    norms += ["hidden_norm"] if first else []
-    return shapes | {f"{name}.weight": (size,) for name in norms}
-
-
-def _linears(module: str, shapes: Mapping[str, tuple[int, int]], bias: bool) -> dict[str, Shape]:
-    weights: dict[str, Shape] = {f"{module}.{name}.weight": shape for name, shape in shapes.items()}
-    biases: dict[str, Shape] = {f"{module}.{name}.bias": shape[:1] for name, shape in shapes.items()}
-    return weights | biases if bias else weights
-
-
-def check_tensors(config: EagleConfig, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError, naming them, for tensors that are missing, unknown, misshapen or of a wrong dtype."""
     expected = expected_shapes(config)
     common = sorted(expected.keys() & tensors.keys())
@@ -87,7 +50,8 @@ def check_tensors(config: EagleConfig, tensors: Mapping[str, Tensor]) -> None:
             f"the head's tensors are not those that its config.json announces. {'. '.join(found)}. "
             "The checkpoint is incomplete, quantised, or of another kind than its config.json says."
         )
-    token_ids(tensors["d2t"], config.vocab_size)
+    if "d2t" in tensors:
+        token_ids(tensors["d2t"], config.vocab_size)
 
 
 def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -11,8 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.checkpoints.keys import Keys
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import Rotary
+from forerun.drafters.heads.eagle import EagleConfig, Rotary
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.masks import FULL, SLIDING
 

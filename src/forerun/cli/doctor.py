@@ -50,7 +50,7 @@ def doctor(
     Parameters
     ----------
     head
-        Directory or hub id of an EAGLE head. Exit code 1 if an engine cannot serve it.
+        Directory or hub id of a draft head. Exit code 1 if an engine cannot serve it.
     target
         Directory or hub id of the model that the head drafts for.
     engine
@@ -81,10 +81,9 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.working("reading the head"):
         from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.diagnose import diagnose
+        from forerun.checkpoints.diagnose import diagnose, diagnose_files
         from forerun.checkpoints.files import parse, read_files
         from forerun.checkpoints.findings import ENGINES, worst
-        from forerun.checkpoints.layout import diagnose_files
 
         unknown = [name for name in engines if name not in ENGINES]
         if unknown:

@@ -26,9 +26,9 @@ def export(
     Parameters
     ----------
     head
-        Directory or hub id of an EAGLE head in any format.
+        Directory or hub id of a draft head in any format.
     to
-        vllm, sglang, trtllm, speculators or hf.
+        hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
     target
         Directory or hub id of the model that the head drafts for.
     output

@@ -76,7 +76,8 @@ def features(
     output
         Directory for the features; must be new, or hold these features unfinished.
     boundaries
-        Layers after which to read, such as 2,16,29; EAGLE-3's choice if not given. The last state is always stored.
+        Layers after which to read, such as 2,16,29, or none; EAGLE-3's choice if not given. The last state is always
+        stored, and is all that EAGLE-1 and Medusa heads read.
     dtype
         bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32.
     source
@@ -132,10 +133,12 @@ def open_data(directory: Path) -> Documents:
 def _numbers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
+    if text == "none":
+        return ()
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError as error:
-        raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, got {text!r}") from error
+        raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
 
 
 def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest, _Plan]:
@@ -144,7 +147,7 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
 
     from forerun import demo
     from forerun.cli.session import quiet_libraries
-    from forerun.drafters.heads.config import default_boundaries
+    from forerun.drafters.heads.eagle import default_boundaries
     from forerun.target.load import LoadOptions, read_config
     from forerun.target.support import context_length
     from forerun.training.features import extract
@@ -189,10 +192,11 @@ def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:
     present = sum(path.stat().st_size for path in output.glob("shard-*.bin")) if output.is_dir() else 0
     free = check_room(output, total - present)
     ids = ", ".join(map(str, manifest.boundaries))
+    read = f"boundaries {ids} and the last state" if ids else "the last state"
     already = f", {human(present)} of it are there" if present else ""
     console.log().print(
         f"{manifest.documents} documents, {manifest.tokens} tokens x {human(manifest.record_bytes)} "
-        f"(boundaries {ids} and the last state, {manifest.dtype}) = {human(total)}{already}; "
+        f"({read}, {manifest.dtype}) = {human(total)}{already}; "
         f"{human(free)} free in {output}",
         soft_wrap=True,
         markup=False,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.training.heads_catalogue import KnownHead, known_heads, suggest
+from forerun.drafters.heads.catalogue import KnownHead, known_heads, suggest
 
 
 def heads(target: str | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:

@@ -1,4 +1,4 @@
-"""``forerun train eagle3``: train a draft head for your own model, from a recipe file, from flags, or both."""
+"""``forerun train KIND``: train a draft head for your own model, from a recipe file, from flags, or both."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from rich import box
 from rich.table import Table
 
 from forerun.cli import console
 from forerun.errors import ArgumentError
 
-train = App(name="train", help="Train a draft head for your own model.")
 _TITLES = {
     "finished": "trained",
     "already_finished": "nothing was trained",
@@ -27,8 +26,9 @@ _FINISHED = (
 )
 
 
-@train.command
-def eagle3(
+def train(
+    kind: str,
+    /,
     *words: str,
     target: str | None = None,
     data: str | None = None,
@@ -40,12 +40,14 @@ def eagle3(
     allow_changes: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Train an EAGLE-3 head; goes on where an earlier run into the same output was stopped.
+    """Train a draft head for your own model; goes on where an earlier run into the same output was stopped.
 
     Under torchrun every process runs this command. Ctrl-C saves and ends; a second one ends at once.
 
     Parameters
     ----------
+    kind
+        Of the head: a drafter that needs training (see: forerun drafters), such as eagle3.
     words
         A recipe file (YAML), then key=value for anything in it: training.learning_rate=1e-3 draft.vocab_size=32000.
     target
@@ -73,7 +75,7 @@ def eagle3(
 
     file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
-    recipe = read_recipe(file, assignments, flags)
+    recipe = read_recipe(kind, file, assignments, flags)
     place = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
         run = assemble(recipe, place)

@@ -1,13 +1,13 @@
-"""Drafters: one file per method and one line in `DRAFTERS`. Importing this imports no torch."""
+"""Drafters: one file per method and one line in `DRAFTERS`, for draft heads in `heads.kinds`. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forerun.drafters.heads.kinds import KINDS, named
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -104,16 +104,7 @@ DRAFTERS: dict[str, Entry] = {
         path="forerun.drafters.speed:SpeedDrafter",
         summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
     ),
-    "eagle3": Entry(
-        path="forerun.drafters.eagle3:Eagle3Drafter",
-        summary="a small head on fused hidden states of the target (EAGLE-3, 3.1); chain, fixed or dynamic tree",
-        needs_training=True,
-    ),
-    "eagle": Entry(
-        path="forerun.drafters.eagle:EagleDrafter",
-        summary="a small head that continues the target's last hidden state (EAGLE-1, EAGLE-2)",
-        needs_training=True,
-    ),
+    **{kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=True) for kind in KINDS.values()},
 }
 
 AUTO = "auto"
@@ -146,8 +137,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """The class behind a registered name; errors as `entry_named`, and for a method that is no drafter of its own."""
     if name in CHOOSERS:
         raise ArgumentError(f"{name!r} chooses among drafters and is none itself; name one of {', '.join(DRAFTERS)}")
-    module, _, attribute = entry_named(name).path.partition(":")
-    found: type[Drafter] = getattr(importlib.import_module(module), attribute)
+    found: type[Drafter] = named(entry_named(name).path)
     return found
 
 

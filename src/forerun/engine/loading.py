@@ -53,6 +53,9 @@ def _weights(model: Any) -> int:
     folder = Path(resolve(model)) if isinstance(model, str) else None
     if folder is None or not folder.is_dir():
         return 0
-    from forerun.target.headers import weight_bytes
+    from forerun.target.headers import INDEX, SINGLE, weight_bytes
 
-    return weight_bytes(folder, None)
+    if any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        return weight_bytes(folder, None)
+    # A head's weights may have a name of their own. Where there are none, its loader says so.
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

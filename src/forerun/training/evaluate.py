@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.base import Head
 from forerun.types import SamplingParams, SpeculationStats
 
 
@@ -23,7 +23,7 @@ class EvaluationSettings:
     max_tokens: int = 64
     """Of each answer."""
     num_speculative_tokens: int = 5
-    """Length of the chain, and depth of the tree."""
+    """Length of the chain, and depth of the tree; no more than the head drafts."""
     top_k: int = 4
     """Of the dynamic tree."""
     nodes: int = 32
@@ -44,7 +44,7 @@ class Evaluation:
         self.model, self.prompts = model, [list(prompt) for prompt in prompts]
         self.settings = settings or EvaluationSettings()
 
-    def __call__(self, head: EagleHead) -> Mapping[str, float]:
+    def __call__(self, head: Head) -> Mapping[str, float]:
         """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included.
 
         Also ``acceptance_0`` ...: how often the chain at temperature 0 got that far.
@@ -54,8 +54,10 @@ class Evaluation:
         drafting = copy.deepcopy(head).to(self.model.device, self.model.dtype).eval()
         longest = max(map(len, self.prompts)) + self.settings.max_tokens
         llm = LLM(self.model, tokenizer=False, max_num_seqs=self.settings.rows, max_model_len=longest, self_check=False)
-        base = {"method": "eagle3", "model": drafting, "num_speculative_tokens": self.settings.num_speculative_tokens}
-        shapes = {"chain": base, "tree": {**base, "top_k": self.settings.top_k, "nodes": self.settings.nodes}}
+        depth = min(self.settings.num_speculative_tokens, head.config.max_depth or self.settings.num_speculative_tokens)
+        base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth}
+        tree = {"top_k": self.settings.top_k, "nodes": self.settings.nodes}
+        shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
         found: dict[str, float] = {}
         for temperature in (0, 1):
             for name, config in shapes.items():

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, nearest
 from forerun.training.evaluate import EvaluationSettings
 from forerun.training.loop.settings import TrainSettings
-from forerun.training.objectives.eagle3 import Eagle3Settings
+from forerun.training.objectives import objective_for
 
 T = TypeVar("T")
 
@@ -37,14 +38,14 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """The head; fields of `EagleConfig` beside the vocabulary."""
+    """The head."""
 
     vocab_size: int | None = None
     """Tokens that the head can propose, the most frequent of the data; None is all of them."""
     start: str | None = None
     """Directory of a head to go on from, instead of a fresh one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Variant and shape: ``boundaries``, ``num_hidden_layers``, ``norm_output``, ``fc_norm``, ..."""
+    """Variant and shape: the `OPTIONS` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +63,10 @@ class EvaluationRecipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRecipe:
-    """One run of ``forerun train eagle3``."""
+    """One run of ``forerun train KIND``."""
 
+    kind: str
+    """Of the head."""
     target: str
     """Directory or hub id of the model to draft for."""
     data: str
@@ -82,7 +85,8 @@ class TrainRecipe:
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
-    objective: Eagle3Settings = field(default_factory=Eagle3Settings)
+    objective: Any
+    """The settings of the kind's objective."""
     windows: WindowSettings = field(default_factory=WindowSettings)
     training: TrainSettings = field(default_factory=TrainSettings)
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
@@ -99,9 +103,9 @@ class TrainRecipe:
 
 
 def read_recipe(
-    path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+    kind: str, path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainRecipe:
-    """A recipe from a YAML file, then from flags, then from ``key.sub=value`` words.
+    """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words.
 
     Raises:
         ArgumentError: the file is no mapping, a word is not ``key=value``, a key is unknown (the message names the
@@ -111,7 +115,15 @@ def read_recipe(
     values.update({name: value for name, value in (flags or {}).items() if value is not None})
     for word in words:
         _apply(values, word)
-    return build(TrainRecipe, values)
+    return make_recipe(kind, values)
+
+
+def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe:
+    """A recipe for a kind of head from plain mappings; errors as `read_recipe`."""
+    settings, stated = objective_for(kind_named(kind)).Settings, values.get("kind", kind)
+    if stated != kind:
+        raise ArgumentError(f"the recipe is one for {stated}: forerun train {stated}")
+    return build(TrainRecipe, {"objective": {}, **values, "kind": kind}, hints={"objective": settings})
 
 
 def to_plain(recipe: TrainRecipe) -> dict[str, Any]:
@@ -137,10 +149,10 @@ def flat(recipe: Any, where: str = "") -> dict[str, Any]:
     return found
 
 
-def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from plain mappings, strictly."""
+def build(cls: type[T], values: Mapping[str, Any], where: str = "", hints: Mapping[str, Any] | None = None) -> T:
+    """A dataclass from plain mappings, strictly; `hints` say types that the class leaves open."""
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = {**typing.get_type_hints(cls), **(hints or {})}
     for name in values:
         if name not in fields:
             raise ArgumentError(

@@ -1,6 +1,6 @@
 """A recipe turned into a run: target, data, features, head, objective, evaluation, and the finished head on disk.
 
-Knows which parts belong together; what each does is in its own module.
+Knows which parts belong together; what each does is in its own module. Knows no kind of head.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forerun import demo
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
+from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
 from forerun.target.load import LoadOptions, open_model, read_config
 from forerun.target.parts import base_of, layers_of
@@ -36,11 +37,11 @@ from forerun.training.features.manifest import loaded_from, target_hash
 from forerun.training.features.offline import OfflineFeatures
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore
-from forerun.training.fresh import fresh_head, head_config
-from forerun.training.loop import Parallel, state, tracker, train
+from forerun.training.loop import Objective, Parallel, state, tracker, train
 from forerun.training.loop.distributed import spread
 from forerun.training.loop.gradient import backward
-from forerun.training.objectives.eagle3 import Eagle3Objective, FrozenTarget
+from forerun.training.objectives import objective_for
+from forerun.training.objectives.base import FrozenTarget
 from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, TrainRecipe, flat, to_plain
 
 # Loads the frozen target of a training run: whole on every process, or spread where it does not fit one device.
@@ -136,8 +137,8 @@ class Run:
     data: PreparedData
     prompts: PreparedData | None
     """What is decoded while training."""
-    head: EagleHead
-    objective: Eagle3Objective
+    head: Head
+    objective: Objective
     batches: OnlineBatches | OfflineBatches
     evaluate: Callable[[int], Mapping[str, float]] | None
 
@@ -188,12 +189,13 @@ class Run:
         return found
 
     def export(self, weights: Path) -> Path:
-        """Write the head of a checkpoint to ``output/head``, in the flat format that every engine reads."""
-        head = EagleHead(self.head.config)  # ours may be spread over several processes
+        """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
+        head = type(self.head)(self.head.config)  # ours may be spread over several processes
         state.load_weights(weights, head)
         head.to(self.model.dtype)
         folder = Path(self.recipe.output) / "head"
-        write_head(HeadCheckpoint.of(head), folder, "flat", TargetFacts.of(self.model.config, self.recipe.target))
+        facts = TargetFacts.of(self.model.config, self.recipe.target)
+        write_head(HeadCheckpoint.of(head), folder, format_for(head.config.kind), facts)
         return folder
 
 
@@ -239,6 +241,9 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
     Raises:
         ForerunError: whatever does not fit together.
     """
+    kind = kind_named(recipe.kind)
+    make_objective = objective_for(kind)
+    format_for(kind.stored_as)  # what could not be written need not be trained
     model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, place)
     data = PreparedData.open(recipe.data, tokenizer=tokenizer)
     head = _head(recipe, model, data).to(model.device)
@@ -246,7 +251,7 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
         recipe.objective,
         gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
     )
-    objective = Eagle3Objective(head, FrozenTarget.of(model), settings)
+    objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
     windows = PackedWindows(
         data,
         length=recipe.windows.length,
@@ -267,21 +272,29 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
     )
 
 
-def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> EagleHead:
+def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> Head:
+    kind = kind_named(recipe.kind)
     if recipe.draft.start is not None:
         if recipe.draft.options or recipe.draft.vocab_size is not None:
             raise ArgumentError("draft.start brings its own shape; leave draft.options and draft.vocab_size away")
         layers = model.config.get_text_config().num_hidden_layers
-        return read_head(recipe.draft.start, num_layers=layers).build(torch.float32)
-    config = head_config(model, recipe.draft.vocab_size, recipe.draft.options)
+        found = read_head(recipe.draft.start, num_layers=layers)
+        if found.config.kind != kind.stored_as:
+            raise ArgumentError(
+                f"draft.start holds a head of the kind {found.config.kind}; go on with it by: forerun train "
+                f"{found.config.kind}"
+            )
+        head: Head = found.build(torch.float32)
+        return head
+    config = kind.head.Config.for_target(kind.name, model, recipe.draft.vocab_size, recipe.draft.options)
     ids = None
     if config.reduced_vocabulary:
         ids = draft_vocabulary(token_counts(data, config.vocab_size), config.draft_vocab_size)
-    return fresh_head(model, config, ids, seed=recipe.training.seed)
+    return kind.head.initial(model, config, ids, seed=recipe.training.seed)
 
 
 def _batches(
-    recipe: TrainRecipe, model: Any, tokenizer: Any, windows: PackedWindows, head: EagleHead, world: int
+    recipe: TrainRecipe, model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
 ) -> OnlineBatches | OfflineBatches:
     epoch = windows.steps_per_epoch(world)
     if recipe.mode == "online":
@@ -302,7 +315,7 @@ def _batches(
 
 
 def _evaluation(
-    wanted: EvaluationRecipe, source: PreparedData, model: Any, head: EagleHead
+    wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head
 ) -> Callable[[int], Mapping[str, float]]:
     count = min(wanted.count, len(source))
     prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.heads.config import EagleConfig, default_boundaries
+from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
 from forerun.errors import ArgumentError
 from forerun.training.convert.defaults import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG
 from forerun.training.convert.settings import head_shape, read_mode, read_settings

@@ -1,7 +1,7 @@
-"""Drafting with an EAGLE head of any generation: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
+"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
 
 The head is fed with the target's features as tokens are committed, so a proposal starts at the root's children with no
-catching up. Knows no rule and no file format beyond asking `checkpoints` for the head.
+catching up. Knows no rule, no file format and no kind of head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -18,8 +18,10 @@ from forerun.devices import rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.dynamic import DynamicTree, Expanded, columns
 from forerun.drafters.growth import DraftVocabulary, Draw, Shape, constant
-from forerun.drafters.heads.eagle import EagleHead
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.drafters.heads.base import Head
+from forerun.drafters.heads.catalogue import suggest
+from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
+from forerun.drafters.heads.runner import RUNNERS
 from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
@@ -28,15 +30,17 @@ from forerun.target.kernels import forwards, packing
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, DraftKind, Signal, empty_draft
 
+AnyHead = TypeVar("AnyHead", bound=Head)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadDrafterConfig:
     """Options of the drafters that run a draft head."""
 
     model: Any = None
-    """Directory or hub id of the head, or an `EagleHead`; without one the error names heads known for the target."""
+    """Directory or hub id of the head, or a loaded one; without one the error names heads known for the target."""
     num_speculative_tokens: int = 5
-    """Length of the chain, or most tokens on one path of a tree."""
+    """Length of the chain, or most tokens on one path of a tree; no more than the head can draft."""
     shape: Sequence[int] | None = None
     """Children of each node at depth 0, 1, ...: a tree of fixed shape."""
     top_k: int | None = None
@@ -93,23 +97,36 @@ class _Row:
 
 
 class HeadDrafter(Drafter):
-    """Everything but the name: subclasses say which generation of heads they take."""
+    """Everything but the name, which is that of a kind of head, and the tree that is drafted by default."""
 
     Config = HeadDrafterConfig
-    generation: ClassVar[int]
 
     def __init__(self, config: HeadDrafterConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self.head = _load(config, setup, self.name, self.generation)
-        self.tree = _tree(config)
-        self.sampled = _sampled_tree(config, self.tree)
+        kind = kind_named(self.name)
+        self.head = _load(config, setup, kind)
+        deepest = self.head.config.max_depth or config.num_speculative_tokens
+        self.tree = self._tree(min(deepest, config.num_speculative_tokens))
+        self.sampled = self._sampled_tree(self.tree)
         """Grows for requests above temperature 0; mostly the same."""
+        if _depth(self.tree) > deepest and self.head.config.max_depth is not None:
+            raise ArgumentError(
+                f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {_depth(self.tree)}"
+            )
         most = max(map(_size, (self.tree, self.sampled)))
-        self.runner = HeadRunner(self.head, setup.target, setup.rows, setup.slots + most)
+        self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots + most)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
         self._rows: dict[int, _Row] = {}
+
+    def default_shape(self, depth: int) -> Shape:
+        """What is drafted, at most `depth` tokens on one path, where the options name no tree."""
+        return Shape.regular((1,) * depth)
+
+    @property
+    def depth(self) -> int | None:
+        return None if self.head.config.max_depth is None else _depth(self.tree)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         tree = self.tree if sampler.greedy else self.sampled
@@ -173,7 +190,8 @@ class HeadDrafter(Drafter):
             return tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
 
         rows = [context.rows[index] for index in active]
-        grown = self.runner.unroll(rows, tree.run, grow, key=None if tree.stop_below else deepest)
+        key = None if tree.stop_below else deepest
+        grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=key)
         for index, row in zip(active, columns(grown), strict=True):
             if any(math.isnan(node[3]) for node in row):
                 context.fail(index, not_finite())
@@ -204,10 +222,26 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         key = None if draws is None else (max(within), tree is self.sampled, draws.key)
         numbers = () if draws is None else draws.tensors
-        grown = self.runner.unroll(rows, _size(tree), grow, *numbers, key=key)
+        levels = tree.shape.depths[max(within) - 1]
+        grown = self.runner.unroll(rows, _size(tree), grow, *numbers, levels=levels, key=key)
         cuts = tree.cut(context, active, grown, [within[index] for index in active])
         for index, (builder, submitted) in zip(active, cuts, strict=True):
             builders[index], self._rows[context.rows[index]].submitted = builder, submitted
+
+    def _tree(self, depth: int) -> FixedTree | DynamicTree:
+        config = self.config
+        if config.top_k is not None:
+            return DynamicTree(depth=depth, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below)
+        shape = Shape.regular(config.shape) if config.shape else self.default_shape(depth)
+        return FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
+
+    def _sampled_tree(self, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
+        """In the place of a dynamic tree that nobody insists on: two children a node as far down as its nodes reach."""
+        if isinstance(tree, FixedTree) or self.config.draw != Draw.AUTO:
+            return tree
+        shapes = [Shape.regular((2,) * wide + (1,) * (tree.depth - wide)) for wide in range(tree.depth + 1)]
+        fitting = [shape for shape in shapes if len(shape.parents) <= self.config.nodes] or shapes[:1]
+        return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
 
 
 def _size(tree: FixedTree | DynamicTree) -> int:
@@ -215,40 +249,28 @@ def _size(tree: FixedTree | DynamicTree) -> int:
     return tree.run if isinstance(tree, DynamicTree) else len(tree.shape.parents)
 
 
-def _tree(config: HeadDrafterConfig) -> FixedTree | DynamicTree:
-    if config.top_k is not None:
-        return DynamicTree(
-            depth=config.num_speculative_tokens, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below
-        )
-    shape = Shape.regular(config.shape or (1,) * config.num_speculative_tokens)
-    return FixedTree(shape=shape, draw=Draw(config.draw), temperature=config.temperature)
+def _depth(tree: FixedTree | DynamicTree) -> int:
+    """Most tokens on one path."""
+    return tree.depth if isinstance(tree, DynamicTree) else len(tree.shape.widths)
 
 
-def _sampled_tree(config: HeadDrafterConfig, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
-    """In the place of a dynamic tree that nobody insists on: two children a node as far down as its nodes reach."""
-    if config.top_k is None or config.draw != Draw.AUTO:
-        return tree
-    depth = config.num_speculative_tokens
-    shapes = [Shape.regular((2,) * wide + (1,) * (depth - wide)) for wide in range(depth + 1)]
-    fitting = [shape for shape in shapes if len(shape.parents) <= config.nodes] or shapes[:1]
-    return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=config.temperature)
-
-
-def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation: int) -> EagleHead:
+def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:
     """The head, checked against the target, in its dtype and on its device."""
     target = setup.target
     if config.model is None:
-        raise ArgumentError(_suggestion(name, target.name_or_path))
+        raise ArgumentError(_suggestion(kind, target.name_or_path))
     head = config.model
     loaded = isinstance(head, str | Path)
     if loaded:
         from forerun import demo
-        from forerun.checkpoints import read_head
 
-        head = read_head(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)
-    if not isinstance(head, EagleHead):
-        raise ArgumentError(f"{name}: model is a directory, a hub id or an EagleHead, got {type(head).__name__}")
-    _check(head, setup, name, generation)
+        head = named(READ_HEAD)(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)
+    if not isinstance(head, Head):
+        raise ArgumentError(
+            f"{kind.name}: model is a directory, a hub id or a head of the kind {kind.stored_as}, "
+            f"got {type(head).__name__}"
+        )
+    _check(head, setup, kind)
     if loaded:
         head = head.to(target.device).eval()
         if config.repack:
@@ -256,27 +278,27 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, name: str, generation:
     return head
 
 
-def repack(head: EagleHead) -> EagleHead:
+def repack(head: AnyHead) -> AnyHead:
     """Make a head's modules faster in place: what drafts with it only, is not trained."""
     packing.pack(head)
     forwards.install(head)
     return head
 
 
-def _suggestion(name: str, target: str) -> str:
-    from forerun.training.heads_catalogue import suggest
-
-    known = [head.model for head in suggest(target) if head.model is not None] if name == "eagle3" else []
+def _suggestion(kind: HeadKind, target: str) -> str:
+    known = [head.model for head in suggest(target) if head.model is not None and head.drafter == kind.stored_as]
     found = f"known for {target}: {', '.join(known)}" if known else f"none is known for {target}"
-    return f"{name} needs a head: model=DIRECTORY or a hub id; {found}. To train one: forerun train eagle3 --help"
+    return (
+        f"{kind.name} needs a head: model=DIRECTORY or a hub id; {found}. "
+        f"To train one: forerun train {kind.stored_as} --help"
+    )
 
 
-def _check(head: EagleHead, setup: DrafterSetup, name: str, generation: int) -> None:
+def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
     """Refuse a head that was made for another target or another method, before the first token."""
-    config, target = head.config, setup.target
-    if config.generation != generation:
-        other = "eagle" if generation == 3 else "eagle3"
-        raise ArgumentError(f"{name}: the checkpoint holds a head for the method {other!r}; use that method")
+    config, target, name = head.config, setup.target, kind.name
+    if config.kind != kind.stored_as:
+        raise ArgumentError(f"{name}: the checkpoint holds a head for the method {config.kind!r}; use that method")
     if config.target_hidden_size != target.hidden_size:
         raise ArgumentError(
             f"{name}: the head reads hidden states of size {config.target_hidden_size}, the target's have "
@@ -287,8 +309,8 @@ def _check(head: EagleHead, setup: DrafterSetup, name: str, generation: int) -> 
             f"{name}: the head was made for a vocabulary of {config.vocab_size} tokens, the target has "
             f"{target.vocab_size}; a head works only with the model that it was trained for"
         )
-    if not config.own_embedding and config.hidden_size != target.hidden_size:
-        raise ArgumentError(f"{name}: a head of hidden size {config.hidden_size} needs an embedding of its own")
+    if config.obstacle is not None:
+        raise ArgumentError(f"{name}: {config.obstacle}")
     if max(config.boundaries) > target.num_layers:
         raise ArgumentError(
             f"{name}: the head reads boundary {max(config.boundaries)}, the target has {target.num_layers} layers"

@@ -1,14 +1,15 @@
-"""The EAGLE head as a module: hidden states of the target and the next token in, the feature after it and logits out.
+"""EAGLE (arXiv 2401.15077, 2406.16858, 2503.01840): a small decoder over hidden states of the target.
 
-One class for EAGLE-1/2 and EAGLE-3 with its variants; `EagleConfig` says which. Sources: arXiv 2401.15077, 2503.01840,
-and the EAGLE-3.1 notes of May 2026 (``fc_norm``, ``norm_output``). Used as it is by drafting and by training.
+One module for EAGLE-1 and -2, which continue the target's last hidden state, and EAGLE-3 with its variants, which fuses
+several; `EagleConfig` says which. EAGLE-3.1's ``fc_norm`` and ``norm_output`` follow its notes of May 2026. Parameter
+names are those on disk. How a layer attends is the caller's business: over a cache, or over unrolled steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,186 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.lean import Angles, gated, rms_norm, rotate
+from forerun.drafters.heads.base import Advanced, Attend, HeadConfig, SequentialHead
+from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.drafters.heads.recompute import Angles, gated, rms_norm, rotate
+from forerun.errors import ArgumentError
+from forerun.target.parts import base_of
+from forerun.types import LAST_HIDDEN
 
-# The decoder layer of a draft head. How it attends is the caller's business: over a cache, or over unrolled steps.
-#
-# Parameter names are those on disk (``self_attn.q_proj``, ``hidden_norm``, ...). What is cheap to compute keeps only
-# its inputs for the backward pass (`forerun.drafters.heads.lean`). Knows no cache, no mask and no trainer.
+FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Variants of EAGLE-3 in how features are normed and fed back."""
+_READING_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the largest position, which transformers reads on the host."""
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleConfig(HeadConfig):
+    """Shape and variant of an EAGLE head; the defaults are those of the first EAGLE-3 checkpoints.
+
+    ``generation`` 3 fuses several boundaries and predicts tokens (arXiv 2503.01840); 1 continues the target's last
+    hidden state and reads its output head (EAGLE-1 and EAGLE-2, arXiv 2401.15077 and 2406.16858).
+    """
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        "boundaries",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "max_position_embeddings",
+        "hidden_act",
+        "sliding_window",
+        "full_layers",
+        "attention_bias",
+        "mlp_bias",
+        "qk_norm",
+        *FEATURE_NORMS,
+        "own_embedding",
+        "own_lm_head",
+        "initializer_range",
+    )
+
+    generation: int = 3
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    """As in transformers (``rope_type`` and its parameters), without ``rope_theta``."""
+    max_position_embeddings: int = 2048
+    """Most positions of a sequence."""
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    """Positions that a layer looks back, itself included; None: to the beginning."""
+    full_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that look back to the beginning although the head has a window."""
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    """Original EAGLE-1 heads have one; vLLM drops it without a word."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head (Qwen3-style layers)."""
+    norm_before_residual: bool = False
+    """The residual stream of the first layer is the normed feature (speculators) instead of the feature (EAGLE)."""
+    norm_before_fc: bool = False
+    """One norm over the concatenated features before they are fused (stored as ``input_norm``)."""
+    fc_norm: bool = False
+    """One norm for each boundary's features before they are fused (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The next step reads the normed output (EAGLE-3.1) instead of the residual stream (EAGLE-3)."""
+    own_embedding: bool = False
+    """The checkpoint brings an embedding table; otherwise the target's is used."""
+    own_lm_head: bool = True
+    """The checkpoint brings an output head; otherwise the target's is used."""
+    initializer_range: float = 0.02
+    """Standard deviation of fresh weights."""
+
+    def __post_init__(self) -> None:
+        problem = _problem(self)
+        if problem:
+            raise ArgumentError(f"EAGLE head: {problem}")
+
+    @property
+    def kind(self) -> str:
+        return "eagle3" if self.generation == 3 else "eagle"
+
+    @property
+    def obstacle(self) -> str | None:
+        if self.own_embedding or self.hidden_size == self.target_hidden_size:
+            return None
+        return f"a head of hidden size {self.hidden_size} needs an embedding of its own"
+
+    def window(self, layer: int) -> int | None:
+        """Positions that this layer looks back, itself included; None: to the beginning."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    @classmethod
+    def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See `HeadConfig.fields_for`; an EAGLE-1 head reads the target's output head unless it gets one."""
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        theta = rope.pop("rope_theta", 10_000.0)
+        heads = config.num_attention_heads
+        found: dict[str, Any] = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+            "rope_theta": theta,
+            "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+            "max_position_embeddings": config.max_position_embeddings,
+        }
+        norms = [name for name in FEATURE_NORMS if options.get(name)]
+        if kind != "eagle3" and norms:
+            raise ArgumentError(f"an EAGLE-1 head has no norms around its features; leave {', '.join(norms)} away")
+        if kind != "eagle3":
+            found |= {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False}
+        elif not options.get("boundaries"):
+            found["boundaries"] = default_boundaries(config.num_hidden_layers)
+        lists = ("boundaries", "full_layers")
+        found |= {name: tuple(options[name]) for name in lists if options.get(name)}
+        return found | {name: value for name, value in options.items() if name not in lists}
+
+
+def default_boundaries(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's choice for a target of that many layers: after 2 layers, half, and all but 3; distinct, in 1..n.
+
+    Raises:
+        ArgumentError: the target has fewer than three layers.
+    """
+    if num_layers < 3:
+        raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
+    chosen: list[int] = []
+    for wanted in (2, num_layers // 2, num_layers - 3):
+        free = [(abs(boundary - wanted), boundary) for boundary in range(1, num_layers + 1) if boundary not in chosen]
+        chosen.append(min(free)[1])
+    return tuple(sorted(chosen))
+
+
+def _problem(config: EagleConfig) -> str | None:
+    if config.generation not in (1, 3):
+        return f"generation is 1 or 3, got {config.generation}"
+    if not 1 <= config.draft_vocab_size <= config.vocab_size:
+        return (
+            f"draft_vocab_size must be in 1..{config.vocab_size} (the target's vocabulary), "
+            f"got {config.draft_vocab_size}"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        return (
+            f"{config.num_attention_heads} query heads cannot share {config.num_key_value_heads} key-value heads evenly"
+        )
+    if not config.boundaries or len(set(config.boundaries)) != len(config.boundaries):
+        return f"boundaries must be distinct and at least one, got {config.boundaries}"
+    if config.generation == 1 and config.boundaries != (LAST_HIDDEN,):
+        return f"an EAGLE-1 head reads the last hidden state alone, got boundaries {config.boundaries}"
+    if any(boundary < 0 and boundary != LAST_HIDDEN for boundary in config.boundaries):
+        return f"boundaries count layers from 0, got {config.boundaries}"
+    if config.sliding_window is not None and config.sliding_window < 1:
+        return f"sliding_window must be at least 1 position, got {config.sliding_window}"
+    if config.full_layers and not (
+        config.sliding_window is not None
+        and list(config.full_layers) == sorted(set(config.full_layers) & set(range(config.num_hidden_layers)))
+        and len(config.full_layers) < config.num_hidden_layers
+    ):
+        return (
+            f"full_layers are some, not all, of the {config.num_hidden_layers} layers of a head with a sliding_window, "
+            f"in order and counted from 0; got {config.full_layers} with the window {config.sliding_window}"
+        )
+    if not config.own_lm_head and config.reduced_vocabulary:
+        return "a reduced draft vocabulary needs its own lm_head"
+    if config.generation == 3 and not config.own_lm_head and config.hidden_size != config.target_hidden_size:
+        return "a head of another hidden size than the target's needs its own lm_head"
+    return None
 
 
 class RMSNorm(nn.Module):
@@ -115,19 +285,11 @@ class HeadLayer(nn.Module):
         return mixed
 
 
-@dataclass(frozen=True, slots=True)
-class Advanced:
-    """What one pass of the head gives for each position."""
+class EagleHead(SequentialHead):
+    """EAGLE-1 and -2 or EAGLE-3 with its variants, as `EagleConfig` says; see `SequentialHead`."""
 
-    feature: Tensor
-    """(B, N, H): what the next step reads in place of the target's feature."""
-    output: Tensor
-    """(B, N, H): what the output head reads."""
-
-
-class EagleHead(nn.Module):
-    """Entry i reads the embedding of token i + 1 and the feature of token i at position i; predicts token i + 2."""
-
+    Config = EagleConfig
+    config: EagleConfig
     d2t: Tensor
 
     def __init__(self, config: EagleConfig) -> None:
@@ -152,8 +314,24 @@ class EagleHead(nn.Module):
 
     @property
     def token_ids(self) -> Tensor:
-        """(Vd,) the target's id of each token of the draft vocabulary."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.fc.weight
+        return weight
+
+    @property
+    def feature_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def recordable(self) -> bool:
+        return self.rotary.rope_type not in _READING_ROPES
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.config.window(layer) for layer in range(self.config.num_hidden_layers))
 
     @torch.no_grad()
     def set_vocabulary(self, token_ids: Tensor) -> None:
@@ -161,10 +339,7 @@ class EagleHead(nn.Module):
         self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """The target's states at the boundaries, (B, N, Ht) each -> (B, N, H), what the first step reads.
-
-        Generation 1 reads its one boundary as it is: its ``fc`` also wants the embedding.
-        """
+        """See `Head.fuse`. Generation 1 reads its one boundary as it is: its ``fc`` also wants the embedding."""
         if self.config.generation == 1:
             return features[0]
         if self.config.fc_norm:
@@ -176,12 +351,10 @@ class EagleHead(nn.Module):
         return fused
 
     def angles(self, positions: Tensor, like: Tensor) -> Angles:
-        """Cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
         cosine, sine = self.rotary(like, positions)
         return cosine, sine
 
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Advanced:
-        """One pass: embeddings (B, N, H) of the next tokens beside their features (B, N, H)."""
         states = features
         if self.config.generation == 1:
             states = self.fc(torch.cat([embeds, features], dim=-1))
@@ -190,9 +363,24 @@ class EagleHead(nn.Module):
         output = self.norm(states)
         return Advanced(output if self.config.norm_output else states, output)
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters by name, without a frozen copy of the target's embedding."""
-        return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
+    def embed(self, tokens: Tensor) -> Tensor | None:
+        return self.embed_tokens(tokens) if self.config.own_embedding else None
+
+    def logits(self, output: Tensor) -> Tensor | None:
+        return self.lm_head(output) if self.config.own_lm_head else None
+
+    def start_as(self, model: Any, token_ids: Tensor | None) -> None:
+        """Output head and embedding of its own, and EAGLE-3's norm, where it is as wide as the target's final one."""
+        if token_ids is not None:
+            self.set_vocabulary(token_ids)
+        if self.config.own_lm_head:
+            rows = slice(None) if token_ids is None else token_ids
+            self.lm_head.weight.copy_(model.get_output_embeddings().weight[rows].float())
+        if self.config.own_embedding:
+            self.embed_tokens.weight.copy_(model.get_input_embeddings().weight.float())
+        norm = _final_norm(model)
+        if self.config.generation == 3 and norm is not None and norm.shape == (self.config.hidden_size,):
+            self.norm.load_state_dict({"weight": norm.float()})
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -228,3 +416,39 @@ def _rotary_config(config: EagleConfig) -> LlamaConfig:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=rope,
     )
+
+
+def _final_norm(model: Any) -> Tensor | None:
+    """Weight of the target's final norm where it is a plain RMS norm called ``norm``; Gemma's is off by one."""
+    norm = getattr(base_of(model), "norm", None)
+    weight: Tensor | None = getattr(norm, "weight", None)
+    return weight if weight is not None and "gemma" not in model.config.model_type else None
+
+
+class Eagle3Drafter(HeadDrafter):
+    """Drafts with an EAGLE-3 head: chain, fixed tree or dynamic tree."""
+
+    name = "eagle3"
+
+
+class EagleDrafter(HeadDrafter):
+    """Drafts with an EAGLE-1 head: chain, fixed tree or dynamic tree."""
+
+    name = "eagle"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle2DrafterConfig(HeadDrafterConfig):
+    """As of the other drafters with a head; the dynamic tree is EAGLE-2's own unless its size is given."""
+
+    top_k: int | None = 10
+    """Nodes expanded per level and children looked at per node."""
+    nodes: int = 59
+    """Nodes of the dynamic tree, root not counted."""
+
+
+class Eagle2Drafter(HeadDrafter):
+    """Drafts a dynamic tree with an EAGLE-1 head."""
+
+    name = "eagle2"
+    Config = Eagle2DrafterConfig

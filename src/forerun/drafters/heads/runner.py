@@ -1,8 +1,7 @@
-"""A draft head at work: its own row-and-slot cache, fed with the target's features, unrolled over tree levels.
+"""Draft heads at work: fed with the target's features as tokens are committed, then asked for a tree level by level.
 
-Entry i of a row reads the embedding of token i + 1 and the target's feature of token i; it stands in slot i. Behind the
-committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon as
-they are known. All levels stay on the device and may be one recording there. Knows no law, no budget and no rule.
+Both ways to draft look alike from outside: `unroll` gives the logits after the roots, `descend` those of a further
+level. All levels stay on the device and may be one recording there. Knows no kind of head, no budget and no rule.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun.devices import rows_of, sent
-from forerun.drafters.heads.eagle import Advanced, EagleHead
+from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
+from forerun.drafters.heads.kinds import Way
 from forerun.recordings import Recordings, bucket
 from forerun.target import Target
 from forerun.target.cache import SlotCache, contiguous
@@ -30,8 +30,6 @@ PIECE = 512
 """Most entries of a row in one pass over a prompt."""
 _LEAST_WIDTH = 256
 """Slots that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four times..."""
-_READING_ROPES = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the largest position, which transformers reads on the host."""
 Tree = TypeVar("Tree")
 
 
@@ -53,36 +51,28 @@ class _Frontier:
 
 
 class HeadRunner:
-    """Runs an `EagleHead` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
+    """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
 
-    def __init__(self, head: EagleHead, target: Target, rows: int, slots: int) -> None:
+    head: Head
+
+    def __init__(self, head: Head, target: Target, rows: int, slots: int) -> None:
         self.head, self.target = head, target
         self.lengths = [0] * rows
         """Entries with the target's own features, by row."""
-        self._cache = SlotCache(rows, slots)
-        layers = range(head.config.num_hidden_layers)
-        self._kinds = [FULL if head.config.window(layer) is None else SLIDING for layer in layers]
-        self._style = MaskStyle(types=tuple(sorted(set(self._kinds))), window=head.config.sliding_window)
-        weight = head.fc.weight
-        size = head.config.hidden_size
+        weight = head.weight
         self._dtype = weight.dtype
         self.device: torch.device = weight.device
         """Of the head. Kept, because to ask a packed weight for it unpacks the weight."""
-        self._features = torch.zeros(rows, size, device=self.device, dtype=self._dtype)
-        self._outputs = torch.zeros_like(self._features)
-        self._frontier: _Frontier | None = None
-        fixed = head.rotary.rope_type not in _READING_ROPES
-        self.recordings = Recordings.on(self.device) if fixed else Recordings(None)
+        self._features = torch.zeros(rows, head.feature_size, device=self.device, dtype=self._dtype)
+        self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""
-        own = sum(weight.nbytes for weight in self.head.parameters())
-        return own + packed_bytes(self.head) + self._cache.nbytes()
+        return sum(weight.nbytes for weight in self.head.parameters()) + packed_bytes(self.head)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget all but the first `length` entries of a row."""
         self.lengths[row] = min(self.lengths[row], length)
-        self._cache.clear(row, self.lengths[row])
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
         """Append entries: ``tokens[b][i]`` follows the token whose feature is ``signals[boundary][b, i]``.
@@ -91,6 +81,111 @@ class HeadRunner:
             tokens: (B,) at least one token each.
             signals: boundary -> (B, F, Ht), left aligned.
         """
+        raise NotImplementedError
+
+    def unroll(
+        self,
+        rows: Sequence[int],
+        run: int,
+        grow: Callable[..., Tree],
+        *numbers: Tensor,
+        levels: int | None = None,
+        key: Hashable | None = None,
+    ) -> Tree:
+        """Draft trees from the roots of `rows`.
+
+        Args:
+            run: most nodes of a row that `grow` lets the head run.
+            grow: makes a tree of each row's logits (B, 1, V') at the root, with `descend` for those further down; it is
+                called with the logits and the `numbers`.
+            numbers: what differs from call to call under one key, on the device.
+            levels: of the tree, at most; None: as many as the head drafts.
+            key: what `grow` does, so that it can be recorded; None where it reads values on the host.
+
+        Returns:
+            what `grow` made. Of a recording it lives until the next call.
+        """
+        raise NotImplementedError
+
+    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """The next level: `tokens` (B, F), children of the nodes `parents` (B, F) of the level before.
+
+        Returns:
+            logits (B, F, V') after each of them.
+        """
+        raise NotImplementedError
+
+
+class ParallelRunner(HeadRunner):
+    """All levels of a row from one state, that of the token before the root: nothing else is kept of a row."""
+
+    head: ParallelHead
+    _levels: Tensor | None = None
+    """(B, depths, V') of the trees that are being drafted."""
+    _depth = 0
+
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
+        counts = [len(row_tokens) for row_tokens in tokens]
+        index, last = sent((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
+        place = torch.arange(len(rows), device=self.device)
+        states = [signals[b].to(self.device, self._dtype)[place, last] for b in self.head.config.boundaries]
+        self._features[index] = self.head.fuse(states)
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
+
+    def unroll(
+        self,
+        rows: Sequence[int],
+        run: int,
+        grow: Callable[..., Tree],
+        *numbers: Tensor,
+        levels: int | None = None,
+        key: Hashable | None = None,
+    ) -> Tree:
+        def work(index: Tensor, *numbers: Tensor) -> Tree:
+            depths = self.head.config.max_depth if levels is None else levels
+            assert depths is not None, "a parallel head has so many output heads"
+            self._levels, self._depth = self.head.logits(self.head.states(self._features[index], depths)), 0
+            return grow(self._levels[:, :1], *numbers)
+
+        (index,) = sent((torch.tensor(rows),), self.device)
+        whole = None if key is None else (key, len(rows), levels)
+        tree: Tree = self.recordings.run(whole, work, index, *numbers)
+        self._levels = None
+        return tree
+
+    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        assert self._levels is not None, "only inside unroll"
+        self._depth += 1
+        return self._levels[:, self._depth : self._depth + 1].expand(-1, tokens.shape[1], -1)
+
+
+class SequentialRunner(HeadRunner):
+    """Level by level over a row-and-slot cache of the head's own.
+
+    Entry i of a row stands in slot i. Behind the committed entries stand the drafted nodes, which read the head's own
+    features; the target's take their place as soon as they are known.
+    """
+
+    head: SequentialHead
+
+    def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int) -> None:
+        super().__init__(head, target, rows, slots)
+        self._cache = SlotCache(rows, slots)
+        self._kinds = [FULL if window is None else SLIDING for window in head.windows]
+        reach = next((window for window in head.windows if window is not None), None)
+        self._style = MaskStyle(types=tuple(sorted(set(self._kinds))), window=reach)
+        self._outputs = torch.zeros_like(self._features)
+        self._frontier: _Frontier | None = None
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self._cache.nbytes()
+
+    def truncate(self, row: int, length: int) -> None:
+        super().truncate(row, length)
+        self._cache.clear(row, self.lengths[row])
+
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
         for start in range(0, max(counts), PIECE):
             active = [index for index, count in enumerate(counts) if count > start]
@@ -100,20 +195,14 @@ class HeadRunner:
             self._append([rows[index] for index in active], pieces, states)
 
     def unroll(
-        self, rows: Sequence[int], run: int, grow: Callable[..., Tree], *numbers: Tensor, key: Hashable | None = None
+        self,
+        rows: Sequence[int],
+        run: int,
+        grow: Callable[..., Tree],
+        *numbers: Tensor,
+        levels: int | None = None,
+        key: Hashable | None = None,
     ) -> Tree:
-        """Draft trees from the roots of `rows`.
-
-        Args:
-            run: most nodes of a row that `grow` lets the head run.
-            grow: makes a tree of each row's logits (B, 1, V') at the root, with `descend` for those further down; it is
-                called with the logits and the `numbers`.
-            numbers: what differs from call to call under one key, on the device.
-            key: what `grow` does, so that it can be recorded; None where it reads values on the host.
-
-        Returns:
-            what `grow` made. Of a recording it lives until the next call.
-        """
         width = max(self.lengths[row] for row in rows) + run
         if key is not None and self.recordings.active:
             width = min(self._cache.slots, max(_LEAST_WIDTH, bucket(width)))
@@ -131,11 +220,6 @@ class HeadRunner:
         return tree
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Run the next level: `tokens` (B, F), children of the nodes `parents` (B, F) of the level before.
-
-        Returns:
-            logits (B, F, V') after each of them.
-        """
         last = self._frontier
         assert last is not None, "only inside unroll"
         batch, width = tokens.shape
@@ -155,10 +239,8 @@ class HeadRunner:
 
     def logits(self, output: Tensor) -> Tensor:
         """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
-        if self.head.config.own_lm_head:
-            logits: Tensor = self.head.lm_head(output)
-            return logits
-        return self.target.lm_head(output.to(self.target.dtype))
+        own = self.head.logits(output)
+        return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, width: int) -> None:
         none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
@@ -202,7 +284,9 @@ class HeadRunner:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(..) -> (.., H), from the head's own table or the target's."""
-        if self.head.config.own_embedding:
-            embedded: Tensor = self.head.embed_tokens(tokens)
-            return embedded
-        return self.target.embed(tokens).to(self.device, self._dtype)
+        own = self.head.embed(tokens)
+        return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
+
+
+RUNNERS: dict[Way, type[HeadRunner]] = {"sequential": SequentialRunner, "parallel": ParallelRunner}
+"""What runs a head, by its kind's way to draft."""

@@ -15,15 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forerun.checkpoints import read_head
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.parts import device_of
 from forerun.training.convert import files
 from forerun.training.convert.model import HEAD, EagleModel, checked_ids, converted_class
 from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.fresh import fresh_head
 
 _PLAIN = "_forerun_plain"
 
@@ -125,7 +123,7 @@ def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: Onli
     """From here on nothing may fail: the model is half converted."""
     base: Any = type(model)
     model.requires_grad_(False)
-    model.__class__ = converted_class(base)
+    model.__class__ = converted_class(base, restore)
     if "_old_forward" in model.__dict__:
         model._old_forward = types.MethodType(type(model).forward, model)  # accelerate calls this one
     setattr(model, HEAD, head.to(device_of(model.get_input_embeddings())).train(model.training))
@@ -143,14 +141,4 @@ def _fresh(model: Any, config: EagleConfig, ids: Tensor | None) -> EagleHead:
     seed = torch.initial_seed()
     if ids is None and config.reduced_vocabulary:
         ids = torch.arange(config.draft_vocab_size)
-    if config.generation == 3:
-        return fresh_head(model, config, ids, seed=seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = EagleHead(config).float()
-    if ids is not None:
-        head.set_vocabulary(ids)
-    if config.own_lm_head:
-        with torch.no_grad():
-            head.lm_head.weight.copy_(model.get_output_embeddings().weight[slice(None) if ids is None else ids])
-    return head
+    return EagleHead.initial(model, config, ids, seed=seed)

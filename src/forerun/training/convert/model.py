@@ -5,32 +5,30 @@ Knows how a head is trained, saved and exported; not how one is attached (`api`)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import smooth_l1_loss
 from transformers.utils import ModelOutput
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
 from forerun.checkpoints.export import Exported, export_head
-from forerun.drafters.heads.config import EagleConfig
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.training.batch import TokenBatch
 from forerun.training.convert import files
 from forerun.training.convert.settings import ConvertSettings
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, FrozenTarget, Unrolled
-from forerun.training.vocabulary import VocabularyLoss
+from forerun.training.objectives.base import FrozenTarget
+from forerun.training.objectives.eagle import EagleObjective, EagleSettings
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 
 # What transformers' data collators hand to a model, as a `TokenBatch`. Knows no model.
 
@@ -83,40 +81,6 @@ def token_batch(
     return TokenBatch(
         tokens=tokens * real, loss_mask=counts, documents=documents, positions=torch.where(real, positions, 0)
     )
-
-
-# EAGLE-1's objective (arXiv 2401.15077), unrolled like EAGLE-3's: tokens, and on request the target's features.
-#
-# Knows no optimiser and no file.
-
-
-TOKEN_SHARE = 0.1
-"""Weight of the cross-entropy beside the regression's 1, as in EAGLE's own training."""
-
-
-class Eagle1Objective(Eagle3Objective):
-    """The loss of an EAGLE-1 head on a batch of features.
-
-    With `regression` the head's features are pulled towards the target's (smooth L1, mean over the entries), beside a
-    tenth of the cross-entropy; without, there is the cross-entropy alone.
-    """
-
-    def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings, *, regression: bool) -> None:
-        if head.config.generation != 1:
-            raise ArgumentError("this is the objective of EAGLE-1 heads; the head is EAGLE-3's")
-        self.head, self.target, self.settings, self.regression = head, target, settings, regression
-
-    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
-        found = super()._loss(steps, weights, last)
-        if not self.regression:
-            return found
-        loss = TOKEN_SHARE * found.loss
-        for step, weight in zip(steps, found.weights, strict=True):
-            # What comes around at the end of a row is not counted.
-            wanted = torch.roll(last, -(step.step + 1), dims=1)
-            distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
-            loss = loss + (distance * weight).sum()
-        return dataclasses.replace(found, loss=loss)
 
 
 HEAD = "eagle_module"
@@ -295,12 +259,7 @@ class EagleModel:
             self._eagle_reading = False
         # transformers' own switch; its property changes its name between versions.
         saving = any(getattr(module, "gradient_checkpointing", False) for module in cast(Any, self).modules())
-        wanted = Eagle3Settings(
-            steps=settings.steps,
-            decay=settings.decay,
-            gradient_checkpointing=saving and torch.is_grad_enabled(),
-        )
-        report = self._eagle_objective(wanted)(found)
+        report = self._eagle_objective(checkpointing=saving and torch.is_grad_enabled())(found)
         self._eagle_fresh = self._eagle_fresh and not torch.is_grad_enabled()
         accuracy = None
         if settings.report_accuracy:
@@ -311,12 +270,19 @@ class EagleModel:
         output = EagleOutput(loss=loss, train_acc=accuracy)
         return output if given.get("return_dict") in (None, True) else output.to_tuple()
 
-    def _eagle_objective(self, settings: Eagle3Settings) -> Eagle3Objective:
+    def _eagle_objective(self, *, checkpointing: bool) -> Eagle3Objective:
         # Made anew: whoever moves or shards the model replaces the tensors that it would hold.
-        target = FrozenTarget.of(self)
+        given, target = self._eagle_settings, FrozenTarget.of(self)
+        common: dict[str, Any] = {
+            "steps": given.steps,
+            "decay": given.decay,
+            "gradient_checkpointing": checkpointing,
+        }
         if self.eagle_module.config.generation == 3:
-            return Eagle3Objective(self.eagle_module, target, settings)
-        return Eagle1Objective(self.eagle_module, target, settings, regression=self._eagle_settings.distill_features)
+            return Eagle3Objective(self.eagle_module, target, Eagle3Settings(**common))
+        # ModelOpt pulls features only on request, and reads them as they are.
+        weights: dict[str, Any] = {} if given.distill_features else {"regression_weight": 0.0, "token_weight": 1.0}
+        return EagleObjective(self.eagle_module, target, EagleSettings(**common, **weights, noise=0.0))
 
 
 def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tensor:
@@ -336,10 +302,13 @@ def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tenso
 
 
 @functools.cache
-def converted_class(base: type) -> type:
+def converted_class(base: type, restore: Callable[[Any, Any, str], Any]) -> type:
     """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture.
 
     ``forward`` takes what the base's takes, and ``loss_mask``.
+
+    Args:
+        restore: (base model, directory, subfolder) -> the same with its head, as `api.restore`.
     """
     plain = cast(Any, base).forward
     signature = _with_loss_mask(inspect.signature(plain))
@@ -357,8 +326,6 @@ def converted_class(base: type) -> type:
 
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: Any, path: Any, *arguments: Any, **keywords: Any) -> Any:
-        from forerun.training.convert.api import restore
-
         loaded = cast(Any, base).from_pretrained(path, *arguments, **keywords)
         return restore(loaded, path, keywords.get("subfolder") or "")
 

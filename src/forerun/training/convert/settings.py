@@ -6,18 +6,15 @@ Knows the target's configuration, not its weights.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from forerun.checkpoints.layer_ids import from_outputs
-from forerun.drafters.heads.config import EagleConfig
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, nearest
 from forerun.training.convert.defaults import ARCHITECTURE, ARCHITECTURE_KEYS, KEYS, VOCABULARY_IDS, Key
-from forerun.training.fresh import head_config
-from forerun.types import LAST_HIDDEN
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAME_NAME = (
@@ -138,11 +135,10 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     if shape["max_position_embeddings"] is not None:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
     first = settings.generation == 1
-    boundaries = (1,) if first else _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
-    if boundaries:
-        options["boundaries"] = boundaries
-    config = head_config(model, draft_vocab_size, options)
-    return dataclasses.replace(config, generation=1, boundaries=(LAST_HIDDEN,)) if first else config
+    if not first:
+        layers = shape["eagle_aux_hidden_state_layer_ids"]
+        options["boundaries"] = _boundaries(layers, text.num_hidden_layers)
+    return EagleConfig.for_target("eagle" if first else "eagle3", model, draft_vocab_size, options)
 
 
 def _checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class LossReport:
 
 
 class Objective(Protocol):
-    """A loss over a batch."""
+    """A loss over a batch. Those that a recipe names are made from ``(head, target, settings)`` and have `Settings`."""
 
     def parameters_module(self) -> nn.Module:
         """What is trained, saved, and spread over processes. Frozen parts that others own (the target) stay outside."""

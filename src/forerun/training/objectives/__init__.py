@@ -1,1 +1,26 @@
-"""What each kind of head is trained to do: one file per objective."""
+"""What heads are trained to do: one file per objective and one line here. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.drafters.heads.kinds import HeadKind, named
+from forerun.errors import ArgumentError
+
+OBJECTIVES: dict[str, str] = {
+    "eagle3": "forerun.training.objectives.eagle3:Eagle3Objective",
+    "eagle": "forerun.training.objectives.eagle:EagleObjective",
+    "medusa": "forerun.training.objectives.medusa:MedusaObjective",
+}
+"""Kind of head -> ``module:Class``, a `loop.objective.Objective`."""
+
+
+def objective_for(kind: HeadKind) -> Any:
+    """The class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are the recipe's.
+
+    Raises:
+        ArgumentError: heads of this kind cannot be trained here.
+    """
+    if kind.stored_as not in OBJECTIVES or kind.trains != "head":
+        raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
+    return named(OBJECTIVES[kind.stored_as])

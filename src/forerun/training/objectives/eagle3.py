@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forerun.drafters.heads.eagle import Advanced, EagleHead
+from forerun.drafters.heads.base import Advanced
+from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
+from forerun.training.batch import FeatureBatch, working_dtype
+from forerun.training.chunked_loss import Divergence, VocabularyLoss, soft_loss
 from forerun.training.loop.objective import LossReport
-from forerun.training.unrolled import Block, blocks_of, unrolled_attention
-from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, soft_loss
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, behind, counted
+from forerun.training.ttt_attention import Block, blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Settings:
+class Eagle3Settings(ObjectiveSettings):
     """What the objective is made of."""
 
     steps: int = 7
@@ -37,48 +39,18 @@ class Eagle3Settings:
     """Of the KL share of the ``lk`` divergence."""
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
-    gradient_checkpointing: bool = False
-    """Compute the layers once more in the backward pass instead of keeping their insides."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ArgumentError(f"eagle3: steps must be at least 1, got {self.steps}")
+            raise ArgumentError(f"objective: steps must be at least 1, got {self.steps}")
         if not 0 < self.decay <= 1:
-            raise ArgumentError(f"eagle3: decay must be in (0, 1], got {self.decay}")
+            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
 
     @property
     def weights(self) -> list[float]:
         """(T,) of the steps, summing to 1."""
         raw = [self.decay**step for step in range(self.steps)]
         return [weight / sum(raw) for weight in raw]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrozenTarget:
-    """What the objective needs of the target besides its features; never trained."""
-
-    embedding: nn.Module
-    """Token ids -> (.., H), as the target embeds them."""
-    lm_head: Tensor
-    """(V, Ht) weight of the output head."""
-    bias: Tensor | None = None
-    """(V,) of the output head."""
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, model: Any) -> FrozenTarget:
-        """From a transformers causal LM."""
-        config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0
-        scaling = getattr(config, "logits_scaling", None) or 1.0
-        return cls(
-            embedding=model.get_input_embeddings(),
-            lm_head=model.get_output_embeddings().weight,
-            bias=getattr(model.get_output_embeddings(), "bias", None),
-            scale=scale / scaling,
-            softcap=getattr(config, "final_logit_softcapping", None),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +67,16 @@ class Unrolled:
 class Eagle3Objective:
     """The loss of a head on a batch of features."""
 
+    kind: ClassVar[str] = "eagle3"
+    Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
+
     def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings | None = None) -> None:
-        if head.config.generation != 3:
-            raise ArgumentError("training-time test trains EAGLE-3 heads; this is a head of EAGLE-1")
+        if head.config.kind != self.kind:
+            raise ArgumentError(f"this objective trains heads of the kind {self.kind}, this one is {head.config.kind}")
         if target.bias is not None and not head.config.own_lm_head:
             raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
         self.head, self.target = head, target
-        self.settings = settings or Eagle3Settings()
+        self.settings = settings or self.Settings()
 
     def parameters_module(self) -> nn.Module:
         """What is trained."""
@@ -128,7 +103,7 @@ class Eagle3Objective:
         tokens = batch.batch
         # A target, a store and a head have each a dtype of their own.
         states = [batch.features[boundary] for boundary in self.head.config.boundaries]
-        dtype = working_dtype(states[0].device, self.head.fc.weight.dtype)
+        dtype = working_dtype(states[0].device, self.head.weight.dtype)
         features = self.head.fuse([state.to(dtype) for state in states])
         past: list[tuple[Tensor, ...]] = []
         windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
@@ -138,11 +113,11 @@ class Eagle3Objective:
                 window: everything if window is None else blocks_of(tokens.documents, window - step)
                 for window in windows
             }
-            ids = _ahead(tokens.tokens, step + 1, 0)
+            ids = ahead(tokens.tokens, step + 1, 0)
             result = self._advance(ids, features, tokens.positions + step, blocks, past)
             past.append(tuple(result[2:]))
             features = result[0]
-            yield Unrolled(step=step, output=result[1], counted=_counted(tokens, step))
+            yield Unrolled(step=step, output=result[1], counted=counted(tokens, step))
 
     def _advance(
         self,
@@ -165,7 +140,7 @@ class Eagle3Objective:
                 line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
                 window = self.head.config.window(layer)
                 near = line[1:] if window is None else line[1:][-window:]
-                return unrolled_attention(query, line[0][0], line[0][1], near, blocks[window])
+                return ttt_attention(query, line[0][0], line[0][1], near, blocks[window])
 
             embeds = self.embed(ids).to(features.dtype)
             result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
@@ -190,17 +165,10 @@ class Eagle3Objective:
 
         Arranged by the predicted token: there all steps follow the same law of the target.
         """
-        teacher = Teacher(
-            hidden=last.flatten(0, 1),
-            weight=self.target.lm_head.detach(),
-            tokens=self.head.token_ids if self.head.config.reduced_vocabulary else None,
-            bias=None if self.target.bias is None else self.target.bias.detach(),
-            scale=self.target.scale,
-            softcap=self.target.softcap,
-        )
+        teacher = self.target.teacher(last, self.head.token_ids if self.head.config.reduced_vocabulary else None)
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
-        outputs = torch.stack([_behind(step.output, step.step + 1) for step in steps], 2)
-        shares = torch.stack([_behind(weights[step.step], step.step + 1) for step in steps], 2)
+        outputs = torch.stack([behind(step.output, step.step + 1) for step in steps], 2)
+        shares = torch.stack([behind(weights[step.step], step.step + 1) for step in steps], 2)
         found = soft_loss(
             outputs.flatten(0, 2),
             student,
@@ -211,27 +179,7 @@ class Eagle3Objective:
             skip_unknown=self.settings.skip_unreachable,
         )
         entered, agrees, overlap = (
-            torch.stack([_ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
+            torch.stack([ahead(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
             for values in (found.weights, found.agrees, found.overlap)
         )
         return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap)
-
-
-def _ahead(values: Tensor, steps: int, fill: float) -> Tensor:
-    """(B, S, ..) moved `steps` to the left; what is missing on the right is `fill`."""
-    moved = torch.full_like(values, fill)
-    if steps < values.shape[1]:
-        moved[:, : values.shape[1] - steps] = values[:, steps:]
-    return moved
-
-
-def _behind(values: Tensor, steps: int) -> Tensor:
-    """(B, S, ..) moved `steps` to the right; what is missing on the left is 0."""
-    kept = values[:, : max(0, values.shape[1] - steps)]
-    return torch.cat([torch.zeros_like(values[:, : values.shape[1] - kept.shape[1]]), kept], 1)
-
-
-def _counted(batch: TokenBatch, step: int) -> Tensor:
-    """(B, S) bool: token i + 2 + step exists in the same document and counts."""
-    wanted = _ahead(batch.loss_mask, step + 2, False)
-    return wanted & (_ahead(batch.documents, step + 2, -1) == batch.documents) & (batch.documents >= 0)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.training import vocabulary
-from forerun.training.vocabulary import Divergence, Teacher, VocabularyLoss, hard_loss, soft_loss
+from forerun.training import chunked_loss
+from forerun.training.chunked_loss import Divergence, Teacher, VocabularyLoss, hard_loss, soft_loss
 
 ROWS, HIDDEN, SIZE = 23, 8, 17
 KNOWN = torch.tensor([14, 2, 9, 3, 11, 0, 7])
@@ -52,8 +52,8 @@ def plain(
 
 @pytest.fixture(params=[1, 5, 1000], ids="chunk-of-{}".format)
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", request.param * SIZE)
-    monkeypatch.setattr(vocabulary, "BLOCK_ELEMENTS", 2 * SIZE)
+    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", request.param * SIZE)
+    monkeypatch.setattr(chunked_loss, "BLOCK_ELEMENTS", 2 * SIZE)
 
 
 @pytest.mark.usefixtures("chunk")

@@ -55,7 +55,7 @@ def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
     return blocks
 
 
-def unrolled_attention(
+def ttt_attention(
     query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[Block]
 ) -> Tensor:
     """Attention of one unrolled step.
@@ -72,11 +72,11 @@ def unrolled_attention(
     # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
     flat = [part.to(value.dtype) for line in own for part in line]
-    attended: Tensor = _Unrolled.apply(blocks, query, key, value, *flat)  # type: ignore[no-untyped-call]
+    attended: Tensor = _TttAttention.apply(blocks, query, key, value, *flat)  # type: ignore[no-untyped-call]
     return attended.transpose(1, 2)
 
 
-class _Unrolled(torch.autograd.Function):
+class _TttAttention(torch.autograd.Function):
     """Flash-style: keeps the output and the scores of the own line, recomputes the rest."""
 
     @staticmethod

@@ -1,0 +1,71 @@
+"""Medusa's own format: three keys in ``config.json``, tensors ``DEPTH.LAYER.*`` in ``medusa_lm_head.safetensors``.
+
+The file names no sizes: they are those of the tensors. The published ``medusa_lm_head.pt`` is a pickle and is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.keys import Keys
+from forerun.drafters.heads.medusa import MedusaConfig
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.types import LAST_HIDDEN
+
+HEADS, LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
+NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
+
+
+class MedusaFormat(Format):
+    """Heads of FasterDecoding/Medusa, as safetensors."""
+
+    name = "medusa"
+    mark = "medusa"
+    weights = "medusa_lm_head.safetensors"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """By the number of heads."""
+        return HEADS in config
+
+    def read(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
+    ) -> HeadCheckpoint:
+        """See `Format.read`; nothing of the target's layers is needed."""
+        keys = Keys(config)
+        heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
+        keys.get(TARGET)  # said again when written
+        found = {}
+        for stored, tensor in tensors.items():
+            name = NAME.fullmatch(stored)
+            if name is None:
+                raise CheckpointError(f"the tensor {stored} is none of a Medusa head; expected DEPTH.LAYER.weight")
+            found[f"heads.{name[1]}"] = tensor
+        output = found.get(f"heads.0.{layers}.weight")
+        if output is None or output.dim() != 2:
+            raise CheckpointError(f"there is no output head 0.{layers}.weight after {layers} layers ({LAYERS})")
+        vocab_size, size = output.shape
+        try:
+            head = MedusaConfig(
+                num_heads=heads,
+                num_layers=layers,
+                target_hidden_size=size,
+                vocab_size=vocab_size,
+                draft_vocab_size=vocab_size,
+                boundaries=(LAST_HIDDEN,),
+                extra=keys.rest(),
+            )
+        except ArgumentError as error:
+            raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
+        return HeadCheckpoint(config=head, tensors=found)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Format.write`."""
+        config = checkpoint.config
+        keys = {TARGET: target.name_or_path, HEADS: config.num_heads, LAYERS: config.num_layers}
+        tensors = {name.removeprefix("heads."): tensor for name, tensor in checkpoint.tensors.items()}
+        return {**config.extra, **keys}, tensors

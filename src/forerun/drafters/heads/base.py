@@ -1,0 +1,210 @@
+"""What every draft head is: a shape that follows from its target, a module, and one of two ways to draft.
+
+Training and drafting run the same module. Knows no kind, no file format and no trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from forerun.drafters.heads.recompute import Angles
+from forerun.errors import ArgumentError, nearest
+from forerun.types import Signal
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadConfig:
+    """What the shape of a head of any kind says; a kind adds its own fields."""
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """Fields that a recipe may choose; the others follow from the target."""
+
+    target_hidden_size: int
+    vocab_size: int
+    """Of the target."""
+    draft_vocab_size: int
+    """Tokens that the head can propose; the same as `vocab_size` where it is not reduced."""
+    boundaries: tuple[Signal, ...]
+    """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the file it came from that mean nothing to drafting (names, versions), or of which nothing is known;
+    written back."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind in `heads.kinds`."""
+        raise NotImplementedError
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        """Whether token ids of the head differ from the target's."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @property
+    def max_depth(self) -> int | None:
+        """Most tokens that the head drafts on one path; None: as many as one likes."""
+        return None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why such a head cannot draft although it can be read; None: it can."""
+        return None
+
+    @classmethod
+    def for_target(
+        cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> Self:
+        """The shape of a head for a transformers causal LM.
+
+        Args:
+            kind: name of the head's kind.
+            model: the target.
+            draft_vocab_size: tokens that the head can propose; None is all of them.
+            options: fields of `OPTIONS` that shall differ from what follows from the target.
+
+        Raises:
+            ArgumentError: an unknown option (naming the nearest), or one that does not fit the target.
+        """
+        config, given = model.config.get_text_config(), dict(options or {})
+        for name in given:
+            if name not in cls.OPTIONS:
+                raise ArgumentError(
+                    f"a head of the kind {kind} has no option {name!r}; it has {', '.join(cls.OPTIONS)}."
+                    f"{nearest(name, cls.OPTIONS)}"
+                )
+        shape = {
+            "target_hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "draft_vocab_size": draft_vocab_size or config.vocab_size,
+            **cls.fields_for(kind, config, given),
+        }
+        made = cls(**shape)
+        if max(made.boundaries) > config.num_hidden_layers:
+            raise ArgumentError(
+                f"boundary {max(made.boundaries)} does not exist: the target has {config.num_hidden_layers} layers"
+            )
+        return made
+
+    @classmethod
+    def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of this kind: `options`, and what follows from the target's configuration."""
+        raise NotImplementedError
+
+
+class Head(nn.Module):
+    """A draft head; see `SequentialHead` and `ParallelHead`."""
+
+    Config: ClassVar[type[HeadConfig]]
+    config: HeadConfig
+
+    @classmethod
+    @torch.no_grad()
+    def initial(cls, model: Any, config: Any, token_ids: Tensor | None = None, *, seed: int = 0) -> Self:
+        """An untrained head in float32, with those weights of the target's that it starts with.
+
+        Args:
+            model: the target, a transformers causal LM.
+            config: from `HeadConfig.for_target`.
+            token_ids: (Vd,) the target's ids that the head can propose; needed if the vocabulary is reduced.
+            seed: of what starts at random.
+        """
+        if config.reduced_vocabulary and token_ids is None:
+            raise ArgumentError(f"a draft vocabulary of {config.draft_vocab_size} tokens needs to know which ones")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = cls(config).float()
+        head.start_as(model, token_ids)
+        return head
+
+    def start_as(self, model: Any, token_ids: Tensor | None) -> None:
+        """Copy what starts as the target's; without gradients. Arguments as of `initial`."""
+        raise NotImplementedError
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """The target's states at the boundaries, (B, N, Ht) each -> (B, N, H), what the head reads of them."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """Any weight: of the head's dtype, on its device."""
+        raise NotImplementedError
+
+    @property
+    def feature_size(self) -> int:
+        """H of what `fuse` gives."""
+        return self.config.target_hidden_size
+
+    @property
+    def token_ids(self) -> Tensor:
+        """(Vd,) the target's id of each token that the head can propose."""
+        return torch.arange(self.config.draft_vocab_size, device=self.weight.device)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a pass reads no value on the host, so that a device can record it."""
+        return True
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters by name, without a frozen copy of the target's embedding."""
+        return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """What one pass of a sequential head gives for each position."""
+
+    feature: Tensor
+    """(B, N, H): what the next step reads in place of the target's feature."""
+    output: Tensor
+    """(B, N, H): what the output head reads."""
+
+
+class SequentialHead(Head):
+    """Drafts level by level over keys and values of its own: each level reads the features of the one before.
+
+    Entry i reads the embedding of token i + 1 and the feature of token i at position i, and predicts token i + 2.
+    """
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Positions that each layer looks back, itself included; None: to the beginning."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Tensor) -> Tensor | None:
+        """(..) -> (.., H) from the head's own table; None: it reads the target's."""
+        raise NotImplementedError
+
+    def logits(self, output: Tensor) -> Tensor | None:
+        """(.., H) -> raw logits (.., Vd) of the head's own output head; None: it reads the target's."""
+        raise NotImplementedError
+
+    def angles(self, positions: Tensor, like: Tensor) -> Angles:
+        """Cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
+        raise NotImplementedError
+
+    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Advanced:
+        """One pass: embeddings (B, N, H) of the next tokens beside their features (B, N, H)."""
+        raise NotImplementedError
+
+
+class ParallelHead(Head):
+    """Drafts all depths from one state: what depth k holds does not depend on the tokens drafted above it.
+
+    From the state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the target's own.
+    """
+
+    def states(self, features: Tensor, depths: int) -> Tensor:
+        """(.., H) from `fuse` -> (.., depths, H), what the output heads of the first depths read."""
+        raise NotImplementedError
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(.., depths, H) -> raw logits (.., depths, Vd), each depth by its own output head."""
+        raise NotImplementedError

@@ -1,0 +1,112 @@
+"""The kinds of draft heads, one line each, and all that training, checkpoints and the command line know of a kind.
+
+A new kind is one file for the head (`drafters/heads/`), one for what it is trained to do (`training/objectives/`) and,
+where its checkpoints look like nobody else's, one for their format (`checkpoints/`); a line in each folder's registry.
+Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from forerun.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    from forerun.drafters.heads.base import Head
+
+Way = Literal["sequential", "parallel"]
+Role = Literal["head", "draft_model", "target"]
+READ_HEAD = "forerun.checkpoints.files:read_head"
+"""Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadKind:
+    """One line of the registry."""
+
+    name: str
+    """Of the drafter, and what ``forerun train`` takes."""
+    title: str
+    """As papers write it."""
+    summary: str
+    module: str
+    """``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape."""
+    drafter: str
+    """``module:Class`` of the drafter, a `heads.drafting.HeadDrafter`."""
+    drafts: Way
+    """``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state."""
+    trains: Role = "head"
+    """What training changes: a head on a frozen target, a draft model, or the target itself."""
+    same_head_as: str | None = None
+    """The kind whose heads these are, where two kinds differ in how they draft alone."""
+
+    @property
+    def stored_as(self) -> str:
+        """The kind that a checkpoint of such a head names."""
+        return self.same_head_as or self.name
+
+    @property
+    def head(self) -> type[Head]:
+        """The head's module."""
+        found: type[Head] = named(self.module)
+        return found
+
+
+_EAGLE = "forerun.drafters.heads.eagle"
+KINDS: dict[str, HeadKind] = {
+    kind.name: kind
+    for kind in (
+        HeadKind(
+            name="eagle3",
+            title="EAGLE-3",
+            summary="a small head on fused hidden states of the target (EAGLE-3, 3.1); chain, fixed or dynamic tree",
+            module=f"{_EAGLE}:EagleHead",
+            drafter=f"{_EAGLE}:Eagle3Drafter",
+            drafts="sequential",
+        ),
+        HeadKind(
+            name="eagle",
+            title="EAGLE-1",
+            summary="a head that continues the target's last hidden state (EAGLE-1); chain, fixed or dynamic tree",
+            module=f"{_EAGLE}:EagleHead",
+            drafter=f"{_EAGLE}:EagleDrafter",
+            drafts="sequential",
+        ),
+        HeadKind(
+            name="eagle2",
+            title="EAGLE-2",
+            summary="an EAGLE-1 head that drafts a tree which grows where the head is sure (EAGLE-2)",
+            module=f"{_EAGLE}:EagleHead",
+            drafter=f"{_EAGLE}:Eagle2Drafter",
+            drafts="sequential",
+            same_head_as="eagle",
+        ),
+        HeadKind(
+            name="medusa",
+            title="Medusa-1",
+            summary="an output head for each token further ahead, all from one hidden state (Medusa); a tree of ranks",
+            module="forerun.drafters.heads.medusa:MedusaHead",
+            drafter="forerun.drafters.heads.medusa:MedusaDrafter",
+            drafts="parallel",
+        ),
+    )
+}
+
+
+def kind_named(name: str) -> HeadKind:
+    """The kind of that name.
+
+    Raises:
+        ArgumentError: there is none; the message names the nearest.
+    """
+    if name not in KINDS:
+        raise ArgumentError(f"unknown kind of head {name!r}; there are {', '.join(KINDS)}.{nearest(name, KINDS)}")
+    return KINDS[name]
+
+
+def named(path: str) -> Any:
+    """What ``module:attribute`` names, imported now."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,150 @@
+"""Medusa-1 (arXiv 2401.10774): an output head for each token further ahead, all from one state of the target.
+
+What depth k holds does not depend on the tokens above it, so all depths are one pass, and a tree takes the likeliest
+ranks of each depth in all their combinations. Checkpoints are in `checkpoints.medusa`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from forerun.drafters.growth import Shape
+from forerun.drafters.heads.base import HeadConfig, ParallelHead
+from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.errors import ArgumentError
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaConfig(HeadConfig):
+    """Shape of a Medusa head."""
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ("num_heads", "num_layers")
+
+    num_heads: int = 5
+    """Output heads: tokens drafted beyond the target's own."""
+    num_layers: int = 1
+    """Residual blocks before each."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 0:
+            raise ArgumentError(
+                f"Medusa head: num_heads must be at least 1 and num_layers at least 0, got {self.num_heads} and "
+                f"{self.num_layers}"
+            )
+        if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,):
+            raise ArgumentError(
+                "Medusa head: it proposes all of the target's tokens and reads its last hidden state; leave "
+                "draft.vocab_size and boundaries away"
+            )
+
+    @property
+    def kind(self) -> str:
+        return "medusa"
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.num_heads
+
+    @classmethod
+    def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"boundaries": (LAST_HIDDEN,), **options}
+
+
+class ResBlock(nn.Module):
+    """``x + SiLU(W x + b)``; does nothing at first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., H) -> (.., H)."""
+        return states + silu(self.linear(states))
+
+
+class MedusaHead(ParallelHead):
+    """For each depth some residual blocks and an output head; see `ParallelHead`."""
+
+    Config = MedusaConfig
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.target_hidden_size
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                *(ResBlock(size) for _ in range(config.num_layers)), nn.Linear(size, config.vocab_size, bias=False)
+            )
+            for _ in range(config.num_heads)
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        return self.output_weight(0)
+
+    def output_weight(self, depth: int) -> Tensor:
+        """(V, H) of the output head of that depth."""
+        weight: Tensor = self.heads[depth][-1].weight  # type: ignore[index]
+        return weight
+
+    def start_as(self, model: Any, token_ids: Tensor | None) -> None:
+        """Each depth predicts at first what the target's own output head does."""
+        for depth in range(self.config.num_heads):
+            self.output_weight(depth).copy_(model.get_output_embeddings().weight.float())
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
+
+    def states(self, features: Tensor, depths: int) -> Tensor:
+        return torch.stack([head[:-1](features) for head in self.heads[:depths]], -2)  # type: ignore[index]
+
+    def logits(self, states: Tensor) -> Tensor:
+        pairs = zip(self.heads, states.unbind(-2), strict=False)
+        return torch.stack([head[-1](state) for head, state in pairs], -2)  # type: ignore[index]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaDrafterConfig(HeadDrafterConfig):
+    """As of the other drafters with a head; without `shape` and `top_k` it drafts a tree of ranks."""
+
+    nodes: int = 32
+    """Nodes of the tree of ranks or of the dynamic tree, root not counted."""
+    draw: str = "deterministic"
+    """As of the others; by default the likeliest ranks are taken, not drawn, at any temperature."""
+
+
+class MedusaDrafter(HeadDrafter):
+    """Drafts the likeliest combinations of each depth's likeliest tokens."""
+
+    name = "medusa"
+    Config = MedusaDrafterConfig
+
+    def default_shape(self, depth: int) -> Shape:
+        return tree_of_ranks(depth, self.config.nodes)
+
+
+def tree_of_ranks(depth: int, nodes: int) -> Shape:
+    """The `nodes` likeliest paths of at most `depth` tokens if a depth's k-th token is 1/k as likely as its first."""
+    chosen = list[tuple[int, ...]]()
+    waiting: list[tuple[int, int, tuple[int, ...]]] = [(1, 1, (0,))]
+    while waiting and len(chosen) < nodes:
+        product, length, path = heapq.heappop(waiting)
+        chosen.append(path)
+        rank = path[-1] + 1
+        heapq.heappush(waiting, (product // rank * (rank + 1), length, (*path[:-1], rank)))
+        if length < depth:
+            heapq.heappush(waiting, (product, length + 1, (*path, 0)))
+    chosen.sort(key=lambda path: (len(path), path))
+    places = {path: place for place, path in enumerate(chosen, start=1)}
+    return Shape.of([places.get(path[:-1], 0) for path in chosen])

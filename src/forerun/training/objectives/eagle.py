@@ -1,0 +1,70 @@
+"""EAGLE-1's objective (arXiv 2401.15077): the target's next feature, by regression, and its next token.
+
+The head reads the target's own features with noise on them, as it reads its own, inexact ones when it drafts. Its
+output is pulled towards the target's feature of the next token (smooth L1, mean over the entries), and through the
+output head towards its probabilities. With several steps it is unrolled as in `eagle3`. Knows no optimiser, no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
+
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch
+from forerun.training.chunked_loss import VocabularyLoss
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, Unrolled
+from forerun.types import LAST_HIDDEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleSettings(Eagle3Settings):
+    """What the objective is made of; the defaults are the paper's."""
+
+    steps: int = 1
+    """How often the head is unrolled; beyond the first on its own features."""
+    regression_weight: float = 1.0
+    """Of the distance to the target's features."""
+    token_weight: float = 0.1
+    """Of the cross-entropy, or what `divergence` says."""
+    noise: float = 0.1
+    """Uniform noise on the features that the head reads while it trains, at most so much to either side."""
+
+    def __post_init__(self) -> None:
+        Eagle3Settings.__post_init__(self)
+        if min(self.regression_weight, self.token_weight, self.noise) < 0:
+            raise ArgumentError("objective: regression_weight, token_weight and noise must not be negative")
+        if not self.regression_weight + self.token_weight:
+            raise ArgumentError("objective: one of regression_weight and token_weight must be positive")
+
+
+class EagleObjective(Eagle3Objective):
+    """The loss of an EAGLE-1 head on a batch of features."""
+
+    kind: ClassVar[str] = "eagle"
+    Settings: ClassVar[type[EagleSettings]] = EagleSettings
+    settings: EagleSettings
+
+    def unroll(self, batch: FeatureBatch) -> Iterator[Unrolled]:
+        """The head's outputs, step by step; from noisy features while the head is in training mode."""
+        if not (self.head.training and self.settings.noise):
+            return super().unroll(batch)
+        last = batch.features[LAST_HIDDEN]
+        noisy = last + (2 * torch.rand_like(last, dtype=torch.float32) - 1).to(last.dtype) * self.settings.noise
+        return super().unroll(dataclasses.replace(batch, features={**batch.features, LAST_HIDDEN: noisy}))
+
+    def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
+        found = super()._loss(steps, weights, last)
+        loss = self.settings.token_weight * found.loss
+        for step, weight in zip(steps, found.weights, strict=True):
+            # What comes around at the end of a row is not counted.
+            wanted = torch.roll(last, -(step.step + 1), dims=1)
+            distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
+            loss = loss + self.settings.regression_weight * (distance * weight).sum()
+        return dataclasses.replace(found, loss=loss)

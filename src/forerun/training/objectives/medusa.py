@@ -1,0 +1,74 @@
+"""Medusa-1's objective (arXiv 2401.10774): each depth learns the token that really came, by cross-entropy.
+
+From the state of token i, depth k predicts token i + 2 + k; it weighs decay^k. The data are the target's own answers,
+so the tokens are its choices. Knows no optimiser and no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forerun.drafters.heads.medusa import MedusaHead
+from forerun.errors import ArgumentError
+from forerun.training.batch import FeatureBatch, working_dtype
+from forerun.training.chunked_loss import hard_loss
+from forerun.training.loop.objective import LossReport
+from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaSettings(ObjectiveSettings):
+    """What the objective is made of."""
+
+    decay: float = 0.8
+    """Depth k weighs decay^k."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
+
+
+class MedusaObjective:
+    """The loss of a Medusa head on a batch of features."""
+
+    Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
+
+    def __init__(self, head: MedusaHead, target: FrozenTarget, settings: MedusaSettings | None = None) -> None:
+        self.head, self.settings = head, settings or MedusaSettings()
+
+    def parameters_module(self) -> nn.Module:
+        """What is trained."""
+        return self.head
+
+    def states(self, batch: FeatureBatch) -> Tensor:
+        """(B, S, depths, H): what the output heads read; depth k of entry i predicts token i + 2 + k."""
+        features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
+        features = features.to(working_dtype(features.device, self.head.weight.dtype))
+        depths = self.head.config.num_heads
+        if not self.settings.gradient_checkpointing:
+            return self.head.states(features, depths)
+        found: Tensor = checkpoint(self.head.states, features, depths, use_reentrant=False)
+        return found
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The weighted sum over all depths and counted tokens, and how often a chain got to each depth."""
+        tokens, losses, weights = batch.batch, list[Tensor](), list[Tensor]()
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        drafted, survives = torch.ones_like(tokens.loss_mask), torch.ones_like(tokens.loss_mask, dtype=torch.float32)
+        for depth, states in enumerate(self.states(batch).unbind(2)):
+            counts = counted(tokens, depth)
+            shares = counts * self.settings.decay**depth
+            wanted = ahead(tokens.tokens, depth + 2, 0)
+            output = self.head.output_weight(depth)
+            found = hard_loss(states.flatten(0, 1), output, shares.flatten(), wanted.flatten())
+            losses.append(found.loss)
+            weights.append(found.weights.sum())
+            # A chain that begins before the answer has depths that nobody judged: it is no chain that was drafted.
+            drafted, survives = drafted & counts, survives * found.agrees.view_as(survives)
+            metrics[f"acceptance_{depth}"] = (survives.sum(), drafted.sum().float())
+        return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)

@@ -1,0 +1,115 @@
+"""Every kind of head is trained, evaluated, written, read and drafted with by the same code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.checkpoints import FORMATS
+from forerun.cli import main
+from forerun.drafters import DRAFTERS
+from forerun.drafters.heads.kinds import KINDS, kind_named
+from forerun.errors import ArgumentError
+from forerun.training.objectives import OBJECTIVES, objective_for
+from forerun.training.recipe import make_recipe
+
+WAYS: dict[str, list[dict[str, object]]] = {
+    "eagle3": [],  # `test_run` trains it at length
+    "eagle": [{"method": "eagle"}, {"method": "eagle2", "nodes": 6}],
+}
+"""Kind -> how its head drafts when it is trained; a new kind trains and drafts without a line here."""
+
+
+def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
+    return [
+        *("train", kind, "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
+        *(f"training.steps={steps}", "training.learning_rate=1e-2", "training.dtype=float32"),
+        *("target_dtype=float32", "windows.length=64", "windows.rows=4"),
+        *(f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"),
+        *("evaluation.settings={max_tokens: 16, top_k: 2, nodes: 6}",),
+    ]
+
+
+CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
+"""Kinds of which a checkpoint can be written."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [name for name in OBJECTIVES if name in CARRIED and WAYS.get(name) != []])
+def test_a_trained_head_drafts(
+    kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = words(kind, target, prepared, tmp_path / "run", 40)
+    assert main([*made, "training.log_every_steps=1"]) == 0
+    late = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == late["steps"] == 40
+    # Batches differ in how hard they are: the first and the last two passes over the data.
+    assert sum(losses[-12:]) / 12 < 0.9 * sum(losses[:6]) / 6
+    assert late["best"] > 1.3
+    params, prompt = SamplingParams(temperature=0, max_tokens=24, detokenize=False), {"prompt_token_ids": [3]}
+    for way in WAYS.get(kind, [{"method": kind}]):
+        llm = LLM(str(target), speculative_config={**way, "model": late["head"]})
+        drafted = llm.generate(prompt, params)[0].outputs[0]
+        plain = llm.generate(prompt, params, speculative=False)[0].outputs[0]
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.speculation.mean_acceptance_length > 1.2
+
+
+@pytest.mark.thorough
+def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prepared: Path, tmp_path: Path) -> None:
+    """Online and offline alike; a store with other boundaries is refused."""
+    where = ("--target", str(target), "--data", str(prepared), "--dtype", "float32", "--no-probe", "--yes")
+    assert main(["features", *where, "--boundaries", "none", "--output", str(tmp_path / "last")]) == 0
+    assert main(["features", *where, "--boundaries", "1,2,3", "--output", str(tmp_path / "three")]) == 0
+    losses = []
+    for name, more in (("online", ()), ("offline", ("mode=offline", f"features={tmp_path / 'last'}"))):
+        made = words("medusa", target, prepared, tmp_path / name, 2)
+        assert main([*made, "evaluation.prompts=null", "training.log_every_steps=1", *more]) == 0
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    made = words("medusa", target, prepared, tmp_path / "refused", 2)
+    assert main([*made, "mode=offline", f"features={tmp_path / 'three'}"]) == 2
+
+
+def test_kinds_are_drafters_and_can_be_trained() -> None:
+    assert set(KINDS) <= set(DRAFTERS) and {kind.stored_as for kind in KINDS.values()} == set(OBJECTIVES)
+    for name, kind in KINDS.items():
+        assert kind.name == name and DRAFTERS[name].path == kind.drafter and DRAFTERS[name].needs_training
+        settings = objective_for(kind).Settings()
+        assert dataclasses.is_dataclass(settings) and not settings.gradient_checkpointing
+        recipe = make_recipe(name, {"target": "a", "data": "b", "output": "c"})
+        assert recipe.kind == name and recipe.objective == settings
+
+
+def test_what_is_no_kind_or_another_ones_is_refused_by_name() -> None:
+    given = {"target": "a", "data": "b", "output": "c"}
+    with pytest.raises(ArgumentError, match=r"unknown kind of head 'eagel3'.* 'eagle3'"):
+        make_recipe("eagel3", given)
+    with pytest.raises(ArgumentError, match="forerun train eagle3"):
+        make_recipe("eagle", {**given, "kind": "eagle3"})
+    with pytest.raises(ArgumentError, match=r"unknown key 'objective\.noise"):
+        make_recipe("eagle3", {**given, "objective": {"noise": 0.1}})
+    drafting = dataclasses.replace(kind_named("eagle3"), name="later", trains="draft_model")
+    with pytest.raises(ArgumentError, match="later cannot be trained here"):
+        objective_for(drafting)
+
+
+def test_a_head_of_another_kind_is_no_start(
+    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from checkpoints.samples import PLAIN, TARGET, sample
+    from forerun.checkpoints import write_head
+
+    write_head(sample(PLAIN), tmp_path / "other", "flat", TARGET)
+    made = words("eagle", target, prepared, tmp_path / "run", 1)
+    assert main([*made, f"draft.start={tmp_path / 'other'}"]) == 2
+    assert (
+        "draft.start holds a head of the kind eagle3; go on with it by: forerun train eagle3" in capsys.readouterr().err
+    )
