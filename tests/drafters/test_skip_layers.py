@@ -215,7 +215,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
         )
         for row in range(2)
     ]
-    scores = Scores(logits, rows, [tree.tree(1), other.tree(1)])
+    scores = Scores(logits, rows, [tree.tree(1), other.tree(1)], ["argmax_walk"] * 2)
     assert [agreement(scores, index) for index in range(2)] == [(1, 2), (1, 1)]
 
 
