@@ -63,7 +63,7 @@ check: $(READY) ## ruff, formatting, mypy --strict
 	$(BIN)/mypy
 
 bench: $(READY) ## the measured figures beside their goals
-	$(BIN)/python -m forerun.bench $(ARGS)
+	$(BIN)/python -m benchmarks.suite $(ARGS)
 
 docs: $(DOCS_READY) ## the picture of the demo, and the documentation as a site in build/site
 	$(BIN)/python docs/make_demo_svg.py

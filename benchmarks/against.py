@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the package `benchmarks`; the package `forerun` is the side's own
 OLD, NEW = "old", "new"
 ARMS: dict[str, Mapping[str, Any] | bool] = {
     "plain": False,
@@ -57,10 +58,10 @@ class Side:
         )
         assert self._read()["source"] == str(source), "another checkout was imported"
 
-    def ask(self, arm: str, temperature: float, prompt: int) -> dict[str, float]:
-        """Let it answer, and wait: seconds of decoding, tokens and steps."""
+    def ask(self, arm: str, temperature: float, prompt: int, ids: Sequence[int]) -> dict[str, float]:
+        """Let it answer prompt number `prompt`, and wait: seconds of decoding, tokens and steps."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([arm, temperature, prompt]) + "\n")
+        self._process.stdin.write(json.dumps([arm, temperature, prompt, ids]) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -83,9 +84,9 @@ def work(options: argparse.Namespace) -> None:
     """One side: answers what its standard input asks for, with the forerun that ``PYTHONPATH`` leads to."""
     answers, sys.stdout = sys.stdout, sys.stderr
     import forerun
+    from benchmarks.suite.arms import ForerunArm
+    from benchmarks.suite.workloads import Setting
     from forerun import LLM
-    from forerun.bench.arms import ForerunArm
-    from forerun.bench.workloads import Setting, contexts
 
     def say(what: Mapping[str, Any]) -> None:
         answers.write(json.dumps(what) + "\n")
@@ -93,23 +94,22 @@ def work(options: argparse.Namespace) -> None:
 
     paths = json.loads(options.paths)
     llm = LLM(paths["TARGET"], max_num_seqs=4, max_model_len=1536, enable_prefix_caching=False)
-    prompts = contexts(llm.tokenizer, count=options.prompts)
     say({"source": str(Path(forerun.__file__).parents[1])})
     for line in sys.stdin:
-        name, temperature, prompt = json.loads(line)
+        name, temperature, prompt, ids = json.loads(line)
         setting = Setting(name=name, temperature=temperature, top_p=0.95, new_tokens=options.tokens)
         told = ARMS[name]
         if isinstance(told, Mapping):
             told = {key: paths.get(value, value) if isinstance(value, str) else value for key, value in told.items()}
-        run = ForerunArm(name, llm, told).run(prompt, prompts[prompt], setting, seed=prompt)
+        run = ForerunArm(name, llm, told).run(prompt, ids, setting, seed=prompt)
         say({"seconds": run.decode_s, "tokens": run.decode_tokens, "steps": len(run.trace)})
 
 
 def models(scale: float) -> dict[str, str]:
     """Placeholder of `ARMS` -> folder; made by this checkout, for both sides."""
-    from forerun.bench.scale import scale_model
-    from forerun.bench.scale_head import scaled_head_folder
     from forerun.demo import resolve
+    from forerun.demo.scale import scale_model
+    from forerun.demo.scale_head import scaled_head_folder
 
     if not scale:
         return {word: str(resolve(name)) for word, name in SHIPPED.items()}
@@ -128,7 +128,9 @@ def checkout(commit: str) -> Iterator[Path]:
         yield Path(folder) / "src"
 
 
-def compare(sides: Mapping[str, Side], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def compare(
+    sides: Mapping[str, Side], prompts: Sequence[Sequence[int]], options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """Arm and temperature -> what was found; the first prompt of each warms up."""
     found: dict[str, dict[str, Any]] = {}
     console = Console(stderr=True)
@@ -136,9 +138,9 @@ def compare(sides: Mapping[str, Side], options: argparse.Namespace) -> dict[str,
         for arm in options.arms:
             costs: dict[str, list[float]] = defaultdict(list)
             tokens, steps = defaultdict[str, float](float), defaultdict[str, float](float)
-            for prompt in (0, *list(range(options.prompts)) * options.rounds):
+            for prompt in (0, *list(range(len(prompts))) * options.rounds):
                 for name in (OLD, NEW) if prompt % 2 else (NEW, OLD):
-                    seen = sides[name].ask(arm, temperature, prompt)
+                    seen = sides[name].ask(arm, temperature, prompt, prompts[prompt])
                     costs[name].append(seen["seconds"] / seen["steps" if temperature else "tokens"])
                     tokens[name] += seen["tokens"]
                     steps[name] += seen["steps"]
@@ -184,18 +186,17 @@ def main() -> int:
     if options.work:
         work(options)
         return 0
-    words = [
-        "--paths",
-        json.dumps(models(options.scale)),
-        "--prompts",
-        str(options.prompts),
-        "--tokens",
-        str(options.tokens),
-    ]
+    from transformers import AutoTokenizer
+
+    from forerun.demo import contexts
+
+    paths = models(options.scale)
+    prompts = contexts(AutoTokenizer.from_pretrained(paths["TARGET"]), count=options.prompts)
+    words = ["--paths", json.dumps(paths), "--tokens", str(options.tokens)]
     with checkout(options.commit) as source:
         sides = {OLD: Side(source, words), NEW: Side(ROOT / "src", words)}
         try:
-            found = compare(sides, options)
+            found = compare(sides, prompts, options)
         finally:
             for side in sides.values():
                 side.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src"
+SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
 CYCLES = {
@@ -45,9 +45,9 @@ def module_name(path: Path, root: Path) -> str:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package by its name."""
-    paths = SOURCE.rglob("*.py")
-    return {module_name(path, SOURCE): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    """Every module of the package and of the benchmark's by its name."""
+    roots = {path: root for folder, root in ((SOURCE, SOURCE), (SUITE, ROOT)) for path in folder.rglob("*.py")}
+    return {module_name(path, root): ast.parse(path.read_text(encoding="utf-8")) for path, root in roots.items()}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -130,6 +130,18 @@ def test_no_module_for_tests_alone() -> None:
     assert not FOR_TESTS_ALONE - found, f"used or gone, take it off the list: {sorted(FOR_TESTS_ALONE - found)}"
 
 
+def test_the_package_needs_nothing_that_is_not_installed() -> None:
+    known = modules().keys()
+    found = {name for name, tree in modules().items() if name.startswith("forerun") and beside(edges(tree, known))}
+    assert not found, f"they import the benchmarks: {sorted(found)}"
+    assert beside(known), "nobody looks at the benchmarks any more"
+
+
+def beside(names: Set[str]) -> set[str]:
+    """Those of the modules that stand beside the package."""
+    return {name for name in names if not name.startswith("forerun")}
+
+
 def test_every_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
@@ -142,10 +154,10 @@ def test_every_import_is_declared() -> None:
     known = packages_distributions()
     missing = {
         top
-        for top in tops - sys.stdlib_module_names - HOSTS.keys() - {"forerun"}
+        for top in tops - sys.stdlib_module_names - HOSTS.keys() - {"forerun", "benchmarks"}
         if not {distribution(name) for name in known.get(top, [top])} & declared
     }
-    assert not missing, f"imported by src and not declared in pyproject.toml: {sorted(missing)}"
+    assert not missing, f"imported and not declared in pyproject.toml: {sorted(missing)}"
     assert HOSTS.keys() <= tops
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "forerun"
-FILES = sorted(SOURCE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path for folder in ("src/forerun", "benchmarks/suite") for path in (ROOT / folder).rglob("*.py"))
 MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 700, 80, 6
 LAWS_LIVE_HERE = ("verify", "drafters", "certify", "sampling.py", "tree.py", "step.py")
 """Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
@@ -54,7 +54,7 @@ def test_function_lengths() -> None:
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file(path: Path) -> None:
     text, tree = path.read_text(encoding="utf-8"), tree_of(path)
     assert len(text.splitlines()) <= MAX_FILE
@@ -86,7 +86,7 @@ def _check_node(node: ast.AST, path: Path) -> None:
         assert all(alias.name != "*" for alias in node.names), f"{where}: import *"
     if isinstance(node, ast.ExceptHandler):
         assert node.type is not None, f"{where}: bare except"
-    if set(path.relative_to(SOURCE).parts) & set(LAWS_LIVE_HERE):
+    if set(path.relative_to(ROOT).parts) & set(LAWS_LIVE_HERE):
         _check_names(node, where)
 
 

@@ -22,7 +22,7 @@ from fleet import Server
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.suite import this_machine
+from benchmarks.suite.suite import this_machine
 
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "2",

@@ -24,8 +24,8 @@ from fleet import free_port
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.suite.suite import this_machine
 from forerun import AsyncLLM, SamplingParams
-from forerun.bench.suite import this_machine
 from forerun.serve.running import server
 from forerun.serve.session import Session, State
 from forerun.serve.settings import ServeSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from forerun.bench.scale import scale_model
-from forerun.bench.scale_head import scaled_head_folder
-from forerun.bench.workloads import contexts
-from forerun.demo import resolve
+from forerun.demo import contexts, resolve
+from forerun.demo.scale import scale_model
+from forerun.demo.scale_head import scaled_head_folder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the package `benchmarks`, for those who import it after this module
 CONTEXT, TOKENS, MAX_MODEL_LEN, ROWS, FEWEST = 300, 128, 1536, 16, 4
 NAME = "target"
 DRAFTERS = ("ngram", "draft_model", "eagle3")

@@ -28,13 +28,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 BUILD = ROOT / "build" / "bench-training"
-sys.path.insert(0, str(ROOT / "recipes" / "demo"))
+sys.path[:0] = [str(ROOT / "recipes" / "demo"), str(ROOT)]
 
 import corpus  # noqa: E402 - recipes/demo: the same files and the same split as the shipped target
 
+from benchmarks.suite.goals import Goal  # noqa: E402
+from benchmarks.suite.suite import Machine, this_machine  # noqa: E402
 from forerun import demo  # noqa: E402
-from forerun.bench.goals import Goal  # noqa: E402
-from forerun.bench.suite import Machine, this_machine  # noqa: E402
 from forerun.training.batch import FeatureBatch, TokenBatch  # noqa: E402
 from forerun.training.features.online import OnlineFeatures  # noqa: E402
 

@@ -23,7 +23,7 @@ import common
 import torch
 from torch import nn
 
-from forerun.bench.goals import at_most
+from benchmarks.suite.goals import at_most
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch
 from forerun.training.loop import Parallel

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.suite.goals import Goal, at_least
 from forerun import demo
-from forerun.bench.goals import Goal, at_least
 from forerun.checkpoints import TargetFacts, read_head
 from forerun.drafters.heads.eagle import default_boundaries
 from forerun.training.evaluate import Evaluation, EvaluationSettings

@@ -22,7 +22,7 @@ from common import Clock, WindowBatches
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forerun.bench.goals import at_least
+from benchmarks.suite.goals import at_least
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch
 from forerun.training.features.online import OnlineFeatures

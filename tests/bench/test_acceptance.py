@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from bench.heads import head
-from forerun import LLM
-from forerun.bench import plots, report, suite
-from forerun.bench.acceptance import (
+from benchmarks.suite import plots, report, suite
+from benchmarks.suite.acceptance import (
     EQUAL_NODES,
     NODES,
     SHAPES,
@@ -29,11 +28,12 @@ from forerun.bench.acceptance import (
     ratio,
     root_laws,
 )
-from forerun.bench.arms import TREE_NODES, forerun_arms
-from forerun.bench.goals import acceptance_goals, speed_goals
-from forerun.bench.speed import ArmSummary, measure, summarise
-from forerun.bench.suite import Machine, Options, Results, as_json
-from forerun.bench.workloads import Setting
+from benchmarks.suite.arms import TREE_NODES, forerun_arms
+from benchmarks.suite.goals import acceptance_goals, speed_goals
+from benchmarks.suite.speed import ArmSummary, measure, summarise
+from benchmarks.suite.suite import Machine, Options, Results, as_json
+from benchmarks.suite.workloads import Setting
+from forerun import LLM
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.drafters.growth import Shape
 

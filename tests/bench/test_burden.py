@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.suite.burden import Burden, measure_burden
 from forerun import LLM
-from forerun.bench.burden import Burden, measure_burden
 
 
 def test_pairs_are_measured_for_a_whole_batch(source_tied: Path) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM
-from forerun.bench.arms import load_transformers
-from forerun.bench.burden import Burden
-from forerun.bench.contest import (
+from benchmarks.suite.arms import load_transformers
+from benchmarks.suite.burden import Burden
+from benchmarks.suite.contest import (
     FAMILY,
     PLAIN,
     SHIFT,
@@ -21,9 +20,10 @@ from forerun.bench.contest import (
     compete,
     workloads,
 )
-from forerun.bench.speed import ArmSummary
-from forerun.bench.suite import burden_goals, contest_goals
-from forerun.bench.workloads import Setting
+from benchmarks.suite.speed import ArmSummary
+from benchmarks.suite.suite import burden_goals, contest_goals
+from benchmarks.suite.workloads import Setting
+from forerun import LLM
 
 
 class Letters:

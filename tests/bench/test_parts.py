@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from bench.conftest import lively_llama
+from benchmarks.suite import plots, report
+from benchmarks.suite.arms import Run, forerun_arms, transformers_arms
+from benchmarks.suite.bits import BitCount, BitPlan, compare
+from benchmarks.suite.goals import bit_goals, speed_goals, step_goals, text_goals
+from benchmarks.suite.speed import ArmSummary, measure, summarise
+from benchmarks.suite.steps import NODES, StepCosts, linear_layers, measure_steps
+from benchmarks.suite.suite import Machine, Options, Results, as_json
+from benchmarks.suite.texts import TextComparison, TokenCount, compare_texts, count_tokens
+from benchmarks.suite.workloads import Setting, loops
 from forerun import LLM
-from forerun.bench import plots, report
-from forerun.bench.arms import Run, forerun_arms, transformers_arms
-from forerun.bench.bits import BitCount, BitPlan, compare
-from forerun.bench.goals import bit_goals, speed_goals, step_goals, text_goals
-from forerun.bench.speed import ArmSummary, measure, summarise
-from forerun.bench.steps import NODES, StepCosts, linear_layers, measure_steps
-from forerun.bench.suite import Machine, Options, Results, as_json
-from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count_tokens
-from forerun.bench.workloads import Setting, contexts, loops
+from forerun.demo import contexts
 from forerun.errors import ArgumentError
 from forerun.target import Target
 from forerun.target.kernels.packing import cpu_packs, pack

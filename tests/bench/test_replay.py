@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
+from benchmarks.suite.contest import ReplayProcessor, edited, replaying
 from forerun import LLM, SamplingParams
-from forerun.bench.contest import ReplayProcessor, edited, replaying
 
 SOURCE = '''def total(values, start):
     """Sum of the values."""

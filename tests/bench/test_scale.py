@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from forerun.bench.scale import RECORD, plan_scale, remap_boundary, scale_model
+from forerun.demo.scale import RECORD, plan_scale, remap_boundary, scale_model
 from forerun.errors import ArgumentError, CheckpointError
 
 TOKENS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(3))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.bench.acceptance import rejection_reach, transport_bound
+from benchmarks.suite.acceptance import rejection_reach, transport_bound
 from forerun.drafters.growth import Draw
 from forerun.errors import ArgumentError
 from forerun.verify import rule_named

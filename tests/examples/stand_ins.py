@@ -51,7 +51,7 @@ QUICK: dict[str, dict[str, str]] = {
 
 ONLY_PARSED = {
     r"^docker run ": "needs Docker; behind the image's name stand options of forerun serve",
-    r"python -m forerun\.bench": "measures for an hour; tests/bench runs its parts",
+    r"python -m benchmarks\.suite": "measures for an hour; tests/bench runs its parts",
     r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
 }
 """Pattern of a command -> why it is given to its parser and to nobody else."""

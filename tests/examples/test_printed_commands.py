@@ -31,10 +31,10 @@ import pytest
 from cyclopts import MissingArgumentError
 
 from assistant import assistant
+from benchmarks.suite.__main__ import app as bench_app
 from conftest import loggers_restored
 from examples import stand_ins
 from examples.printed import ROOT, Printed, markdown, pages, printed
-from forerun.bench.__main__ import app as bench_app
 from forerun.certify import run as certifying
 from forerun.cli import build_app, demo, main
 from forerun.drafters import DRAFTERS, Entry
@@ -187,7 +187,7 @@ class Reader:
                 self._forerun(options[options.index("forerun.cli") + 1 :], found, piped, parsing)
             case "docker", options:
                 self._forerun(["serve", *options[options.index("forerun") + 1 :]], found, piped, parsing)
-            case "python", ["-m", "forerun.bench", *options]:
+            case "python", ["-m", "benchmarks.suite", *options]:
                 bench_app.parse_args(options, exit_on_error=False, print_error=False)
             case "python", options:
                 parse_script(options)
@@ -332,7 +332,7 @@ WRONG = [
     "forerun datastore info nowhere",
     "torchrun --nproc-per-node 2 -m forerun.cli train eagle3 recipe.yaml --paralel fsdp",
     "docker run forerun MODEL --drafter suffix --prt 8000",
-    "python -m forerun.bench --parts nothing",
+    "python -m benchmarks.suite --parts nothing",
     "python benchmarks/serving/soak.py --hours 20",
     "python benchmarks/nothing.py",
     "make nothing",

@@ -18,8 +18,8 @@ from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.bench.scale import ScaledModel
     from forerun.cli.race import Race
+    from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
@@ -129,7 +129,7 @@ def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, 
 
     Both come from the cache, or are made there.
     """
-    from forerun.bench.scale import scale_model
+    from forerun.demo.scale import scale_model
 
     with console.working(f"enlarging {model} to {billions:g} B parameters"):
         scaled = scale_model(shipped.resolve(model), billions=billions)
@@ -138,7 +138,7 @@ def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, 
 
 def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     """A drafter's configuration in which every head, those of drafters within it too, is enlarged as the target was."""
-    from forerun.bench.scale_head import scaled_head_folder
+    from forerun.demo.scale_head import scaled_head_folder
     from forerun.engine.config import method_of
 
     if isinstance(config, Mapping):

@@ -155,7 +155,7 @@ def _tokens(llm: LLM, setting: _Setting, questions: list[Record]) -> list[list[i
     if llm.tokenizer is None:
         raise ArgumentError(f"{setting.model} has no tokenizer beside it; prompts are read with one")
     if setting.prompts is None:
-        from forerun.bench.workloads import contexts
+        from forerun.demo import contexts
 
         return contexts(llm.tokenizer, count=setting.limit, length=setting.prompt_tokens)
     found = [_prompt_tokens(llm, record, setting.prompt_tokens) for record in questions]

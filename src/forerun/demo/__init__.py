@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from forerun.errors import CheckpointError
+from forerun.errors import ArgumentError, CheckpointError
 
 FOLDER = Path(__file__).parent
 MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}
 """Name of a shipped model -> its folder."""
 PROMPT_SUFFIX = ".py.txt"
+CONTEXT = 300
+"""Tokens of a piece of a held-out file, where no other length is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,3 +53,34 @@ def prompts() -> list[Prompt]:
         Prompt(name=path.name.removesuffix(".txt").replace("--", "/"), text=path.read_text(encoding="utf-8"))
         for path in paths
     ]
+
+
+def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:
+    """`count` pieces of `length` tokens out of the shipped held-out files, from inside each file.
+
+    Args:
+        tokenizer: of a transformers model; no special token is added.
+        count: pieces.
+        length: of each, in tokens.
+
+    Raises:
+        ArgumentError: the files do not hold that many pieces.
+    """
+    encoded = [tokenizer.encode(prompt.text, add_special_tokens=False, verbose=False) for prompt in prompts()]
+    pieces: list[list[int]] = []
+    taken = 0
+    while len(pieces) < count:
+        # The first piece of every file starts behind its headline; later ones follow it.
+        starts = [len(ids) // 8 + taken * length for ids in encoded]
+        fresh = [
+            ids[start : start + length]
+            for ids, start in zip(encoded, starts, strict=True)
+            if start + length <= len(ids)
+        ]
+        if not fresh:
+            raise ArgumentError(
+                f"the held-out files hold {len(pieces)} pieces of {length} tokens, {count} were asked for"
+            )
+        pieces += fresh
+        taken += 1
+    return pieces[:count]

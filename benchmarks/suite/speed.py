@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
-from forerun.bench.arms import Arm, Run
-from forerun.bench.workloads import Setting, loops
+from benchmarks.suite.arms import Arm, Run
+from benchmarks.suite.workloads import Setting, loops
 
 Progress = Callable[[str], None]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.suite.speed import Progress
 from forerun import LLM, SamplingParams
-from forerun.bench.speed import Progress
 
 _RESAMPLES = 4000
 _FURTHEST = 4

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.suite.speed import Progress
+from benchmarks.suite.workloads import loops
 from forerun import LLM, SamplingParams
-from forerun.bench.speed import Progress
-from forerun.bench.workloads import loops
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Draw

@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.acceptance import Acceptance, ratio
-from forerun.bench.bits import BitCount
-from forerun.bench.burden import Burden
-from forerun.bench.contest import Contest
-from forerun.bench.goals import Goal
-from forerun.bench.speed import ArmSummary
-from forerun.bench.steps import NODES, StepCosts
-from forerun.bench.suite import Results
+from benchmarks.suite.acceptance import Acceptance, ratio
+from benchmarks.suite.bits import BitCount
+from benchmarks.suite.burden import Burden
+from benchmarks.suite.contest import Contest
+from benchmarks.suite.goals import Goal
+from benchmarks.suite.speed import ArmSummary
+from benchmarks.suite.steps import NODES, StepCosts
+from benchmarks.suite.suite import Results
 
 
 def show(results: Results, console: Console) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.suite.arms import Arm, ForerunArm, Run, TransformersArm
+from benchmarks.suite.planned import planned_speedup
+from benchmarks.suite.speed import ArmSummary, Progress, summarise, take_turns, warm_up
+from benchmarks.suite.workloads import Setting, settings
 from forerun import LLM
-from forerun.bench.arms import Arm, ForerunArm, Run, TransformersArm
-from forerun.bench.planned import planned_speedup
-from forerun.bench.speed import ArmSummary, Progress, summarise, take_turns, warm_up
-from forerun.bench.workloads import CONTEXT, Setting, contexts, settings
+from forerun.demo import CONTEXT, contexts
 from forerun.demo import prompts as shipped_files
 from forerun.engine.costs import CostModel, DraftCost
 from forerun.target import Scored, Target
@@ -88,7 +89,7 @@ def _force(logits: Tensor, text: Sequence[int], place: int) -> None:
 # Small edits of a piece of source code: what an answer to "change this file" looks like. Knows no model.
 #
 # The demo model cannot follow an instruction, so the edited text is not generated but replayed
-# (`forerun.bench.contest`).
+# (`benchmarks.suite.contest`).
 
 
 _NAME = re.compile(r"\b[a-z_][a-z0-9_]{3,}\b")

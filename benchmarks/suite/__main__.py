@@ -1,4 +1,4 @@
-"""``python -m forerun.bench``: the measured figures beside their goals. Tables on stdout, progress on stderr."""
+"""``python -m benchmarks.suite``: the measured figures beside their goals. Tables on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import transformers
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from forerun.bench import plots, report
-from forerun.bench.suite import Options, Results, as_json, run
+from benchmarks.suite import plots, report
+from benchmarks.suite.suite import Options, Results, as_json, run
 from forerun.errors import ForerunError
 
 app = App(
-    name="forerun.bench", help="Measure forerun beside transformers on scale models, and print goals beside figures."
+    name="benchmarks.suite", help="Measure forerun beside transformers on scale models, and print goals beside figures."
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from forerun.bench.acceptance import CHAIN, Acceptance, ratio
-from forerun.bench.bits import BitCount
-from forerun.bench.speed import ArmSummary
-from forerun.bench.steps import StepCosts
-from forerun.bench.texts import TextComparison, TokenCount
+from benchmarks.suite.acceptance import CHAIN, Acceptance, ratio
+from benchmarks.suite.bits import BitCount
+from benchmarks.suite.speed import ArmSummary
+from benchmarks.suite.steps import StepCosts
+from benchmarks.suite.texts import TextComparison, TokenCount
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.suite.arms import TREE_NODES, TREE_TOP_K, Arm
+from benchmarks.suite.contest import PLAIN, Contestant, TransformersContestant, Workload
+from benchmarks.suite.speed import Progress
 from forerun import LLM
-from forerun.bench.arms import TREE_NODES, TREE_TOP_K, Arm
-from forerun.bench.contest import PLAIN, Contestant, TransformersContestant, Workload
-from forerun.bench.speed import Progress
 from forerun.demo import prompts
 from forerun.drafters import datastore
 from forerun.drafters.heads.eagle import EagleHead

@@ -22,25 +22,25 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.suite import goals
+from benchmarks.suite.acceptance import Acceptance, AcceptancePlan, Contestants, measure_acceptance
+from benchmarks.suite.arms import Arm, Run, forerun_arms, load_transformers, transformers_arms
+from benchmarks.suite.bits import MOST, BitCount, BitPlan, compare
+from benchmarks.suite.burden import Burden, burdens, measure_burden, scrambled
+from benchmarks.suite.contest import Contest, ContestLine, compete, workloads
+from benchmarks.suite.contestants import Field, contestants, library_store, peers, trained, training_free
+from benchmarks.suite.goals import Goal, at_least, at_most
+from benchmarks.suite.planned import draft_cost
+from benchmarks.suite.speed import ArmSummary, Progress, measure, summarise
+from benchmarks.suite.steps import StepCosts, measure_steps
+from benchmarks.suite.texts import TextComparison, TokenCount, compare_texts, count_tokens
+from benchmarks.suite.workloads import settings
 from forerun import LLM
-from forerun.bench import goals
-from forerun.bench.acceptance import Acceptance, AcceptancePlan, Contestants, measure_acceptance
-from forerun.bench.arms import Arm, Run, forerun_arms, load_transformers, transformers_arms
-from forerun.bench.bits import MOST, BitCount, BitPlan, compare
-from forerun.bench.burden import Burden, burdens, measure_burden, scrambled
-from forerun.bench.contest import Contest, ContestLine, compete, workloads
-from forerun.bench.contestants import Field, contestants, library_store, peers, trained, training_free
-from forerun.bench.goals import Goal, at_least, at_most
-from forerun.bench.planned import draft_cost
-from forerun.bench.scale import ScaledModel, scale_model
-from forerun.bench.scale_head import scale_head
-from forerun.bench.speed import ArmSummary, Progress, measure, summarise
-from forerun.bench.steps import StepCosts, measure_steps
-from forerun.bench.texts import TextComparison, TokenCount, compare_texts, count_tokens
-from forerun.bench.workloads import CONTEXT, contexts, settings
 from forerun.caching import cache_root
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
-from forerun.demo import FOLDER, MODELS, resolve
+from forerun.demo import CONTEXT, FOLDER, MODELS, contexts, resolve
+from forerun.demo.scale import ScaledModel, scale_model
+from forerun.demo.scale_head import scale_head
 from forerun.drafters.heads.drafting import repack
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.costs import load_or_measure

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.suite.arms import Run
 from forerun import LLM, SamplingParams
-from forerun.bench.arms import Run
 from forerun.certify.ties import difference, first_difference
 
 

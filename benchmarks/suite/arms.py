@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from benchmarks.suite.workloads import Setting
 from forerun import LLM, SamplingParams
-from forerun.bench.workloads import Setting
-from forerun.drafters.heads.eagle import EagleHead
-from forerun.types import StepTrace
+
+if TYPE_CHECKING:  # an older commit, which benchmarks/against.py runs, may have them elsewhere
+    from forerun.drafters.heads.eagle import EagleHead
+    from forerun.types import StepTrace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

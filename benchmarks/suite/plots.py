@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.acceptance import Acceptance
-from forerun.bench.speed import ArmSummary
-from forerun.bench.steps import NODES, StepCosts
-from forerun.bench.suite import Results
+from benchmarks.suite.acceptance import Acceptance
+from benchmarks.suite.speed import ArmSummary
+from benchmarks.suite.steps import NODES, StepCosts
+from benchmarks.suite.suite import Results
 from forerun.errors import ArgumentError
 
 _OURS, _THEIRS, _FLOOR = "#1f6feb", "#8b949e", "#d29922"

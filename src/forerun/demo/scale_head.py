@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.bench.scale import ScaledModel, cache_folder, content_hash, remap_boundary
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_of, write_head
 from forerun.checkpoints.files import parse, read_files
 from forerun.checkpoints.tensors import expected_shapes
 from forerun.demo import resolve
+from forerun.demo.scale import ScaledModel, cache_folder, content_hash, remap_boundary
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError
 

@@ -1,1 +1,0 @@
-"""The benchmark: scale models, workloads, the runner, its report and its plots."""
