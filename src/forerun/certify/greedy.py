@@ -70,7 +70,9 @@ def seed_check(llm: LLM, prompts: Sequence[Tokens], plan: Plan, temperature: flo
 
 
 def _answers(llm: LLM, prompts: Sequence[Tokens], params: SamplingParams) -> list[CompletionOutput]:
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    """With drafts that are free: a policy may rightly draft nothing on a busy machine, which would prove nothing."""
+    with llm.engine.drafting.free_of_charge():
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     return [output.outputs[0] for output in outputs]
 
 

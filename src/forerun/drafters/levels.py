@@ -356,7 +356,7 @@ class FixedTree:
         """
         growers = [] if draws is not None else self._growers(context, active)
         grown, run = list[Children](), 0
-        ids = torch.zeros(len(active), 0, dtype=torch.int64, device=logits.device)
+        ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
 
         def path(row: int, node: int) -> list[int]:
             found = list[int]()

@@ -76,6 +76,7 @@ class SlotCache:
         index: Tensor | None = None,
         real: Flat | None = None,
         select: bool = True,
+        anywhere: bool = False,
     ) -> None:
         """Announce a pass over `rows`: token (b, n) goes to ``slot_ids[b, n]`` (B, N), `width` slots are read.
 
@@ -83,13 +84,15 @@ class SlotCache:
             index: (B,) the rows, where the caller has them on the device of `slot_ids`.
             real: these tokens run behind each other: `update` is handed them alone.
             select: scattered rows are copied for the layers; else these are given all rows, see `unselected`.
+            anywhere: take rows for scattered ones even where they follow each other, as a recording for any rows must.
         """
         if index is None:
             index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
         places = self._places(index, slot_ids)
         flat = (places if real is None else real.flatten(places)).flatten()
         before = width - slot_ids.shape[1]
-        self._window = _Window(flat, index, not contiguous(rows), select, rows[0], len(rows), width, before)
+        scattered = anywhere or not contiguous(rows)
+        self._window = _Window(flat, index, scattered, select, rows[0], len(rows), width, before)
         self._windows = {flat.device: self._window}
 
     def go_on(self, slot_ids: Tensor) -> None:

@@ -75,9 +75,9 @@ class Nodes:
     """Nodes before this one were run earlier in the step; they are seen, not run."""
 
     @classmethod
-    def of_prompt(cls, pieces: Sequence[Sequence[int]]) -> Nodes:
-        """Chains of unequal lengths, padded on the right."""
-        size = max(len(piece) for piece in pieces)
+    def of_prompt(cls, pieces: Sequence[Sequence[int]], least: int = 0) -> Nodes:
+        """Chains of unequal lengths, padded on the right to the longest, or to `least`."""
+        size = max(least, *(len(piece) for piece in pieces))
         steps = torch.arange(size)
         return cls(
             ids=torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces]),

@@ -7,18 +7,19 @@ level. All levels stay on the device and may be one recording there. Knows no ki
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from forerun.devices import rows_of, sent
+from forerun.devices import attention_kernels, rows_of, sent
 from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
 from forerun.drafters.heads.kinds import Way
 from forerun.recordings import Recordings, bucket
 from forerun.target import Target
-from forerun.target.cache import SlotCache, contiguous
+from forerun.target.cache import SlotCache
 from forerun.target.inputs import Nodes
 from forerun.target.kernels.attention import attend
 from forerun.target.kernels.packing import packed_bytes
@@ -148,11 +149,14 @@ class ParallelRunner(HeadRunner):
             self._levels, self._depth = self.head.logits(self.head.states(self._features[index], depths)), 0
             return grow(self._levels[:, :1], *numbers)
 
+        count, whole = len(rows), None
+        if key is not None and self.recordings.active:
+            rows, numbers = _filled(rows, numbers)
+            whole = key, len(rows), levels
         (index,) = sent((torch.tensor(rows),), self.device)
-        whole = None if key is None else (key, len(rows), levels)
         tree: Tree = self.recordings.run(whole, work, index, *numbers)
         self._levels = None
-        return tree
+        return tree if len(rows) == count else _first(tree, count)
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         assert self._levels is not None, "only inside unroll"
@@ -203,13 +207,13 @@ class SequentialRunner(HeadRunner):
         levels: int | None = None,
         key: Hashable | None = None,
     ) -> Tree:
-        width = max(self.lengths[row] for row in rows) + run
-        if key is not None and self.recordings.active:
-            width = min(self._cache.slots, max(_LEAST_WIDTH, bucket(width)))
-            key = key, len(rows), rows[0] if contiguous(rows) else None, width
+        count, width = len(rows), max(self.lengths[row] for row in rows) + run
+        if recorded := key is not None and self.recordings.active:
+            width, (rows, numbers) = self._wide(width), _filled(rows, numbers)
+            key = key, len(rows), width
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
-            self._begin(rows, index, lengths, width)
+            self._begin(rows, index, lengths, width, anywhere=recorded)
             return grow(self.logits(self._outputs[index].unsqueeze(1)), *numbers)
 
         self._cache.touch(rows, [self.lengths[row] + run for row in rows])
@@ -217,7 +221,11 @@ class SequentialRunner(HeadRunner):
         index, lengths = sent(host, self.device)
         tree: Tree = self.recordings.run(key, work, index, lengths, *numbers)
         self._frontier = None
-        return tree
+        return tree if len(rows) == count else _first(tree, count)
+
+    def _wide(self, used: int) -> int:
+        """Slots that are read on an accelerator, so that shapes are few."""
+        return min(self._cache.slots, max(_LEAST_WIDTH, bucket(used)))
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         last = self._frontier
@@ -242,26 +250,30 @@ class SequentialRunner(HeadRunner):
         own = self.head.logits(output)
         return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, width: int) -> None:
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, width: int, *, anywhere: bool) -> None:
         none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
-        self._cache.begin(rows, index.new_zeros(len(rows), 0), width, index=index)
+        self._cache.begin(rows, index.new_zeros(len(rows), 0), width, index=index, anywhere=anywhere)
         features = self._features[index].unsqueeze(1)
         self._frontier = _Frontier(
             lengths=lengths, sees=none, positions=index.new_zeros(len(rows), 0), features=features, depth=0, width=width
         )
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
-        nodes = Nodes.of_prompt(pieces)
+        eager = self.device.type == "cpu"
+        longest = max(map(len, pieces))
+        nodes = Nodes.of_prompt(pieces, least=longest if eager else bucket(longest))
         held = torch.tensor([self.lengths[row] for row in rows])
         host = torch.tensor(rows), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
         index, lengths, counts, real, depths, sees, ids = sent(host, self.device)
         positions = lengths.unsqueeze(1) + depths
         most = max(self.lengths[row] for row in rows) + nodes.fresh
+        most = most if eager else self._wide(most)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most, index=index)
         sees = sees & real.unsqueeze(2)
         block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
-        fused = self.head.fuse([state.to(self.device, self._dtype) for state in states])
+        missing = nodes.fresh - longest
+        fused = self.head.fuse([pad(state.to(self.device, self._dtype), (0, 0, 0, missing)) for state in states])
         advanced = self._advance(ids, fused, positions, self._mask(block, most))
         place = torch.arange(len(rows), device=self.device)
         self._features[index] = advanced.feature[place, counts - 1]
@@ -280,12 +292,27 @@ class SequentialRunner(HeadRunner):
         def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(query, *self._cache.update(key, value, layer), masks[self._kinds[layer]], this)
 
-        return self.head.advance(embeds, features, self.head.angles(positions, embeds), attend_cached)
+        with attention_kernels(self.device):
+            return self.head.advance(embeds, features, self.head.angles(positions, embeds), attend_cached)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(..) -> (.., H), from the head's own table or the target's."""
         own = self.head.embed(tokens)
         return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
+
+
+def _filled(rows: Sequence[int], numbers: Sequence[Tensor]) -> tuple[Sequence[int], tuple[Tensor, ...]]:
+    """As many rows as a recording is for, the last one again and again: it writes the same to the same slots."""
+    more = bucket(len(rows)) - len(rows)
+    repeated = tuple(torch.cat([part, part[-1:].expand(more, *part.shape[1:])]) for part in numbers)
+    return [*rows, *[rows[-1]] * more], repeated
+
+
+def _first(tree: Tree, count: int) -> Tree:
+    """Of a tree of more rows, those of the first; a dataclass of tensors (B, ..)."""
+    assert is_dataclass(tree) and not isinstance(tree, type), "what grows is a dataclass"
+    fields_of = {part.name: getattr(tree, part.name) for part in fields(tree)}
+    return replace(tree, **{name: value[:count] for name, value in fields_of.items() if isinstance(value, Tensor)})
 
 
 RUNNERS: dict[Way, type[HeadRunner]] = {"sequential": SequentialRunner, "parallel": ParallelRunner}
