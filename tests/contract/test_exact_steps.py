@@ -20,6 +20,7 @@ from forerun import step as stepping
 from forerun.drafters import first_of, levels, merge
 from forerun.drafters.composing.joining import join
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.levels import FixedTree, Grown, Submitted
 from forerun.engine import core
 from forerun.engine.completion import Completion
@@ -78,6 +79,16 @@ def _head(generation: int) -> EagleHead:
     return head
 
 
+@functools.cache
+def _medusa() -> MedusaHead:
+    torch.manual_seed(5)
+    sizes = {"target_hidden_size": 8, "vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY}
+    head = MedusaHead(MedusaConfig(num_heads=3, boundaries=(LAST_HIDDEN,), **sizes)).eval().to(torch.float64)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return head
+
+
 CHAIN = {"num_speculative_tokens": 3}
 NOVEL = (3,)
 """Nothing to copy."""
@@ -104,6 +115,9 @@ SAMPLING = [
     Variant("eagle3", "chain", {"model": _head(3), **CHAIN}),
     Variant("eagle3", "dynamic", {"model": _head(3), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
     Variant("eagle", "tree", {"model": _head(1), "shape": (2, 1, 1)}),
+    Variant("eagle2", "sampled", {"model": _head(1), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
+    Variant("medusa", "chain", {"model": _medusa(), "shape": (1, 1, 1), "draw": "iid"}),
+    Variant("medusa", "tree", {"model": _medusa(), "shape": (2, 1), "draw": "without_replacement"}),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
     Variant("cascade", "three-levels", {"model": _relative(), "inner": _member("cascade", inner=COPIES), **CHAIN}),
