@@ -202,6 +202,14 @@ class TestStore:
         assert costs.load_or_measure(target_of(), nodes=(1, 2)) == more and len(instant) == count
         assert len(list(cache.iterdir())) == 1
 
+    def test_a_file_of_a_target_with_more_slots_serves_one_with_fewer(self, instant: list[Point]) -> None:
+        """What lies behind the end of its rows is left out, whatever else is measured beside it."""
+        large, small = (Target(harness.model(), rows=2, slots=slots) for slots in (harness.SLOTS, 24))
+        costs.load_or_measure(large, rows=(1,))
+        kept = costs.load_or_measure(small, rows=(1, 2))
+        assert instant and all(context + nodes <= 24 for context, _, nodes in instant[-3:])
+        assert kept.pass_ms(1, 1) > 0
+
     @pytest.mark.parametrize("damage", ["cut", "changed", "no JSON", "another format", "another target", "a list"])
     def test_a_file_that_cannot_be_trusted_is_measured_anew(
         self, instant: list[Point], cache: Path, damage: str, caplog: pytest.LogCaptureFixture

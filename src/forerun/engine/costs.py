@@ -195,17 +195,23 @@ def _grid(target: Target, rows: Sequence[int], nodes: Sequence[int], contexts: S
     """The sizes that fit the target's slots and context."""
     if not rows or not nodes or min(*rows, *nodes, 1) < 1 or max(rows) > target.rows:
         raise ArgumentError(f"rows must be in 1..{target.rows} and node counts at least 1, got {rows} and {nodes}")
-    room = min(target.slots, target.max_length)
+    room = _room(target)
     sizes = sorted({1, *(size for size in nodes if size < room)})
     fitting = {max(0, min(context, room - sizes[-1])) for context in (CONTEXTS if contexts is None else contexts)}
     return {"nodes": tuple(sizes), "rows": tuple(sorted(set(rows))), "contexts": tuple(sorted(fitting))}
 
 
-def _points(grid: Grid) -> list[Point]:
-    """What is measured, the cheapest first; behind further contexts few sizes, for what they add is smooth."""
+def _room(target: Target) -> int:
+    """Tokens of a row."""
+    return min(target.slots, target.max_length)
+
+
+def _points(grid: Grid, room: int) -> list[Point]:
+    """What is measured within a row's `room`, the cheapest first; behind further contexts few sizes, for what they add
+    is smooth."""
     first, nodes = grid["contexts"][0], grid["nodes"]
     sparse = {nodes[0], *(n for n in nodes if n in (4, 16, 64)), nodes[-1]}
-    every = ((c, r, n) for c in grid["contexts"] for r in grid["rows"] for n in nodes)
+    every = ((c, r, n) for c in grid["contexts"] for r in grid["rows"] for n in nodes if c + n <= room)
     return sorted((p for p in every if p[0] == first or p[2] in sparse), key=lambda p: (p[1] * p[2], p))
 
 
@@ -239,7 +245,7 @@ def _sampled(
     samples: dict[Point, list[float]] = {}
     drafts = {nodes: _chain(nodes, min(97, target.vocab_size)) for nodes in grid["nodes"]}
     rate, least = 0.0, [(grid["contexts"][0], grid["rows"][0], nodes) for nodes in grid["nodes"][:2]]
-    for point in _points(grid):
+    for point in _points(grid, _room(target)):
         tokens = point[1] * point[2]
         if point not in least and time.perf_counter() + 2 * rate * tokens > deadline:
             continue
@@ -361,8 +367,9 @@ def load_or_measure(
     if kept is not None:
         if all(set(sizes) <= set(kept[0][name]) for name, sizes in grid.items()):
             return kept[1]
-        grid = {name: tuple(sorted({*sizes, *kept[0][name]})) for name, sizes in grid.items()}
-        grid["rows"] = tuple(count for count in grid["rows"] if count <= target.rows)
+        most = {"nodes": _room(target), "rows": target.rows, "contexts": _room(target)}
+        known = {name: [size for size in sizes if size <= most[name]] for name, sizes in kept[0].items()}
+        grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
     cost = _measured(target, grid, repeats, seconds, tell or (lambda _: None))
     if kept is not None:
         cost = replace(cost, drafts=kept[1].drafts)
