@@ -25,6 +25,9 @@ the next call."""
 _MOST = 64
 """Recordings that are kept; the one that was used least lately goes."""
 _WARM_UPS = 2
+LEAST_WIDTH = 256
+"""Slots of a cache that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four
+times..."""
 
 
 class Recordings:
@@ -106,6 +109,11 @@ class CudaGraphs:
 def bucket(size: int) -> int:
     """The power of two that holds `size`: so that shapes, and recordings, are few."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def wide(used: int, slots: int) -> int:
+    """Slots of the `slots` of a cache that a recorded pass reads, of which `used` are needed."""
+    return min(slots, max(LEAST_WIDTH, bucket(used)))
 
 
 def recordable(config: Any) -> bool:

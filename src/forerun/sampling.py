@@ -108,7 +108,7 @@ class Rng:
         masses = padded.sum(1, dtype=widest(law.device)).cpu().double().numpy()
         if not 0 < masses.sum() < 1 + TOLERANCE:
             raise NumericError(f"what is drawn from adds up to {masses.sum()}; {_HINT}")
-        times = self._times(self.position + depth, _BLOCK + len(masses))
+        times = self.exponentials(depth, len(law))
         block = _first(times[_BLOCK:], masses)
         return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
@@ -274,10 +274,8 @@ class Sampler:
         if self.neutral:
             return None
         self._check_ids(vocabulary)
-        outputs = ([*output, *path] for path in paths)
-        banned = [
-            (node, token) for node, text in enumerate(outputs) for token in self._unwanted.ends(self.prompt, text)
-        ]
+        ended = (self._unwanted.ends(self.prompt, [*output, *path]) for path in paths)
+        banned = [(node, token) for node, tokens in enumerate(ended) for token in tokens]
         return Edits(sampler=self, output=output, paths=paths, banned=banned)
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
@@ -501,7 +499,7 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     Returns:
         the processed logits, and what a user's own processors raised: (row, node) -> error. These run node by node.
     """
-    values = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return values, {}
@@ -516,6 +514,8 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     assert processing is not None, "a row has edits"
     values = processing.apply(values, drafted_at, depth_at, banned_at if banned else None)
     failed = dict[tuple[int, int], BaseException]()
+    if any(edit.sampler.params.logits_processors for _, edit in rows):
+        values = values.clone()  # what they return is written into it
     for row, edit in rows:
         params = edit.sampler.params
         for node, path in enumerate(edit.paths if params.logits_processors else ()):

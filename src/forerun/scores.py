@@ -43,7 +43,6 @@ class Scores:
         rules: of each, by name.
         draft: where the trees come from, for what their sampled nodes were drawn from.
         top: so many ids a node `top_ids` will be asked for; 0: none.
-        ahead: whether all is formed beforehand; None: on a device.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Scores:
         *,
         draft: Draft | None = None,
         top: int = 0,
-        ahead: bool | None = None,
     ) -> None:
         self.logits = logits
         """(B, N, V), raw."""
@@ -65,7 +63,7 @@ class Scores:
         self._lengths = [len(row.tokens) for row in rows]
         self._argmax: list[list[int]] | None = None
         self._ladder: Ladder | None = None
-        if FORMS_AHEAD(logits) if ahead is None else ahead:
+        if logits.device.type != "cpu":
             self._ladder = self._formed(rules, draft, top)
 
     def row(self, index: int) -> HostRow | LadderRow:
@@ -110,7 +108,8 @@ class Scores:
         return found
 
     def top_ids(self, k: int) -> NDArray[np.int64]:
-        """(B, N, k) ids of the largest raw logits, the largest first; a drafter that asks says so: `Drafter.top`."""
+        """(B, N, k) ids of the largest raw logits, the largest first; a drafter that asks says so, see
+        `Drafter.top_ids`."""
         if self._ladder is None:
             return top_ids(self.logits, k).numpy()
         found = self._ladder.top_ids(self._places, k)
@@ -120,9 +119,10 @@ class Scores:
         judged = []
         for index, (row, tree, rule) in enumerate(zip(self._rows, self.trees, rules, strict=True)):
             edits: Edits | None = None
-            with Isolation(row):
-                paths = [[tree.tokens[step] for step in tree.path(node)] for node in range(tree.size + 1)]
-                edits = row.sampler.edits(self.logits.shape[-1], self.committed(index), paths)
+            if not row.sampler.neutral:
+                with Isolation(row):
+                    paths = [[tree.tokens[step] for step in tree.path(node)] for node in range(tree.size + 1)]
+                    edits = row.sampler.edits(self.logits.shape[-1], self.committed(index), paths)
             reads = rule_named(rule).reads
             one = Judged(
                 tree=tree, sampler=row.sampler, rng=row.rng(), reads=reads, edits=edits, draft_probs=row.traced
@@ -131,14 +131,6 @@ class Scores:
         drawn_from = None if draft is None else draft.laws
         token_ids = None if draft is None else draft.law_ids
         return Ladder(self.logits, judged, draft_probs=drawn_from, token_ids=token_ids, top=top)
-
-
-def _on_a_device(logits: Tensor) -> bool:
-    return logits.device.type != "cpu"
-
-
-FORMS_AHEAD = _on_a_device
-"""Whether all that may be asked about logits is formed before a rule asks; tests have it so on a CPU."""
 
 
 class HostRow:

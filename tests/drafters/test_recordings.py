@@ -102,7 +102,7 @@ def test_a_replay_drafts_what_a_run_would(
     options: dict[str, Any], settings: list[dict[str, Any]], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows come and go, grow past the first width and lie scattered: the same drafts, from few recordings."""
-    monkeypatch.setattr("forerun.drafters.heads.runner._LEAST_WIDTH", 32)
+    monkeypatch.setattr("forerun.recordings.LEAST_WIDTH", 32)
     found = []
     recordings = Recordings(traced)
     for how in (Recordings(None), recordings):

@@ -227,7 +227,7 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
     variant: Variant | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows come, end and grow past the first width; a replay runs none of the model's Python."""
-    monkeypatch.setattr("forerun.target.inputs.LEAST_WIDTH", 16)
+    monkeypatch.setattr("forerun.recordings.LEAST_WIDTH", 16)
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (30, 4, 12, 25, 8)]
     prompts = as_prompts([*PROMPTS[:3], *PROMPTS[:2]])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.devices import sent, sent_ints
-from forerun.recordings import bucket
+from forerun.recordings import bucket, wide
 from forerun.target import masks
 from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
@@ -29,10 +29,6 @@ def _relations(parents: bytes, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     a shape that was drafted before; what is returned is shared and never written to."""
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
     return sees, sees.sum(-1) - 1
-
-
-LEAST_WIDTH = 256
-"""Slots that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four times..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +127,7 @@ class Frame:
         """
         batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
         count, start = nodes.start + size, nodes.start
-        width = min(self.cache.slots, max(LEAST_WIDTH, bucket(max(committed) + count)))
+        width = wide(max(committed) + count, self.cache.slots)
         lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
         missing = count - nodes.ids.shape[1]
         positions = _filled((lengths + nodes.depths).clamp(max=self.max_length - 1), missing)
@@ -159,13 +155,7 @@ class Frame:
         block = masks.Block(lengths=lengths, sees=sees, query_positions=query_positions, node_positions=node_positions)
         rows = torch.arange(len(ids), device=ids.device)
         self.cache.begin(range(len(ids)), places, width, index=rows)
-        return {
-            "input_ids": ids,
-            "position_ids": query_positions,
-            "attention_mask": masks.build(block, self.style, width, self.dtype),
-            "past_key_values": self.cache,
-            "use_cache": True,
-        }
+        return self._inputs(block, ids, width, None)
 
     def place(
         self,
@@ -205,7 +195,11 @@ class Frame:
         lengths, sees, query_positions, positions, places, index = there[:6]
         block = masks.Block(lengths=lengths, sees=sees, query_positions=query_positions, node_positions=positions)
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
-        ids, positions = there[-1] if ids.device.type == "cpu" else ids, block.query_positions
+        ids = there[-1] if ids.device.type == "cpu" else ids
+        return self._inputs(block, ids, width, flat)
+
+    def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
+        positions = block.query_positions
         return {
             "input_ids": ids if flat is None else flat.flatten(ids),
             "position_ids": positions if flat is None else flat.flatten(positions),

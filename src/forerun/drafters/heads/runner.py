@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from forerun.devices import attention_kernels, rows_of, sent
 from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
 from forerun.drafters.heads.kinds import Way
-from forerun.recordings import Recordings, bucket
+from forerun.recordings import Recordings, bucket, wide
 from forerun.target import Target
 from forerun.target.cache import SlotCache
 from forerun.target.inputs import Nodes
@@ -29,8 +29,6 @@ from forerun.types import Signal
 
 PIECE = 512
 """Most entries of a row in one pass over a prompt."""
-_LEAST_WIDTH = 256
-"""Slots that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four times..."""
 Tree = TypeVar("Tree")
 
 
@@ -209,7 +207,7 @@ class SequentialRunner(HeadRunner):
     ) -> Tree:
         count, width = len(rows), max(self.lengths[row] for row in rows) + run
         if recorded := key is not None and self.recordings.active:
-            width, (rows, numbers) = self._wide(width), _filled(rows, numbers)
+            width, (rows, numbers) = wide(width, self._cache.slots), _filled(rows, numbers)
             key = key, len(rows), width
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
@@ -222,10 +220,6 @@ class SequentialRunner(HeadRunner):
         tree: Tree = self.recordings.run(key, work, index, lengths, *numbers)
         self._frontier = None
         return tree if len(rows) == count else _first(tree, count)
-
-    def _wide(self, used: int) -> int:
-        """Slots that are read on an accelerator, so that shapes are few."""
-        return min(self._cache.slots, max(_LEAST_WIDTH, bucket(used)))
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         last = self._frontier
@@ -267,7 +261,7 @@ class SequentialRunner(HeadRunner):
         index, lengths, counts, real, depths, sees, ids = sent(host, self.device)
         positions = lengths.unsqueeze(1) + depths
         most = max(self.lengths[row] for row in rows) + nodes.fresh
-        most = most if eager else self._wide(most)
+        most = most if eager else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         self._cache.begin(rows, torch.where(real, positions, self._cache.dump), most, index=index)
         sees = sees & real.unsqueeze(2)
