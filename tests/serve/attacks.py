@@ -199,7 +199,7 @@ def shares(
 
     Args:
         bodies: headers and fields of each client's requests.
-        depth: requests that a client has in flight at any time.
+        depth: requests that a client has in flight at any time; more than its share of the rows.
     """
     counts, ended, lock = [0] * len(bodies), threading.Event(), threading.Lock()
 
