@@ -61,12 +61,14 @@ class Acceptance:
 
 @dataclass(kw_only=True, slots=True)
 class Proposal:
-    """One row's last draft, remembered until the text has gone on; node 0 is the root, entry k of a list node k + 1."""
+    """One row's last draft, remembered until the text has gone on."""
 
     acceptance: Acceptance
     """Said how likely the nodes are accepted, and is told what became of them."""
-    tokens: list[int] = field(default_factory=list)
-    parents: Sequence[int] = ()
+    tokens: Sequence[int]
+    """(N,) of each node, the root first; may go on to grow."""
+    parents: Sequence[int]
+    """(N,) by node id, -1 of the root."""
     evidence: dict[int, Evidence] = field(default_factory=dict)
     """By node; what has none was not submitted."""
 
@@ -81,16 +83,16 @@ def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int])
     """Every node that the text decides on, in order, and whether the text holds it.
 
     Args:
-        tokens: of nodes 1, 2, ...
-        parents: of these nodes; 0 is the root.
+        tokens: of each node, the root first.
+        parents: of each node, by node id, -1 of the root.
         text: what followed the root, as far as it is known.
     """
     depths = {0: 0}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=False), start=1):
-        depth = depths.get(parent)
+    for node in range(1, len(tokens)):
+        depth = depths.get(parents[node])
         if depth is None or depth >= len(text):
             continue
-        accepted = text[depth] == token
+        accepted = text[depth] == tokens[node]
         if accepted:
             depths[node] = depth + 1
         yield node, accepted

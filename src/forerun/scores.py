@@ -19,7 +19,7 @@ from forerun.row import Row
 from forerun.sampling import Edits, Sampler
 from forerun.target.kernels import fused_ops
 from forerun.tree import TokenTree
-from forerun.types import Draft, TokenLogprob
+from forerun.types import TokenLogprob
 from forerun.verify import rule_named
 from forerun.verify.ladder import Judged, Ladder, LadderRow
 from forerun.verify.probs import HostProbs
@@ -41,7 +41,6 @@ class Scores:
         rows: B sequences.
         row_trees: of each.
         rules: of each, by name.
-        draft: where the trees come from, for what their sampled nodes were drawn from.
         top: so many ids a node `top_ids` will be asked for; 0: none.
     """
 
@@ -52,7 +51,6 @@ class Scores:
         row_trees: Sequence[TokenTree],
         rules: Sequence[str],
         *,
-        draft: Draft | None = None,
         top: int = 0,
     ) -> None:
         self.logits = logits
@@ -64,7 +62,7 @@ class Scores:
         self._argmax: list[list[int]] | None = None
         self._ladder: Ladder | None = None
         if logits.device.type != "cpu":
-            self._ladder = self._formed(rules, draft, top)
+            self._ladder = self._formed(rules, top)
 
     def row(self, index: int) -> HostRow | LadderRow:
         """One row's distributions, as a rule sees them."""
@@ -115,7 +113,7 @@ class Scores:
         found = self._ladder.top_ids(self._places, k)
         return top_ids(self.logits, k).cpu().numpy() if found is None else found
 
-    def _formed(self, rules: Sequence[str], draft: Draft | None, top: int) -> Ladder:
+    def _formed(self, rules: Sequence[str], top: int) -> Ladder:
         judged = []
         for index, (row, tree, rule) in enumerate(zip(self._rows, self.trees, rules, strict=True)):
             edits: Edits | None = None
@@ -128,9 +126,7 @@ class Scores:
                 tree=tree, sampler=row.sampler, rng=row.rng(), reads=reads, edits=edits, draft_probs=row.traced
             )
             judged.append(one)
-        drawn_from = None if draft is None else draft.laws
-        token_ids = None if draft is None else draft.law_ids
-        return Ladder(self.logits, judged, draft_probs=drawn_from, token_ids=token_ids, top=top)
+        return Ladder(self.logits, judged, top=top)
 
 
 class HostRow:
@@ -163,7 +159,7 @@ class HostRow:
     def draft_prob(self, node: int) -> float:
         """Of a sampled node, under what its parent's children were drawn from."""
         tree = self._scores.trees[self._index]
-        return float(tree.laws[tree.parents[node]][tree.tokens[node]])
+        return float(tree.draft_probs[tree.parents[node]][tree.tokens[node]])
 
     def logprobs(
         self, nodes: Sequence[int], tokens: Sequence[int]

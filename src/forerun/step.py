@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun import tree as trees
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
@@ -21,10 +20,9 @@ from forerun.row import Row
 from forerun.sampling import TOLERANCE
 from forerun.scores import HostRow, Scores
 from forerun.target import Scored, Target
-from forerun.tree import TokenTree, token_trees
+from forerun.tree import TokenTree, fetch_masses, without
 from forerun.types import (
     Budget,
-    Draft,
     DraftKind,
     Drawn,
     Signal,
@@ -33,7 +31,6 @@ from forerun.types import (
     TokenLogprob,
     TracedNode,
     Verdict,
-    empty_draft,
 )
 from forerun.verify import default_rule, rule_named
 from forerun.verify.ladder import LadderRow
@@ -59,14 +56,14 @@ def score_roots_again(
     lost = {index: error for index, error in numeric.items() if target.clear(rows[index].row) > 1}
     if not lost:
         return lost
-    chosen, places = [rows[index] for index in lost], list(lost)
-    roots, nothing = [row.tokens[-1] for row in chosen], empty_draft(len(lost))
-    again = target.score([row.row for row in chosen], roots, nothing, signals=scored.signals.keys())
+    places = list(lost)
+    for index in places:
+        row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
+    alone = [row_trees[index] for index in places]
+    again = target.score([rows[index].row for index in places], alone, signals=scored.signals.keys())
     scored.logits[places, 0] = again.logits[:, 0]
     for signal, states in scored.signals.items():
         states[places, 0] = again.signals[signal][:, 0]
-    for index, row, tree in zip(places, chosen, token_trees(nothing, roots, target.vocab_size), strict=True):
-        row_trees[index], row.error = tree, None
     return lost
 
 
@@ -115,11 +112,11 @@ class Group:
     """Most drafted nodes per row."""
     listeners: Sequence[int] = ()
     """Rows that the drafter is shown the tokens of although it does not draft for them."""
-    draft: Draft | None = None
+    trees: Sequence[TokenTree] | None = None
     """The members' proposal, where it was made before the step."""
 
 
-Admit = Callable[[Draft], Draft]
+Admit = Callable[[list[TokenTree]], list[TokenTree]]
 """Chooses which drafted nodes are scored; may take away deterministic nodes only."""
 
 
@@ -175,22 +172,20 @@ def step(
     """
     clock = _Clock() if since is None else _Clock([since])
     rules = _rules(rows, groups)
-    draft = _propose(target, rows, groups, check)
+    trees = _propose(rows, groups, check)
     if admit is not None:
-        draft = admit(draft)
+        trees = admit(trees)
     names = {index: group.name for group in groups for index in group.members}
-    draft = _lawful(draft, rows, names)
-    row_trees = trees.token_trees(draft, [row.tokens[-1] for row in rows], target.vocab_size)
+    trees = _lawful(trees, rows, names)
     clock.lap()
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
-    roots = [row.tokens[-1] for row in rows]
-    scored = target.score([row.row for row in rows], roots, draft, signals=signals, resume=draft.resume)
+    scored = target.score([row.row for row in rows], trees, signals=signals)
     top = max((group.drafter.top_ids for group in groups), default=0)
-    scores = Scores(scored.logits, rows, row_trees, rules, draft=draft, top=top)
+    scores = Scores(scored.logits, rows, trees, rules, top=top)
     judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
-    lost = score_roots_again(target, rows, scored, row_trees)
+    lost = score_roots_again(target, rows, scored, trees)
     if lost:
-        scores = Scores(scored.logits, rows, row_trees, rules, draft=draft, top=top)
+        scores = Scores(scored.logits, rows, trees, rules, top=top)
     for index, error in lost.items():
         if index in names:
             _failed(rows[index], names[index], "to draft what can be scored", error)
@@ -212,10 +207,8 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     `isolate` is that of `step`.
     """
     clock = _Clock()
-    empty = empty_draft(len(rows))
-    row_trees = trees.token_trees(empty, [row.tokens[-1] for row in rows], logits.shape[-1])
     rules = _rules(rows, [])
-    scores = Scores(logits, rows, row_trees, rules)
+    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
     judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     raise_unless(isolate, rows)
     for _ in range(3):
@@ -256,20 +249,21 @@ def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _propose(target: Target, rows: Sequence[Row], groups: Sequence[Group], check: bool) -> Draft:
-    drafts = []
+def _propose(rows: Sequence[Row], groups: Sequence[Group], check: bool) -> list[TokenTree]:
+    trees = [TokenTree(row.tokens[-1]) for row in rows]
     for group in groups:
         depths = [min(depth, rows[index].room - 1) for index, depth in zip(group.members, group.depths, strict=True)]
         if max(depths, default=0) <= 0:
             continue
         budget = Budget(nodes=[group.nodes if depth > 0 else 0 for depth in depths], depth=depths)
-        draft = group.draft
-        if draft is None:
-            draft = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
-        if check:
-            _check_laws(draft)
-        drafts.append((group.members, draft))
-    return trees.gather(drafts, len(rows)) if drafts else empty_draft(len(rows))
+        drafted = group.trees
+        if drafted is None:
+            drafted = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
+        for index, tree in zip(group.members, drafted, strict=True):
+            trees[index] = tree
+            if check:
+                _check_probs(tree)
+    return trees
 
 
 def _failed(row: Row, name: str, task: str, error: Exception) -> None:
@@ -278,27 +272,27 @@ def _failed(row: Row, name: str, task: str, error: Exception) -> None:
     row.drafter_errors += 1
 
 
-def _lawful(draft: Draft, rows: Sequence[Row], names: Mapping[int, str]) -> Draft:
-    """The draft without what was drawn from no distribution, which its drafter loses, with all below; it is counted.
+def _lawful(trees: list[TokenTree], rows: Sequence[Row], names: Mapping[int, str]) -> list[TokenTree]:
+    """The trees without what was drawn from no distribution, which its drafter loses, with all below; it is counted."""
+    fetch_masses(trees)
+    sound = []
+    for index, tree in enumerate(trees):
+        wrong = {node: mass for node, mass in tree.masses.items() if not abs(mass - 1) < TOLERANCE}
+        if wrong:
+            mass = next(iter(wrong.values()))
+            error = InvalidDraftError(f"sampled from what is no distribution: its probabilities add up to {mass}")
+            _failed(rows[index], names[index], "to propose", error)
+        sound.append(without(tree, wrong) if wrong else tree)
+    return sound
 
-    What was drawn above stays: whether a node is submitted may not depend on its own value.
-    """
-    wrong = {place: mass for place, mass in draft.masses.items() if not abs(mass - 1) < TOLERANCE}
-    for index, mass in {index: mass for (index, _), mass in wrong.items()}.items():
-        error = InvalidDraftError(f"sampled from what is no distribution: its probabilities add up to {mass}")
-        _failed(rows[index], names[index], "to propose", error)
-    return trees.without(draft, wrong) if wrong else draft
 
-
-def _check_laws(draft: Draft) -> None:
-    """Debug mode: every sampled node had a positive probability under a recorded law that sums to one."""
-    for row in range(len(draft.counts)):
-        builder = trees.rebuild(draft, row)
-        for node, law in builder.laws.items():
-            assert abs(float(law.double().sum()) - 1) < 1e-4, f"the law recorded at node {node} does not sum to 1"
-        for token, parent, drawn in zip(builder.tokens, builder.parents, builder.drawn, strict=True):
-            if drawn is not Drawn.DETERMINISTIC:
-                assert builder.laws[parent][token] > 0, f"token {token} was drawn against the recorded law"
+def _check_probs(tree: TokenTree) -> None:
+    """Debug mode: every sampled node had a positive probability under a recorded distribution that sums to one."""
+    for node, probs in tree.draft_probs.items():
+        assert abs(float(probs.double().sum()) - 1) < 1e-4, f"the draft probs recorded at node {node} do not sum to 1"
+    for token, parent, drawn in zip(tree.tokens, tree.parents, tree.drawn, strict=True):
+        if drawn is not Drawn.DETERMINISTIC:
+            assert tree.draft_probs[parent][token] > 0, f"token {token} was drawn against the recorded distribution"
 
 
 def _teach(
@@ -422,4 +416,4 @@ def _draft_prob(tree: TokenTree, target: HostRow | LadderRow, node: int) -> floa
     """Under what it was drawn from, else the drafter's confidence."""
     if tree.drawn[node] is not Drawn.DETERMINISTIC:
         return target.draft_prob(node)
-    return tree.confidence[node] if tree.confidence else None
+    return tree.confidence[node]

@@ -10,19 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NoReturn
 
-import torch
-from torch import Tensor
-
-from forerun.devices import widest
 from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
-
-if TYPE_CHECKING:
-    from forerun.target.nouns import Resume
 
 Signal = int
 """A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`."""
@@ -79,100 +71,6 @@ class Source(StrEnum):
     BONUS = "bonus"
     TARGET = "target"
     """Plain decoding: nothing was drafted for this step."""
-
-
-_DRAWN = tuple(Drawn)
-
-
-class DraftRow(NamedTuple):
-    """One row of a draft on the host, without padding: entry k of each is of node k + 1."""
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    drawn: tuple[Drawn, ...]
-    confidence: tuple[float, ...]
-    """1 where the drafter states none."""
-    probes: tuple[bool, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """What one drafter proposed for B rows: a tree of K nodes a row.
-
-    A chain is the tree in which every parent is the node before. Only `Drawn.DETERMINISTIC` siblings are merged; a
-    token that was sampled twice is two nodes.
-    """
-
-    tokens: Tensor
-    """(B, K) int64, token of node k + 1."""
-    parents: Tensor
-    """(B, K) int64, node id of the parent of node k + 1: 0 is the root, always at most k."""
-    counts: Tensor
-    """(B,) int64; nodes beyond a row's count are padding."""
-    drawn: Tensor
-    """(B, K) uint8, a `Drawn` for each node."""
-    laws: Tensor | None = None
-    """(B, N, V) float32 (V' wide with `law_ids`): for nodes with sampled children, the law these were drawn from."""
-    law_ids: Tensor | None = None
-    """(V',) int64, target token id of each entry of `laws`; None where the vocabularies are the same."""
-    confidence: Tensor | None = None
-    """(B, K) float32, estimated probability that the node survives if its parent does."""
-    probes: Tensor | None = None
-    """(B, K) bool, nodes scored for the drafter's own use, never accepted."""
-    resume: Resume | None = None
-    """What the first nodes of each row have already run through in this step; scoring then runs only the rest."""
-
-    @property
-    def size(self) -> int:
-        """K, padding included."""
-        return self.tokens.shape[1]
-
-    @cached_property
-    def rows(self) -> tuple[DraftRow, ...]:
-        """(B,) the same on the host, fetched once. Of a draft that `tree.check` has passed, or would pass."""
-        blank = [None] * len(self.counts)
-        columns = (
-            self.tokens.tolist(),
-            self.parents.tolist(),
-            self.drawn.tolist(),
-            blank if self.confidence is None else self.confidence.tolist(),
-            blank if self.probes is None else self.probes.tolist(),
-        )
-        counts: list[int] = self.counts.tolist()
-        return tuple(
-            DraftRow(
-                tokens=tuple(tokens[:count]),
-                parents=tuple(parents[:count]),
-                drawn=tuple([_DRAWN[kind] for kind in drawn[:count]]),
-                confidence=(1.0,) * count if confidence is None else tuple(confidence[:count]),
-                probes=(False,) * count if probes is None else tuple(probes[:count]),
-            )
-            for count, tokens, parents, drawn, confidence, probes in zip(counts, *columns, strict=True)
-        )
-
-    @cached_property
-    def masses(self) -> Mapping[tuple[int, int], float]:
-        """(row, node) -> the sum of the law that the node's sampled children were drawn from; NaN where it is negative
-        anywhere. One transfer, and none where nothing was sampled."""
-        if self.laws is None:
-            return {}
-        places = [
-            (row, parent)
-            for row, nodes in enumerate(self.rows)
-            for parent in sorted(
-                {p for p, kind in zip(nodes.parents, nodes.drawn, strict=True) if kind is not Drawn.DETERMINISTIC}
-            )
-        ]
-        if not places:
-            return {}
-        masses = masses_of(torch.stack([self.laws[place] for place in places])).tolist()
-        return dict(zip(places, masses, strict=True))
-
-
-def masses_of(probs: Tensor) -> Tensor:
-    """(..) sums of (.., V) in the device's widest float type; NaN where there is a negative number."""
-    sums = probs.sum(-1, dtype=widest(probs.device))
-    return torch.where(probs.amin(-1) >= 0, sums, torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,10 +280,3 @@ class StreamChunk:
     """The whole result, on the last chunk of a request."""
     error: Exception | None = None
     """What ended the request before its time; other requests are not concerned."""
-
-
-def empty_draft(batch: int) -> Draft:
-    """A draft of no nodes for `batch` rows: the step is then plain decoding."""
-    none = torch.zeros(batch, 0, dtype=torch.int64)
-    counts = torch.zeros(batch, dtype=torch.int64)
-    return Draft(tokens=none, parents=none, counts=counts, drawn=none.to(torch.uint8))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun.sampling import Rng, Sampler
-from forerun.types import Budget, Draft, DraftKind, Signal, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Signal, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ class DraftContext:
     def fail(self, index: int, error: Exception) -> None:
         """In `propose`: nothing can be drafted for one of the B rows. The others keep their drafts, it is counted."""
         self.failures.setdefault(self.rows[index], error)
+
+    def trees(self) -> list[TokenTree]:
+        """A tree for each row, of its root alone."""
+        return [TokenTree(tokens[-1]) for tokens in self.tokens]
 
     def of(self, places: Sequence[int]) -> DraftContext:
         """The context of some of its rows, in that order."""
@@ -188,8 +193,8 @@ class Drafter:
     def extend(self, context: DraftContext) -> None:
         """Rows gained committed tokens: a prompt (chunk), a reused prefix, or the accepted path and the next token."""
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        """A tree for each row within the budget; may be empty."""
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        """A tree for each row within the budget; may be its root alone, see `DraftContext.trees`."""
         raise NotImplementedError
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from forerun.acceptance import Acceptance, Evidence, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.composing.joining import graft
 from forerun.drafters.composing.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
@@ -28,9 +27,10 @@ from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved,
 from forerun.errors import ArgumentError, NumericError
 from forerun.sampling import Rng, Sampler
 from forerun.step import Group, Row, context_for, step
-from forerun.target import Resume, Scored, Target
-from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft, DraftKind, Drawn, Signal, empty_draft
+from forerun.target import Scored, Target
+from forerun.target.inputs import Nodes
+from forerun.tree import TokenTree, graft
+from forerun.types import Budget, DraftKind, Drawn, Signal
 
 # An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.
 #
@@ -109,14 +109,11 @@ class DraftTarget(Target):
     def score(
         self,
         rows: Sequence[int],
-        roots: Sequence[int],
-        draft: Draft,
+        trees: Sequence[TokenTree] | Nodes,
         *,
-        start: int = 0,
         signals: Set[Signal] = frozenset(),
-        resume: Resume | None = None,
     ) -> Scored:
-        scored = super().score(rows, roots, draft, start=start, signals=signals, resume=resume)
+        scored = super().score(rows, trees, signals=signals)
         missing = self.vocab_size - scored.logits.shape[-1]
         logits = scored.logits[..., : self.vocab_size]
         return replace(scored, logits=pad(logits, (0, missing), value=-float("inf")) if missing > 0 else logits)
@@ -209,26 +206,26 @@ class CascadeDrafter(Drafter):
             if length == 0:
                 del self._rows[row_id]
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
         longest = self.config.num_speculative_tokens
         within = [min(longest, n, depth, self.model.max_length - len(tokens)) for n, depth, tokens in limits]
         active = [index for index, count in enumerate(within) if count > 0]
+        trees = context.trees()
         if not active:
-            return empty_draft(len(within))
+            return trees
         rows = [self._enter(context, index, within[index]) for index in active]
         self._catch_up(rows)
         self._write(rows)
-        builders = [TreeBuilder() for _ in within]
         for index, row in zip(active, rows, strict=True):
-            builders[index] = self._submit(row)
+            self._submit(trees[index], row)
             if row.error is not None:
                 self._give_up(context, index, row)
         going = [(index, row) for index, row in zip(active, rows, strict=True) if row.error is None]
         if self.config.tail and going:
-            chains = [(builders[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
+            chains = [(trees[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
             self._append([row for _, row in going], chains)
-        return stack(builders)
+        return trees
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
@@ -316,41 +313,39 @@ class CascadeDrafter(Drafter):
             context.fail(index, row.error)
         self._shrink(row.row, self._rows[row.row], row.begun, row.begun)
 
-    def _submit(self, row: InnerRow) -> TreeBuilder:
+    def _submit(self, tree: TokenTree, row: InnerRow) -> None:
         """The chain as a tree, each sampled token with the law that it was drawn from."""
-        state, builder = self._rows[row.row], TreeBuilder()
-        acceptance = self._estimates.of(row.cache_salt)
-        submitted = Submitted(tokens=builder.tokens, parents=builder.parents, acceptance=acceptance)
+        state, acceptance = self._rows[row.row], self._estimates.of(row.cache_salt)
+        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         for place, token in enumerate(row.chain):
             law = row.laws.get(place)
             if law is None:
                 drawn, prob = Drawn.DETERMINISTIC, row.certainty[place]
             else:
                 drawn, prob = Drawn.IID, float(law.max())
-                builder.set_law(place, law)
+                tree.set_probs(place, law)
             evidence = submitted.evidence[place + 1] = by_draft_prob(drawn, 0, prob)
-            builder.add(token, place, drawn=drawn, confidence=acceptance.estimate(*evidence))
+            tree.add(token, place, drawn=drawn, confidence=acceptance.estimate(*evidence))
         state.chain, state.submitted = row.chain, submitted
-        return builder
 
-    def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TreeBuilder, int, int]]) -> None:
+    def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TokenTree, int, int]]) -> None:
         """Hang what the inner drafter expects behind each chain below its end, within (nodes, depth) of the row."""
         rooms = [self.model.max_length - len(row.tokens) for row in rows]
-        nodes = [max(0, min(self.config.tail, most - len(builder))) for builder, most, _ in grown]
+        nodes = [max(0, min(self.config.tail, most - tree.size)) for tree, most, _ in grown]
         depth = [
-            max(0, min(self.config.tail, deepest - len(builder), room))
-            for (builder, _, deepest), room in zip(grown, rooms, strict=True)
+            max(0, min(self.config.tail, deepest - tree.size, room))
+            for (tree, _, deepest), room in zip(grown, rooms, strict=True)
         ]
         nodes = [count if below else 0 for count, below in zip(nodes, depth, strict=True)]
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
-        draft = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
-        for index, (row, (builder, _, _)) in enumerate(zip(rows, grown, strict=True)):
-            end, evidence, acceptance = len(builder), dict[int, Evidence](), self._estimates.of(row.cache_salt)
-            graft(builder, rebuild(draft, index), end, since=end)
-            for node in range(end + 1, len(builder) + 1):
+        tails = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
+        for tail, row, (tree, _, _) in zip(tails, rows, grown, strict=True):
+            end, evidence, acceptance = tree.size, dict[int, Evidence](), self._estimates.of(row.cache_salt)
+            graft(tree, tail, end, since=end)
+            for node in range(end + 1, tree.size + 1):
                 # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
-                evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, builder.confidence[node - 1])
-                builder.confidence[node - 1] = acceptance.estimate(*evidence[node])
+                evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
+                tree.confidence[node] = acceptance.estimate(*evidence[node])
             submitted = self._rows[row.row].submitted
             if submitted is not None:
                 submitted.evidence.update(evidence)

@@ -17,7 +17,8 @@ from forerun.drafters.composing.seeds import Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.sampling import Sampler
 from forerun.step import Scores
-from forerun.types import Budget, Draft, DraftKind, Signal, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Signal, Verdict
 
 _MOST_STATES = 512
 """Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded."""
@@ -88,7 +89,7 @@ class Deferred(Drafter):
         known = self._rows.get(row)
         return length - (known.shown if known is not None else 0)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
         late = [

@@ -25,8 +25,9 @@ from forerun.drafters.tree_options import TreeOptions
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, empty_draft
+from forerun.target.inputs import Nodes
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -251,19 +252,19 @@ class DraftModelDrafter(Drafter):
             if length == 0:
                 del self._rows[row_id]
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         texts = [self._read(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
-        most = min(self.model.max_length, self.model.slots - len(self._tree.shape.parents))
+        most = min(self.model.max_length, self.model.slots - self._tree.shape.size)
         within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, most)
         active = [index for index, count in enumerate(within) if count > 0 and texts[index]]
+        trees = context.trees()
         if not active:
-            return empty_draft(len(within))
+            return trees
         ending = Ending(self._stopping, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
-        builders, cuts = [TreeBuilder() for _ in within], self._tree.cut(context, active, grown, ending.nodes)
-        for index, (builder, drafted) in zip(active, cuts, strict=True):
-            builders[index], self._rows[context.rows[index]].drafted = builder, drafted
-        return stack(builders)
+        for index, cut in zip(active, self._tree.cut(context, active, grown, ending.nodes), strict=True):
+            trees[index], self._rows[context.rows[index]].drafted = cut
+        return trees
 
     def _grow(
         self, context: DraftContext, active: Sequence[int], texts: Sequence[Sequence[int]], ending: Ending
@@ -274,8 +275,10 @@ class DraftModelDrafter(Drafter):
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1:
                 self._release_roots(rows)
-            roots = self._readable([text[-1] for text in texts])
-            return ending.look(self._fit(self.model.score(rows, roots, self._partial(ids), start=level.start).logits))
+            roots, shape = self._readable([text[-1] for text in texts]), self._tree.shape
+            counts, known = [shape.size] * len(rows), self._known(ids)
+            nodes = Nodes.of_levels(roots, known, shape.parents, counts=counts, start=level.start)
+            return ending.look(self._fit(self.model.score(rows, nodes).logits))
 
         first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
         size = first.shape[-1] if self._shared is None else self._shared.size
@@ -318,12 +321,9 @@ class DraftModelDrafter(Drafter):
             return logits[..., : self._vocabulary]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
-    def _partial(self, ids: Tensor) -> Draft:
-        """The nodes so far, as the draft model's own target sees them."""
-        batch, size = ids.shape
-        parents = torch.tensor(self._tree.shape.parents[:size]).expand(batch, -1)
-        counts, drawn = torch.full((batch,), size), torch.zeros(batch, size, dtype=torch.uint8)
-        return Draft(tokens=ids, parents=parents, counts=counts, drawn=drawn)
+    def _known(self, ids: Tensor) -> Tensor:
+        """Drafted tokens as the draft model reads them."""
+        return ids
 
     def _load(self, setup: DrafterSetup, room: int = 1) -> Target:
         """The draft model with a cache of `room` times the engine's slots."""
@@ -331,7 +331,7 @@ class DraftModelDrafter(Drafter):
 
         named = isinstance(self.config.model, str | Path)
         model = resolved(self.config.model) if named else self.config.model
-        slots = room * setup.slots + len(self._tree.shape.parents)
+        slots = room * setup.slots + self._tree.shape.size
         return Target.load(model, rows=setup.rows, slots=slots, dtype=self.config.dtype, device=setup.device_for(model))
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:

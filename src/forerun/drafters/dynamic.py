@@ -17,7 +17,7 @@ from forerun.devices import fetched
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import DraftVocabulary
 from forerun.drafters.levels import Submitted
-from forerun.tree import TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import Drawn
 
 Descend = Callable[[Tensor, Tensor], Tensor]
@@ -78,28 +78,24 @@ class DynamicTree:
         return pool.best(self.nodes, vocabulary)
 
     def cut(
-        self, grown: Sequence[tuple[float, ...]], nodes: int, depth: int, salt: str | None = None
-    ) -> tuple[TreeBuilder, Submitted]:
+        self, root: int, grown: Sequence[tuple[float, ...]], nodes: int, depth: int, salt: str | None = None
+    ) -> tuple[TokenTree, Submitted]:
         """One row's tree from its columns (see `columns`): the likeliest nodes that its budget allows.
 
         Args:
             salt: the row's isolation domain.
         """
-        acceptance = self.estimates.of(salt)
-        builder, submitted, ids = TreeBuilder(), Submitted(tokens=[], parents=[], acceptance=acceptance), {0: 0}
+        tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
+        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         chosen = [column for column in grown if column[4] <= depth][:nodes]
-        parents: list[int] = []
         for place, token, parent, probability, _, rank in sorted(chosen):
             if int(parent) not in ids:  # only where rounding gave a child its parent's score
                 continue
             evidence = by_draft_prob(Drawn.DETERMINISTIC, int(rank), probability)
-            parents.append(ids[int(parent)])
-            node = builder.add(int(token), ids[int(parent)], confidence=acceptance.estimate(*evidence))
+            node = tree.add(int(token), ids[int(parent)], confidence=acceptance.estimate(*evidence))
             ids[int(place) + 1] = node
-            submitted.tokens.append(int(token))
             submitted.evidence[node] = evidence
-        submitted.parents = parents
-        return builder, submitted
+        return tree, submitted
 
 
 def columns(grown: Expanded) -> list[list[tuple[float, ...]]]:

@@ -9,7 +9,7 @@ Knows no rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,11 +26,12 @@ from forerun.drafters.self_drafting import SelfDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.headers import read_header
-from forerun.target.nouns import Plan, Resume
+from forerun.target.inputs import Nodes
+from forerun.target.nouns import Plan
 from forerun.target.parts import base_of, norm_after_layers
 from forerun.target.resuming import prove, renumber
-from forerun.tree import resuming
-from forerun.types import Budget, Draft
+from forerun.tree import Resume, TokenTree
+from forerun.types import Budget
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -83,36 +84,32 @@ class EarlyExitDrafter(SelfDrafter):
     def memory_bytes(self) -> int:
         return self._head.nbytes() if isinstance(self._head, ExitHead) else 0
 
-    def logits(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Tensor:
-        """What the exit expects after the nodes ``start .. K``: (A, N - start, V)."""
-        states = self.target.run(rows, roots, draft, Plan(stop=self.config.exit_layer), start=start)
+    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        """What the exit expects after them: (A, N - start, V)."""
+        states = self.target.run(rows, nodes, Plan(stop=self.config.exit_layer))
         self._rows = rows
         self._states.append(states)
         return self._head(states)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._states = []
-        draft = super().propose(context, budget)
-        return resuming(draft, self._resume(context.rows)) if self._states else draft
+        trees = super().propose(context, budget)
+        if self._states:
+            self._resume(dict(zip(context.rows, trees, strict=True)))
+        return trees
 
-    def _resume(self, rows: Sequence[int]) -> Resume:
-        """The states of the submitted nodes that were run, numbered as they were submitted, for the B `rows`."""
+    def _resume(self, trees: Mapping[int, TokenTree]) -> None:
+        """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted."""
         states, self._states = torch.cat(self._states, dim=1), []
         kept = [[node for node in self._drafted[row].evidence if node < states.shape[1]] for row in self._rows]
-        # Where a law had too few tokens for all children, the nodes behind the gap have moved up.
+        # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
         renumber(self.target, self._rows, kept)
         size = max(map(len, kept)) + 1
-        nodes = torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])
-        places = torch.tensor([list(rows).index(row) for row in self._rows])
-        index, places = sent([nodes, places], states.device)
+        [index] = sent([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)
         moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
-        counts = dict(zip(self._rows, (len(nodes) + 1 for nodes in kept), strict=True))
-        return Resume(
-            boundary=self.config.exit_layer,
-            states=states.new_zeros(len(rows), *moved.shape[1:]).index_copy_(0, places, moved),
-            counts=[counts.get(row, 0) for row in rows],
-            stamps=[self.target.writes[row] for row in rows],
-        )
+        for row, nodes, run in zip(self._rows, kept, moved, strict=True):
+            stamp = self.target.writes[row]
+            trees[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
 
 
 def _shared_head(target: Target) -> Callable[[Tensor], Tensor]:

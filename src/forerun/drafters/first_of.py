@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.composing.joining import expected_tokens
 from forerun.drafters.composing.members import Composed, Spec, check_specs
 from forerun.errors import ArgumentError
-from forerun.tree import gather, rebuild, select
-from forerun.types import Budget, Draft, empty_draft
+from forerun.tree import TokenTree
+from forerun.types import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,25 +60,23 @@ class FirstOfDrafter(Composed):
         super().__init__(config.drafters, setup, reproducible=config.reproducible)
         self.config = config
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         context = self.for_members(context)
-        limits = enumerate(zip(budget.nodes, budget.depth, strict=True))
+        trees, limits = context.trees(), enumerate(zip(budget.nodes, budget.depth, strict=True))
         left = [row for row, limit in limits if min(limit) > 0]
-        taken: list[tuple[list[int], Draft]] = []
         for member, threshold in zip(self.members, (*self.config.thresholds, 0.0), strict=True):
             if not left:
                 break
             share = Budget(nodes=[budget.nodes[row] for row in left], depth=[budget.depth[row] for row in left])
-            draft = member.propose(context.of(left), share)
-            good = [place for place in range(len(left)) if _promises(draft, place, threshold)]
-            if good:
-                taken.append(([left[place] for place in good], select(draft, good)))
-                left = [row for place, row in enumerate(left) if place not in good]
-        return gather(taken, len(context.rows)) if taken else empty_draft(len(context.rows))
+            drafted = dict(zip(left, member.propose(context.of(left), share), strict=True))
+            good = {row: tree for row, tree in drafted.items() if _promises(tree, threshold)}
+            for row, tree in good.items():
+                trees[row] = tree
+            left = [row for row in left if row not in good]
+        return trees
 
 
-def _promises(draft: Draft, place: int, threshold: float) -> bool:
-    count = int(draft.counts[place])
-    if count == 0 or threshold == 0 or bool(draft.drawn[place, :count].any()):
-        return count > 0
-    return expected_tokens(rebuild(draft, place)) >= threshold
+def _promises(tree: TokenTree, threshold: float) -> bool:
+    if not tree.size or threshold == 0 or tree.sampled:
+        return tree.size > 0
+    return sum(tree.survival()[1:]) >= threshold

@@ -83,18 +83,23 @@ class Shape:
         return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
 
     @property
+    def size(self) -> int:
+        """K, nodes without the root."""
+        return sum(self.counts)
+
+    @property
     def chain(self) -> bool:
         return all(count == 1 for count in self.counts)
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """(K,) parent of node k + 1."""
-        return tuple(node for node, count in enumerate(self.counts) for _ in range(count))
+        """(N,) parent of each node, -1 of the root."""
+        return (-1, *(node for node, count in enumerate(self.counts) for _ in range(count)))
 
     @cached_property
     def levels(self) -> tuple[range, ...]:
         """Node ids of each depth, the root's included."""
-        levels, last = [range(1)], len(self.parents) + 1
+        levels, last = [range(1)], len(self.parents)
         while levels[-1].stop < last:
             below = sum(self.counts[levels[-1].start : levels[-1].stop])
             levels.append(range(levels[-1].stop, levels[-1].stop + below))
@@ -107,13 +112,13 @@ class Shape:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """(K,) place of node k + 1 among its siblings, the eldest 0."""
-        return tuple(rank for count in self.counts for rank in range(count))
+        """(N,) place of each node among its siblings, the eldest 0."""
+        return (0, *(rank for count in self.counts for rank in range(count)))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """(K,) depth of node k + 1."""
-        return tuple(depth for depth, level in enumerate(self.levels) if depth for _ in level)
+        """(N,) depth of each node."""
+        return tuple(depth for depth, level in enumerate(self.levels) for _ in level)
 
     def paths(self, depth: int) -> tuple[int, ...]:
         """(F * depth) for each node of a level, the nodes from the root's child down to it."""
@@ -121,7 +126,7 @@ class Shape:
         for node in self.levels[depth]:
             path = [node] if node else []
             while len(path) < depth:
-                path.insert(0, self.parents[path[0] - 1])
+                path.insert(0, self.parents[path[0]])
             found += path
         return tuple(found)
 

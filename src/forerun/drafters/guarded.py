@@ -13,197 +13,144 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from forerun import tree as trees
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.sampling import Sampler
 from forerun.target.capture import check_signals
-from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft, DraftKind, DraftRow, Drawn, Signal, Verdict, empty_draft
+from forerun.tree import Resume, TokenTree
+from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
     from forerun.step import Scores
     from forerun.target import Target
 
-# What a draft must be before anybody works with it: of the right form as a whole, and sound row by row.
-#
-# Knows drafts, budgets and the sizes of a model. Knows no drafter.
-
+# What a tree must be before anybody works with it. Knows trees, budgets and the sizes of a model. Knows no drafter.
 
 _ROUNDING = 1e-4
 """By how much a confidence, a quotient of probabilities in float32, may exceed 1."""
-_KINDS = frozenset(int(kind) for kind in Drawn)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """What is wrong with one row's tree."""
-
-    error: InvalidDraftError
-    kept: Sequence[int] = ()
-    """Nodes that may be submitted all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What became of a draft."""
+    """What became of one row's tree."""
 
-    faults: Mapping[int, Fault]
-    """By row."""
-    clean: bool
-    """Whether the padding may go through a pass as it is."""
-
-    def sound(self, draft: Draft) -> Draft:
-        """What of the draft may be submitted."""
-        if self.clean and not self.faults:
-            return draft
-        builders = [TreeBuilder() for _ in draft.counts]
-        for row, fault in enumerate(map(self.faults.get, range(len(builders)))):
-            if fault is None:
-                builders[row] = rebuild(draft, row, widen=False)
-            elif fault.kept:
-                builders[row] = rebuild(draft, row, widen=False).only(fault.kept)
-                builders[row].confidence = [one if _likely(one) else 0.0 for one in builders[row].confidence]
-        return stack(builders, law_ids=draft.law_ids)
+    tree: TokenTree
+    """What of it may be submitted, read-only."""
+    error: InvalidDraftError | None = None
+    """What was wrong with the rest."""
 
 
-def check(draft: Draft, budget: Budget, target: Target) -> Checked:
-    """Look at a draft of a drafter that was given `budget`: every row's nodes, their number, their depth, their laws.
+def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
+    """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
 
     Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
     neither what a node holds decides whether it is among them, nor what was drawn after it. To leave out the whole tree
     for what was drawn last would bias sampled ones.
+    """
+    try:
+        sound = _sound(tree, root, target)
+    except InvalidDraftError as wrong:
+        return Checked(tree=TokenTree(root), error=wrong)
+    kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
+    error = None
+    if len(kept) < sound.size:
+        asked = f"{most} nodes and {deepest} tokens on a path"
+        error = InvalidDraftError(f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {asked}")
+        sound = sound.only(kept)
+    for node, confidence in enumerate(sound.confidence):
+        if not 0 <= confidence <= 1 + _ROUNDING:
+            error = error or InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")
+            sound.confidence[node] = 0.0
+    return Checked(tree=sound.seal(), error=error)
+
+
+def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
+    """A copy of the tree.
 
     Raises:
-        InvalidDraftError: the draft as a whole cannot be read: not a `Draft`, shapes, types, laws or states that fit
-            neither each other nor the target.
+        InvalidDraftError: it is none, or holds what no tree may hold.
     """
-    _check_form(draft, len(budget.nodes))
-    _check_laws(draft, target.vocab_size)
-    _check_resume(draft, target)
-    if draft.tokens.device.type == "cpu":
-        vars(draft).pop("rows", None)  # the tensors count: that is what is scored. Elsewhere this read would be a wait
-    limits = zip(draft.rows, budget.nodes, budget.depth, strict=True)
-    faults = {row: _fault(nodes, target.vocab_size, most, deepest) for row, (nodes, most, deepest) in enumerate(limits)}
-    return Checked(
-        faults={row: fault for row, fault in faults.items() if fault is not None},
-        clean=draft.size <= max(budget.nodes, default=0) and _clean(draft, target.vocab_size),
-    )
+    if not isinstance(tree, TokenTree):
+        raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
+    try:
+        made = TokenTree(root)
+        made.tokens, made.parents = list(map(index, tree.tokens)), list(map(index, tree.parents))
+        made.drawn = [kind if type(kind) is Drawn else Drawn(kind) for kind in tree.drawn]
+        made.confidence = list(map(float, tree.confidence))
+        made.probes = set(map(index, tree.probes))
+    except (TypeError, ValueError) as error:
+        raise InvalidDraftError(f"a tree holds what is no number, or drawn in an unknown way: {error}") from None
+    size = len(made.tokens)
+    if not size or any(len(column) != size for column in (made.parents, made.drawn, made.confidence)):
+        lengths = [len(column) for column in (made.tokens, made.parents, made.drawn, made.confidence)]
+        raise InvalidDraftError(f"tokens, parents, drawn and confidence of a tree have the lengths {lengths}")
+    if made.tokens[0] != root:
+        raise InvalidDraftError(f"the tree's root holds token {made.tokens[0]}; the last committed token is {root}")
+    made.parents[0], made.drawn[0], made.confidence[0] = -1, Drawn.DETERMINISTIC, 1.0
+    _check_nodes(made, target.vocab_size)
+    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in _sampled_below(made)}
+    made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
+    if tree.resume is not None:
+        _check_resume(tree.resume, made, target)
+        made.resume = tree.resume
+    return made
 
 
-def _check_form(draft: Draft, batch: int) -> None:
-    if not isinstance(draft, Draft):
-        raise InvalidDraftError(f"a drafter proposes a Draft, got {type(draft).__name__}; see tree.stack")
-    shape = (batch, draft.size) if draft.tokens.ndim == 2 else (batch, "K")
-    expected: list[tuple[str, Tensor | None, tuple[object, ...], torch.dtype]] = [
-        ("counts", draft.counts, (batch,), torch.int64),
-        ("tokens", draft.tokens, shape, torch.int64),
-        ("parents", draft.parents, shape, torch.int64),
-        ("drawn", draft.drawn, shape, torch.uint8),
-        ("confidence", draft.confidence, shape, torch.float32),
-        ("probes", draft.probes, shape, torch.bool),
-    ]
-    for name, values, wanted, dtype in expected:
-        if values is not None and (tuple(values.shape) != wanted or values.dtype is not dtype):
+def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
+    for node in range(1, len(tree.tokens)):
+        parent, token = tree.parents[node], tree.tokens[node]
+        if not 0 <= parent < node:
+            expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
+            raise InvalidDraftError(f"node {node} has parent {parent}; {expected}")
+        tree.depths.append(tree.depths[parent] + 1)
+        if not 0 <= token < vocabulary:
+            raise InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
+    for node in tree.probes:
+        if not 0 < node < len(tree.tokens):
+            raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
+        if tree.drawn[node] is not Drawn.DETERMINISTIC:
             raise InvalidDraftError(
-                f"{name} of a draft for {batch} rows must be {dtype} of the shape {wanted}, "
-                f"got {values.dtype} of the shape {tuple(values.shape)}"
+                "a node was sampled and is a probe; nodes that are never accepted are deterministic"
             )
-    kinds = draft.drawn.tolist()
-    for row, count in enumerate(draft.counts.tolist()):
-        if not 0 <= count <= draft.size:
-            raise InvalidDraftError(f"row {row}: count {count} is not in 0..{draft.size}")
-        if not _KINDS.issuperset(kinds[row][:count]):
-            raise InvalidDraftError(f"row {row}: a node was drawn in an unknown way, {kinds[row][:count]}; see Drawn")
-        if draft.laws is None and any(kinds[row][:count]):
-            raise InvalidDraftError(f"row {row}: a node was sampled, but the draft records no laws; set Draft.laws")
 
 
-def _check_laws(draft: Draft, vocabulary: int) -> None:
-    if draft.laws is None:
-        return
-    width = draft.laws.shape[-1]
-    if draft.laws.shape[:-1] != (len(draft.counts), draft.size + 1) or not draft.laws.is_floating_point():
-        expected = f"floats of the shape ({len(draft.counts)}, {draft.size + 1}, V)"
+def _sampled_below(tree: TokenTree) -> list[int]:
+    """Nodes with sampled children."""
+    if not tree.sampled:
+        return []
+    pairs = zip(tree.parents, tree.drawn, strict=True)
+    return sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
+
+
+def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
+    """What the sampled children of a node were drawn from, over the whole vocabulary."""
+    found = tree.draft_probs.get(parent)
+    if found is None:
+        raise InvalidDraftError(f"node {parent} has sampled children, but the draft records no probs; see `set_probs`")
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim != 1 or len(found) > vocabulary:
+        got = f"{found.dtype} of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise InvalidDraftError(
-            f"the laws are {draft.laws.dtype} of the shape {tuple(draft.laws.shape)}, expected {expected}: one per "
-            "node, root first"
+            f"the draft probs of node {parent} are {got}, expected floats of the shape (V,), V at most {vocabulary}"
         )
-    if draft.law_ids is None and width > vocabulary:
-        raise InvalidDraftError(f"the laws are over {width} tokens, the target's vocabulary has {vocabulary}")
-    if draft.law_ids is not None and (
-        draft.law_ids.shape != (width,) or not 0 <= int(draft.law_ids.min()) <= int(draft.law_ids.max()) < vocabulary
-    ):
-        raise InvalidDraftError(
-            f"law_ids must hold {width} target token ids below {vocabulary}, one per entry of the laws"
-        )
+    return pad(found, (0, vocabulary - len(found))) if len(found) < vocabulary else found
 
 
-def _check_resume(draft: Draft, target: Target) -> None:
-    if draft.resume is None:
-        return
-    batch, states, boundary = len(draft.counts), draft.resume.states, draft.resume.boundary
-    shape, sizes = tuple(states.shape), (batch, target.hidden_size)
-    fits = len(shape) == 3 and (shape[0], shape[2]) == sizes and 1 <= shape[1] <= draft.size + 1
+def _check_resume(resume: Resume, tree: TokenTree, target: Target) -> None:
+    states, boundary = resume.states, resume.boundary
+    shape, size = tuple(states.shape), tree.size + 1
+    fits = len(shape) == 2 and 1 <= shape[0] <= size and shape[1] == target.hidden_size
     if not fits or not 1 <= boundary <= target.num_layers or states.dtype is not target.dtype:
         raise InvalidDraftError(
             f"the draft resumes {states.dtype} states of the shape {shape} at boundary {boundary}, expected "
-            f"{target.dtype} of ({batch}, 1..{draft.size + 1}, {target.hidden_size}), root first, at a boundary of "
-            f"1..{target.num_layers}"
+            f"{target.dtype} of (1..{size}, {target.hidden_size}), root first, at a boundary of 1..{target.num_layers}"
         )
-    counts, stamps = draft.resume.counts, draft.resume.stamps
-    if len(counts) != batch or len(stamps) != batch or not all(0 <= count <= shape[1] for count in counts):
-        raise InvalidDraftError(
-            f"the draft resumes {list(counts)} nodes with the stamps {list(stamps)}, expected {batch} of each, one per "
-            f"row, and at most the {shape[1]} nodes that have states"
-        )
-
-
-def _fault(nodes: DraftRow, vocabulary: int, most: int, deepest: int) -> Fault | None:
-    """What is wrong with one row's tree; None for nothing."""
-    depths = [0]
-    for node, parent in enumerate(nodes.parents, start=1):
-        if not 0 <= parent < node:
-            expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
-            return Fault(error=InvalidDraftError(f"node {node} has parent {parent}; {expected}"))
-        depths.append(depths[parent] + 1)
-    if any(probe and kind is not Drawn.DETERMINISTIC for kind, probe in zip(nodes.drawn, nodes.probes, strict=True)):
-        error = InvalidDraftError("a node was sampled and is a probe; nodes that are never accepted are deterministic")
-        return Fault(error=error)
-    for node, token in enumerate(nodes.tokens, start=1):
-        if not 0 <= token < vocabulary:
-            error = InvalidDraftError(f"node {node} holds token {token}, outside the vocabulary of {vocabulary}")
-            return Fault(error=error)
-    kept = [node for node, depth in enumerate(depths[: most + 1]) if 0 < depth <= deepest]
-    if len(kept) < len(nodes.tokens):
-        asked = f"{most} nodes and {deepest} tokens on a path"
-        error = InvalidDraftError(f"{len(nodes.tokens)} nodes, {max(depths)} deep, exceed the budget of {asked}")
-        return Fault(error=error, kept=kept)
-    for node, confidence in enumerate(nodes.confidence, start=1):
-        if not _likely(confidence):
-            error = InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")
-            return Fault(error=error, kept=kept)
-    return None
-
-
-def _likely(confidence: float) -> bool:
-    return 0 <= confidence <= 1 + _ROUNDING
-
-
-def _clean(draft: Draft, vocabulary: int) -> bool:
-    """Whether nodes beyond a row's count, too, hold tokens of the vocabulary and parents that precede them."""
-    if draft.tokens.device.type != "cpu" or all(len(row.tokens) == draft.size for row in draft.rows):
-        return True
-    tokens, parents = draft.tokens.numpy(), draft.parents.numpy()
-    inside = tokens.min() >= 0 and tokens.max() < vocabulary
-    return bool(inside and parents.min() >= 0 and (parents <= np.arange(draft.size)).all())
 
 
 T = TypeVar("T")
@@ -271,25 +218,29 @@ class Guarded(Drafter):
             with self._guarding(part.rows, "to read committed tokens"):
                 self.drafter.extend(part)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        """Its trees, as far as they are sound; empty ones for all other rows."""
-        batch, places = len(context.rows), self._open(context)
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        """Its trees, as far as they are sound; roots alone for all other rows."""
+        trees, places = context.trees(), self._open(context)
         if not places:
-            return empty_draft(batch)
+            return trees
         limits = Budget(
             nodes=tuple([budget.nodes[place] for place in places]),
             depth=tuple([budget.depth[place] for place in places]),
         )
         part = self._seen(context, places)
         with self._guarding(part.rows, "to propose"):
-            draft = self.drafter.propose(part, limits)
-            checked = check(draft, limits, self._target)
+            found = self.drafter.propose(part, limits)
+            if not isinstance(found, list | tuple) or len(found) != len(places):
+                got = f"{len(found)}" if isinstance(found, list | tuple) else type(found).__name__
+                raise InvalidDraftError(f"a drafter proposes a list of {len(places)} TokenTrees, one a row; got {got}")
             for row, error in part.failures.items():
                 self._fail([row], "to propose", error)
-            for place, fault in checked.faults.items():
-                self._fail([part.rows[place]], "to propose", fault.error)
-            return trees.gather([(places, checked.sound(draft))], batch)
-        return empty_draft(batch)
+            for place, tree, most, deepest in zip(places, found, limits.nodes, limits.depth, strict=True):
+                checked = check(tree, context.tokens[place][-1], most, deepest, self._target)
+                trees[place] = checked.tree
+                if checked.error is not None:
+                    self._fail([context.rows[place]], "to propose", checked.error)
+        return trees
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         if places := self._open(context):

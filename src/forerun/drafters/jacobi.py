@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.looking_ahead.paths import Paths
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
     from forerun.step import Scores
@@ -64,18 +63,17 @@ class JacobiDrafter(Drafter):
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        builders = []
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
         for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
-            row, builder, parent = self._row(context, index), TreeBuilder(), 0
+            row, tree, parent = self._row(context, index), trees[index], 0
             length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
             row.window.fit(tokens, length + 1)
-            row.guessed = Proposal(acceptance=row.acceptance, tokens=builder.tokens, parents=builder.parents)
+            row.guessed = Proposal(acceptance=row.acceptance, tokens=tree.tokens, parents=tree.parents)
             for place, column in enumerate(row.window.columns[1:]):
-                parent = builder.add(column[0], parent, confidence=row.acceptance.estimate(place, _PRIOR))
+                parent = tree.add(column[0], parent, confidence=row.acceptance.estimate(place, _PRIOR))
                 row.guessed.evidence[parent] = Evidence(place, _PRIOR)
-            builders.append(builder)
-        return stack(builders)
+        return trees
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
@@ -84,7 +82,7 @@ class JacobiDrafter(Drafter):
                 continue
             row.guessed.learn(tokens[-emitted:])
             row.guessed = None
-            new = row.window.read(Paths(scores.trees[index]), partial(scores.raw_argmax, index))
+            new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
             row.window.roll(new, emitted)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:

@@ -35,8 +35,8 @@ from forerun.drafters.growth import (
 )
 from forerun.errors import NoTokenLeftError, NumericError
 from forerun.sampling import Processing, Sampler, has_filters, law_of, probs_of, quantiles, settings_of
-from forerun.tree import TreeBuilder
-from forerun.types import Budget, DraftKind, Drawn, SamplingParams, masses_of
+from forerun.tree import TokenTree, masses_of
+from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 
 # Children of a whole level at once, from numbers that were drawn before the first level.
 #
@@ -275,15 +275,15 @@ class Grown:
     drawn: Tensor
     confidence: Tensor
     valid: Tensor | None
-    laws: Tensor | None
+    probs: Tensor | None
     """(B, parents, V) by node id from the root on; None where all are deterministic."""
     run: int
     """Nodes that the model has run, from the first."""
 
     def fetch(self) -> list[_Row]:
-        """(B,) all but the laws, in one transfer. Not kept: a recording gives the same object with other numbers."""
+        """(B,) all but the probs, in one transfer. Not kept: a recording gives the same object with other numbers."""
         valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
-        masses = self.confidence[:, :0] if self.laws is None else masses_of(self.laws)
+        masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
         columns = [values.tolist() for values in fetched([self.tokens, self.drawn, self.confidence, valid, masses])]
         return [_Row(*row) for row in zip(*columns, strict=True)]
 
@@ -298,18 +298,18 @@ class Submitted(Proposal):
     def kept(self, committed: Sequence[int]) -> tuple[int, ...]:
         """The longest path among the nodes that were run which holds a beginning of `committed`."""
         children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents[: self.run], start=1):
-            children.setdefault(parent, []).append(node)
+        for node in range(1, self.run + 1):
+            children.setdefault(self.parents[node], []).append(node)
         frontier = [0]
         for token in committed:
-            below = [c for node in frontier for c in children.get(node, []) if self.tokens[c - 1] == token]
+            below = [c for node in frontier for c in children.get(node, []) if self.tokens[c] == token]
             if not below:
                 break
             frontier = below
         node, path = frontier[0], list[int]()
         while node:
             path.append(node)
-            node = self.parents[node - 1]
+            node = self.parents[node]
         return tuple(reversed(path))
 
 
@@ -362,7 +362,7 @@ class FixedTree:
             found = list[int]()
             while node:
                 found.append(int(ids[row, node - 1]))
-                node = self.shape.parents[node - 1]
+                node = self.shape.parents[node]
             return found[::-1]
 
         for depth, count in enumerate(self.shape.widths):
@@ -393,7 +393,7 @@ class FixedTree:
 
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
-    ) -> list[tuple[TreeBuilder, Submitted]]:
+    ) -> list[tuple[TokenTree, Submitted]]:
         """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold.
 
         A row for which the model's logits are not finite has none: the drafter failed it. Below a node where they are
@@ -404,26 +404,28 @@ class FixedTree:
             failed = math.isnan(row.confidence[0])
             if failed:
                 context.fail(index, not_finite())
-            acceptance = self.estimates.of(context.salt(index))
-            cuts.append(self._cut(grown, place, row, 0 if failed else nodes[place], acceptance))
+            tree, acceptance = TokenTree(context.tokens[index][-1]), self.estimates.of(context.salt(index))
+            submitted = self._cut(tree, grown, place, row, 0 if failed else nodes[place], acceptance)
+            cuts.append((tree, submitted))
         return cuts
 
     def _cut(
-        self, grown: Grown, place: int, row: _Row, nodes: int, acceptance: Acceptance
-    ) -> tuple[TreeBuilder, Submitted]:
-        submitted = Submitted(tokens=row.tokens, parents=self.shape.parents, run=grown.run, acceptance=acceptance)
-        builder, ids = TreeBuilder(), {0: 0}
-        for node, parent in enumerate(self.shape.parents[:nodes], start=1):
-            if parent not in ids or not row.valid[node - 1] or math.isnan(row.confidence[node - 1]):
+        self, tree: TokenTree, grown: Grown, place: int, row: _Row, nodes: int, acceptance: Acceptance
+    ) -> Submitted:
+        tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
+        submitted = Submitted(tokens=tokens, parents=parents, run=grown.run, acceptance=acceptance)
+        ids = {0: 0}
+        for node in range(1, nodes + 1):
+            parent, confidence = parents[node], row.confidence[node - 1]
+            if parent not in ids or not row.valid[node - 1] or math.isnan(confidence):
                 continue
             kind = Drawn(row.drawn[node - 1])
-            evidence = by_draft_prob(kind, self.shape.ranks[node - 1], row.confidence[node - 1])
-            submitted.evidence[node], confidence = evidence, acceptance.estimate(*evidence)
-            ids[node] = builder.add(row.tokens[node - 1], ids[parent], drawn=kind, confidence=confidence)
+            evidence = submitted.evidence[node] = by_draft_prob(kind, self.shape.ranks[node], confidence)
+            ids[node] = tree.add(tokens[node], ids[parent], drawn=kind, confidence=acceptance.estimate(*evidence))
             if kind is not Drawn.DETERMINISTIC:
-                assert grown.laws is not None
-                builder.set_law(ids[parent], grown.laws[place, parent], row.masses[parent])
-        return builder, submitted
+                assert grown.probs is not None
+                tree.set_probs(ids[parent], grown.probs[place, parent], row.masses[parent])
+        return submitted
 
     def _growers(self, context: DraftContext, active: Sequence[int]) -> list[Grower]:
         return [self._grower(context, index) for index in active]
@@ -462,7 +464,7 @@ def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
         drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
         confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
         valid=valid,
-        laws=laws,
+        probs=laws,
         run=run,
     )
 

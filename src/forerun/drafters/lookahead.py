@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.looking_ahead.paths import Paths
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Drawn, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, Drawn, Verdict
 
 if TYPE_CHECKING:
     from forerun.step import Scores
@@ -140,9 +139,9 @@ class LookaheadDrafter(Drafter):
             row.copied = min(row.copied, len(tokens) - fresh)
             self._copy(row, tokens)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True))
-        return stack([self._grow(self._row(context, index), *limit) for index, limit in limits])
+        return [self._grow(self._row(context, index), *limit) for index, limit in limits]
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
@@ -151,7 +150,7 @@ class LookaheadDrafter(Drafter):
                 continue
             row.guessed.learn(tokens[-emitted:])
             row.guessed = None
-            new = row.window.read(Paths(scores.trees[index]), partial(scores.raw_argmax, index))
+            new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
             for column, token in zip(row.window.columns, new, strict=False):
                 row.pool.add(column[0], (*column[1:], token))
             row.window.roll(new, emitted)
@@ -184,34 +183,34 @@ class LookaheadDrafter(Drafter):
             row.pool.add(tokens[end - level], tuple(tokens[end - level + 1 : end]))
         row.copied = len(tokens)
 
-    def _grow(self, row: _Row, tokens: Sequence[int], nodes: int, depth: int) -> TreeBuilder:
+    def _grow(self, row: _Row, tokens: Sequence[int], nodes: int, depth: int) -> TokenTree:
         """The guesses, then the window; a window of one column is left room for."""
-        builder, row.guessed = TreeBuilder(), None
+        tree, row.guessed = TokenTree(tokens[-1]), None
         if nodes <= 0 or depth <= 0:
-            return builder
+            return tree
         column = self.config.level - 2
         spare = column if column <= min(depth, nodes) else 0
         longest = min(depth, self.config.num_speculative_tokens or depth)
-        row.guessed = self._guess(builder, row, tokens[-1], nodes - spare, longest)
-        row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - len(builder), depth)))
-        row.window.plant(builder)
-        return builder
+        row.guessed = self._guess(tree, row, nodes - spare, longest)
+        row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - tree.size, depth)))
+        row.window.plant(tree)
+        return tree
 
-    def _guess(self, builder: TreeBuilder, row: _Row, root: int, nodes: int, depth: int) -> Proposal:
-        """Add the n-grams behind `root` as branches, shared beginnings once, as far as `nodes` reach."""
-        guessed = Proposal(tokens=builder.tokens, parents=builder.parents, acceptance=row.acceptance)
+    def _guess(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> Proposal:
+        """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes` reach."""
+        guessed = Proposal(tokens=tree.tokens, parents=tree.parents, acceptance=row.acceptance)
         children = dict[int, int]()
-        for gram in row.pool.after(root):
+        for gram in row.pool.after(tree.tokens[0]):
             parent = 0
             for place, token in enumerate(gram[:depth]):
-                if len(builder) >= nodes:
+                if tree.size >= nodes:
                     return guessed
                 rank = children.get(parent, 0)
                 prior = _PRIOR[min(place, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
                 evidence = by_draft_prob(Drawn.DETERMINISTIC, rank, prior)
-                before = len(builder)
-                node = builder.add(token, parent, confidence=row.acceptance.estimate(*evidence))
-                if len(builder) > before:
+                before = tree.size
+                node = tree.add(token, parent, confidence=row.acceptance.estimate(*evidence))
+                if tree.size > before:
                     guessed.evidence[node] = evidence
                     children[parent] = rank + 1
                 parent = node

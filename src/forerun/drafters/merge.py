@@ -8,16 +8,14 @@ method and no rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.composing.joining import draws, join
 from forerun.drafters.composing.members import Composed, Spec, check_specs
 from forerun.errors import ArgumentError
-from forerun.target import Resume
-from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft
+from forerun.tree import TokenTree, join
+from forerun.types import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,33 +47,19 @@ class MergeDrafter(Composed):
         super().__init__(config.drafters, setup, reproducible=config.reproducible)
         self.config = config
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         context, most = self.for_members(context), self.config.nodes
         nodes = [own if most is None else min(own, most) for own in budget.nodes]
         drafts = [member.propose(context, replace(budget, nodes=nodes)) for member in self.members]
-        grown = [[rebuild(draft, row) for row in range(len(nodes))] for draft in drafts]
-        lead = self._lead(drafts, grown)
-        leading = {row for row, tree in enumerate(grown[lead]) if draws(tree) or _begun(drafts[lead], row)}
-        builders = []
-        for row, most_nodes in enumerate(nodes):
-            trees = [own[row] for own in grown]
-            base = trees.pop(lead) if row in leading else TreeBuilder()
-            builders.append(join(base, trees, most_nodes))
-        joined = stack(builders)
-        begun = drafts[lead].resume
-        return joined if begun is None else replace(joined, resume=_kept(begun, leading))
+        lead, joined = self._lead(drafts), []
+        for root, row, count in zip(context.trees(), zip(*drafts, strict=True), nodes, strict=True):
+            whole = row[lead].sampled or row[lead].resume is not None
+            others = [tree for member, tree in enumerate(row) if member != lead or not whole]
+            joined.append(join(row[lead] if whole else root, others, count))
+        return joined
 
-    def _lead(self, drafts: Sequence[Draft], grown: Sequence[Sequence[TreeBuilder]]) -> int:
+    def _lead(self, drafts: Sequence[Sequence[TokenTree]]) -> int:
         """The member whose trees go in whole: the first that sampled, else the first whose nodes were begun."""
-        sampled = (index for index, trees in enumerate(grown) if any(draws(tree) for tree in trees))
-        begun = (index for index, draft in enumerate(drafts) if draft.resume is not None)
+        sampled = (member for member, trees in enumerate(drafts) if any(tree.sampled for tree in trees))
+        begun = (member for member, trees in enumerate(drafts) if any(tree.resume is not None for tree in trees))
         return next(sampled, next(begun, 0))
-
-
-def _begun(draft: Draft, row: int) -> bool:
-    return draft.resume is not None and draft.resume.counts[row] > 0
-
-
-def _kept(begun: Resume, leading: Set[int]) -> Resume:
-    """What was begun, of the rows whose nodes kept their numbers."""
-    return replace(begun, counts=[count if row in leading else 0 for row, count in enumerate(begun.counts)])

@@ -16,8 +16,8 @@ from forerun.drafters.copying.growth import Copied, by_match
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind
 
 _SCANNED = 32
 """Most earlier places looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
@@ -116,12 +116,12 @@ class NgramDrafter(Drafter):
             for index in range(len(row.tokens), len(tokens)):
                 row.append(tokens[index], self._sizes)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        builders = []
-        for row_id, nodes, depth in zip(context.rows, budget.nodes, budget.depth, strict=True):
-            row = self._rows.get(row_id)
-            builders.append(self._grow(row, nodes, depth) if row else TreeBuilder())
-        return stack(builders)
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees, limits = context.trees(), zip(context.rows, budget.nodes, budget.depth, strict=True)
+        for index, (row_id, nodes, depth) in enumerate(limits):
+            if (row := self._rows.get(row_id)) is not None:
+                self._grow(trees[index], row, nodes, depth)
+        return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -136,22 +136,20 @@ class NgramDrafter(Drafter):
         while len(row.tokens) > length:
             row.pop(self._sizes)
 
-    def _grow(self, row: _Row, nodes: int, depth: int) -> TreeBuilder:
+    def _grow(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> None:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Copied(len(row.tokens), row.acceptance)
-        tree = drafted.tree
+        row.drafted = drafted = Copied(tree, len(row.tokens), row.acceptance)
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
         for place, size in self._matches(row, length):
-            if branches == self.config.max_branches or len(tree) >= nodes or length <= 0:
+            if branches == self.config.max_branches or tree.size >= nodes or length <= 0:
                 break
-            before, parent = len(tree), 0
+            before, parent = tree.size, 0
             for offset in range(length):
                 parent = drafted.add(row.copied(place, offset), parent, by_match("ngram", size + offset))
-                if len(tree) >= nodes:
+                if tree.size >= nodes:
                     break
-            branches += len(tree) > before
-        return tree
+            branches += tree.size > before
 
     def _matches(self, row: _Row, length: int) -> Iterator[tuple[int, int]]:
         """(place, size of the n-gram) of earlier occurrences of the text's end, each place once."""

@@ -16,8 +16,8 @@ from forerun.drafters.copying.growth import Copied, by_match
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler, check_token_ids
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind
 
 # Where an answer stands in a text that was predicted for it, found again after every edit.
 #
@@ -139,16 +139,15 @@ class PredictionDrafter(Drafter):
                 row.drafted.learn(tokens)
             self._read(row, tokens)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        trees = []
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
         for index, row_id in enumerate(context.rows):
             row = self._rows.get(row_id)
             if row is None:
                 row = self._rows[row_id] = self._new(context, index)
             self._read(row, context.tokens[index])
-            row.drafted = self._draft(row, min(budget.nodes[index], budget.depth[index]))
-            trees.append(row.drafted.tree if row.drafted is not None else TreeBuilder())
-        return stack(trees)
+            row.drafted = self._draft(trees[index], row, min(budget.nodes[index], budget.depth[index]))
+        return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """As `Drafter.truncate`; a row that shrinks, or serves another prompt, is aligned anew when it is next seen."""
@@ -171,14 +170,14 @@ class PredictionDrafter(Drafter):
             row.alignment.advance(token)
         row.read = max(row.read, len(tokens))
 
-    def _draft(self, row: _Row, most: int) -> Copied | None:
+    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Copied | None:
         alignment = row.alignment
         if alignment.place is None:
             return None
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Copied(row.read, row.acceptance), 0
+        drafted, parent = Copied(tree, row.read, row.acceptance), 0
         source = "edited" if alignment.edited else "prediction"
         for offset, token in enumerate(alignment.predicted[alignment.place : alignment.place + length]):
             parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))

@@ -27,8 +27,8 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data.identity import TokenizerIdentity
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, Verdict
 from forerun.writing import written
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class _Drafted(Proposal):
 
     end: int
     """Committed tokens when it was made."""
-    tree: TreeBuilder
+    tree: TokenTree
 
 
 class RecyclingDrafter(Drafter):
@@ -361,11 +361,11 @@ class RecyclingDrafter(Drafter):
                 memory.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
             self._covered[row_id] = len(tokens) - 1
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
             self._rows[row_id] = self._grown(self._memory(context, index), tokens, nodes, depth)
-        return stack([self._rows[row_id].tree for row_id in context.rows])
+        return [self._rows[row_id].tree for row_id in context.rows]
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self._steps += 1
@@ -414,7 +414,7 @@ class RecyclingDrafter(Drafter):
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors, acceptance, tree = memory.matrix.successors, memory.acceptance, TreeBuilder()
+        successors, acceptance, tree = memory.matrix.successors, memory.acceptance, TokenTree(tokens[-1])
         drafted = _Drafted(acceptance=acceptance, tokens=tree.tokens, parents=tree.parents, end=len(tokens), tree=tree)
         placed = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):

@@ -21,8 +21,8 @@ from forerun.drafters.datastore.format import SEPARATOR, SORTED_TOKENS
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
 from forerun.training.data.identity import TokenizerIdentity
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, Drawn
+from forerun.tree import TokenTree
+from forerun.types import Budget
 
 # Many continuations merged into one trie, of which the most frequent nodes are kept. Knows arrays, no files.
 
@@ -187,19 +187,19 @@ class RestDrafter(Drafter):
             if drafted is not None:
                 drafted.learn(tokens[drafted.end :])
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        builders = []
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
             acceptance = self._estimates.of(context.salt(index))
             drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
             if drafted is None:
                 self._rows.pop(row_id, None)
-                builders.append(TreeBuilder())
             else:
                 self._rows[row_id] = drafted
-                builders.append(_tree(drafted))
-        return stack(builders)
+                confidence = [acceptance.estimate(*drafted.evidence[node]) for node in range(1, len(drafted.tokens))]
+                trees[index] = TokenTree.of(tokens[-1], drafted.tokens[1:], drafted.parents[1:], confidence)
+        return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id in rows:
@@ -216,7 +216,11 @@ class RestDrafter(Drafter):
         trie = merge(found, nodes)
         evidence = {node + 1: _evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))}
         return _Drafted(
-            acceptance=acceptance, tokens=trie.tokens, parents=trie.parents, evidence=evidence, end=len(tokens)
+            acceptance=acceptance,
+            tokens=[tokens[-1], *trie.tokens],
+            parents=[-1, *trie.parents],
+            evidence=evidence,
+            end=len(tokens),
         )
 
 
@@ -233,12 +237,3 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
     key = match.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)
     return Evidence(key, count / (total + 1))
-
-
-def _tree(drafted: _Drafted) -> TreeBuilder:
-    builder, size = TreeBuilder(), len(drafted.tokens)
-    builder.tokens, builder.parents = drafted.tokens, list(drafted.parents)
-    builder.drawn, builder.probes = [Drawn.DETERMINISTIC] * size, [False] * size
-    builder.confidence = [drafted.acceptance.estimate(*drafted.evidence[node]) for node in range(1, size + 1)]
-    builder.index_given()
-    return builder

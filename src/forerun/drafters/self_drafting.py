@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.growth import Children, Shape
 from forerun.drafters.levels import FixedTree, Grown, Submitted
 from forerun.sampling import Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, empty_draft
+from forerun.target.inputs import Nodes
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
     from forerun.target import Target
@@ -59,8 +59,8 @@ class SelfDrafter(Drafter):
     def kind(self, sampler: Sampler) -> DraftKind:
         return self._tree.kind(sampler)
 
-    def logits(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Tensor:
-        """The method's own raw logits (B, N - start, V) after the nodes ``start .. K``; earlier ones have been run."""
+    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        """The method's own raw logits (B, N - start, V) after `nodes`, of which those before `start` have been run."""
         raise NotImplementedError
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
@@ -77,33 +77,27 @@ class SelfDrafter(Drafter):
         for row in rows:
             self._drafted.pop(row, None)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         within = self._tree.within(context, budget, self.target.max_length)
         active = [index for index, count in enumerate(within) if count > 0]
+        trees = context.trees()
         if not active:
-            return empty_draft(len(within))
+            return trees
         below = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
         limits = Limits(self._tree.shape, [within[index] for index in active], below)
         grown = self._grow(context, active, limits)
-        builders, cuts = [TreeBuilder() for _ in within], self._tree.cut(context, active, grown, limits.nodes)
-        for index, (builder, drafted) in zip(active, cuts, strict=True):
-            builders[index], self._drafted[context.rows[index]] = builder, drafted
-        return stack(builders)
+        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
+            trees[index], self._drafted[context.rows[index]] = cut
+        return trees
 
     def _grow(self, context: DraftContext, active: Sequence[int], limits: Limits) -> Grown:
         rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            return self.logits(rows, roots, partial_draft(self._tree.shape, ids, limits.nodes), level.start)
+            parents = self._tree.shape.parents
+            nodes = Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start)
+            return self.logits(rows, nodes)
 
-        first = self.logits(rows, roots, empty_draft(len(rows)), 0)
+        first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
         return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)
-
-
-def partial_draft(shape: Shape, ids: Tensor, nodes: Sequence[int]) -> Draft:
-    """The nodes ``ids`` (B, K) so far as a draft; those beyond a row's share of `nodes` are padding."""
-    batch, size = ids.shape
-    counts = torch.tensor([min(size, count) for count in nodes])
-    parents = torch.tensor(shape.parents[:size]).expand(batch, -1)
-    return Draft(tokens=ids, parents=parents, counts=counts, drawn=torch.zeros(batch, size, dtype=torch.uint8))

@@ -27,7 +27,9 @@ from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, nearest
 from forerun.step import Scores
 from forerun.target import Plan
-from forerun.types import Budget, Draft, Drawn, Verdict, empty_draft
+from forerun.target.inputs import Nodes
+from forerun.tree import TokenTree
+from forerun.types import Budget, Drawn, Verdict
 
 # The skip set is searched while decoding: SWIFT (arXiv 2410.06916). Knows agreement counts, no model and no tokens.
 #
@@ -268,9 +270,8 @@ class SkipLayersDrafter(SelfDrafter):
         self._thresholds: dict[int, Threshold] = {}
         self._try_out(frozenset(self.search.space.allowed) if self.search else self.skip)
 
-    def logits(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Tensor:
-        plan = Plan(stop=self.target.num_layers, skip=self.skip)
-        states = self.target.run(rows, roots, draft, plan, start=start)
+    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        states = self.target.run(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))
         return self.target.lm_head(self.target.final_norm(states))
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
@@ -282,7 +283,7 @@ class SkipLayersDrafter(SelfDrafter):
             self._thresholds[row] = Threshold(first, self.config.target_acceptance)
         return self._thresholds[row].value
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         if self.search is not None:
             self.skip = self.search.choose()
         return super().propose(context, budget)
@@ -313,7 +314,7 @@ class SkipLayersDrafter(SelfDrafter):
         """One token with these sub-layers left out: a model that cannot do this is refused now, not when it drafts."""
         row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
         plan = Plan(stop=self.target.num_layers, skip=skip)
-        self.target.run([row], [0], empty_draft(1), plan)
+        self.target.run([row], [TokenTree(0)], plan)
         self.target.truncate([row], [self.target.lengths[row]])
 
 
@@ -322,15 +323,15 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
 
     Counts every node, whether or not it was accepted: the target was asked at all of them.
     """
-    tree, laws = scores.trees[index], scores.row(index)
+    tree, probs = scores.trees[index], scores.row(index)
     right = judged = 0
     for node, children in enumerate(tree.children):
         if not children:
             continue
         judged += 1
         given = tree.drawn[children[0]] is Drawn.DETERMINISTIC
-        favourite = tree.tokens[children[0]] if given else int(tree.laws[node].argmax())
-        right += favourite == laws.argmax(node)
+        favourite = tree.tokens[children[0]] if given else int(tree.draft_probs[node].argmax())
+        right += favourite == probs.argmax(node)
     return right, judged
 
 

@@ -37,8 +37,8 @@ from forerun.drafters.vocabulary import resolved
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.target import Target
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, Drawn, empty_draft
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Drawn
 
 _ROOM = 2
 """The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
@@ -155,17 +155,17 @@ class SlemDrafter(Drafter):
                 self.model.clear(row_id)
                 del self._rows[row_id]
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = [min(nodes, depth) for nodes, depth in zip(budget.nodes, budget.depth, strict=True)]
         texts = {index: self._open(context, index) for index, limit in enumerate(limits) if limit > 0}
         active = {index: text for index, text in texts.items() if text is not None}
+        trees = context.trees()
         if not active:
-            return empty_draft(len(limits))
+            return trees
         self._write([context.rows[index] for index in active], list(active.values()))
-        builders = [TreeBuilder() for _ in limits]
         for index, text in active.items():
-            builders[index] = self._chain(text, min(limits[index], self.config.num_speculative_tokens))
-        return stack(builders)
+            self._chain(trees[index], text, min(limits[index], self.config.num_speculative_tokens))
+        return trees
 
     def _row(self, row_id: int) -> _Row:
         if row_id not in self._rows:
@@ -229,22 +229,19 @@ class SlemDrafter(Drafter):
             text.pieces.append(piece)
             text.probs.append(prob)
 
-    def _chain(self, text: _Written, most: int) -> TreeBuilder:
+    def _chain(self, tree: TokenTree, text: _Written, most: int) -> None:
         """The drafted text as a chain of the target's tokens."""
-        builder, text.row.submitted = TreeBuilder(), None
-        found = self._translate(text)
+        text.row.submitted, found = None, self._translate(text)
         if found is None:
-            return builder
+            return
         spans, confidences, length = found
-        tokens = [span.id for span in spans[:most]]
-        submitted = Submitted(tokens=tokens, parents=range(len(tokens)), acceptance=text.acceptance)
+        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=text.acceptance)
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended
             evidence = submitted.evidence[node + 1] = by_draft_prob(Drawn.DETERMINISTIC, int(last), raw)
-            builder.add(span.id, node, confidence=text.acceptance.estimate(*evidence))
+            tree.add(span.id, node, confidence=text.acceptance.estimate(*evidence))
         text.row.submitted = submitted
-        return builder
 
     def _translate(self, text: _Written) -> tuple[list[Span], list[float], int] | None:
         """The target's tokens of what was written, a raw confidence for each, and the length of the text in bytes."""

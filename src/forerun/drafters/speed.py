@@ -22,19 +22,17 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Shape, attempt
-from forerun.drafters.self_drafting import partial_draft
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
-from forerun.target.nouns import Plan, Resume
+from forerun.target.nouns import Plan
 from forerun.target.parts import is_quantised
 from forerun.target.resuming import compare
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, empty_draft
+from forerun.tree import Resume, TokenTree
+from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
-    from forerun.types import Draft
 
 # Tokens at different depths in one pass, for decoders whose layers share their weights.
 #
@@ -103,13 +101,11 @@ class Pipeline:
         return pipeline
 
     @torch.inference_mode()
-    def advance(
-        self, rows: Sequence[int], roots: Sequence[int], draft: Draft, states: Tensor | None, blocks: Sequence[int]
-    ) -> Tensor:
+    def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
         """One pass: each of the last F nodes of a chain goes through its block; they rise by one.
 
         Args:
-            draft: the chain so far; nodes beyond a row's count are padding.
+            nodes: the chains so far, from the first of the F on.
             states: (B, F or F - 1, H) before their blocks; without those of the last node it enters the model now.
             blocks: (F,) which of the model's `depth` blocks each node runs next.
 
@@ -117,14 +113,14 @@ class Pipeline:
             (B, F, H) behind their blocks.
         """
         target, count, batch = self.target, len(blocks), len(rows)
-        nodes = target._tree(rows, roots, draft, draft.size + 1 - count)
+        size = target._nodes(rows, nodes).ids.shape[1]
         if states is None or states.shape[1] < count:
-            new = self._enter(rows, replace(nodes, start=draft.size))
+            new = self._enter(rows, replace(nodes, start=size - 1))
             states = new if states is None else torch.cat([states, new], dim=1)
         inputs = target._place(rows, nodes, padded=False)
         masks = inputs["attention_mask"]
         lengths = torch.tensor([target.lengths[row] for row in rows]).unsqueeze(1)
-        slots = torch.where(nodes.real, lengths + torch.arange(draft.size + 1), target.cache.dump)[:, -count:]
+        slots = torch.where(nodes.real, lengths + torch.arange(size), target.cache.dump)[:, -count:]
         width = next(iter(masks.values())).shape[-1] if isinstance(masks, dict) else masks.shape[-1]
         cache = _Cache(target, rows, slots.to(target.device), width)
         cache.blocks, cache.size = list(blocks), self.size
@@ -147,20 +143,17 @@ class Pipeline:
         return self.target._ranges.run(Plan(start=0, stop=0), inputs, None)
 
 
-def _stream(target: Target, roots: Sequence[int], draft: Draft) -> Resume:
+def _stream(target: Target, tree: TokenTree) -> Resume:
     """A whole chain through the pipeline, one token behind the other."""
     pipeline, states, finished = Pipeline(target), None, list[Tensor]()
-    for step in range(pipeline.depth + draft.size):
-        first, last = len(finished), min(step, draft.size)
-        nodes = {name: getattr(draft, name)[:, :last] for name in ("tokens", "parents", "drawn")}
-        blocks = [step - node for node in range(first, last + 1)]
-        so_far = replace(draft, counts=draft.counts.clamp(max=last), **nodes)
-        states = pipeline.advance([0], roots, so_far, states, blocks)
-        if blocks[0] == pipeline.depth - 1:
+    for step in range(pipeline.depth + tree.size):
+        first, last = len(finished), min(step, tree.size)
+        nodes = Nodes.of_trees([tree.only(range(1, last + 1))], start=first)
+        states = pipeline.advance([0], nodes, states, [step - node for node in range(first, last + 1)])
+        if step - first == pipeline.depth - 1:
             finished.append(states[:, :1])
             states = states[:, 1:]
-    whole = torch.cat(finished, dim=1)
-    return Resume(boundary=target.num_layers, states=whole, counts=[whole.shape[1]], stamps=list(target.writes))
+    return Resume(boundary=target.num_layers, states=torch.cat(finished, dim=1)[0], stamp=target.writes[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,14 +198,14 @@ class SpeedDrafter(Drafter):
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = [
             self._shape.within(nodes, min(depth, self.target.max_length - len(tokens)))
             for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
         ]
         members = [index for index, limit in enumerate(limits) if limit > 0]
         if not members:
-            return empty_draft(len(limits))
+            return context.trees()
         run = _Run(
             members=members,
             limits=[limits[index] for index in members],
@@ -229,10 +222,11 @@ class SpeedDrafter(Drafter):
         depth, states, step = self._pipeline.depth, None, 0
         while (first := len(run.finished)) <= max(run.limits):
             last = min(step, max(run.limits))
-            draft = partial_draft(self._shape, run.ids[:, :last], run.limits)
+            parents, counts = self._shape.parents, run.limits
+            nodes = Nodes.of_levels(roots, run.ids[:, :last], parents, counts=counts, start=first)
             blocks = [step - node for node in range(first, last + 1)]
             held = None if states is None else states[:, : last + 1 - first]
-            states = self._pipeline.advance(rows, roots, draft, held, blocks)
+            states = self._pipeline.advance(rows, nodes, held, blocks)
             if last == step and last < max(run.limits):
                 best = self._likeliest(context, run, states[:, -1:], last)
                 run.ids = torch.cat([run.ids, torch.tensor(best, device=run.ids.device).unsqueeze(1)], dim=1)
@@ -276,24 +270,14 @@ class SpeedDrafter(Drafter):
         index = run.members[place]
         return [*context.tokens[index][context.prompt_lengths[index] :], *run.ids[place, :node].tolist()]
 
-    def _draft(self, context: DraftContext, run: _Run) -> Draft:
-        builders = [TreeBuilder() for _ in context.rows]
+    def _draft(self, context: DraftContext, run: _Run) -> list[TokenTree]:
+        trees, states = context.trees(), torch.cat(run.finished, dim=1)
         for place, index in enumerate(run.members):
-            parent = 0
-            for token, confidence in zip(
-                run.ids[place, : run.limits[place]].tolist(), run.confidence[place], strict=False
-            ):
-                parent = builders[index].add(token, parent, confidence=confidence)
-        draft = stack(builders)
-        if self.target.buckets.nodes:
-            return draft  # Reproducible bits need passes of one shape: everything runs again.
-        states = torch.cat(run.finished, dim=1)[:, : draft.size + 1]
-        spread = states.new_zeros(len(builders), *states.shape[1:])
-        spread[list(run.members)] = states
-        counts = [0] * len(builders)
-        for place, index in enumerate(run.members):
-            counts[index] = run.limits[place] + 1
-        stamps = [self.target.writes[row] for row in context.rows]
-        return replace(
-            draft, resume=Resume(boundary=self.target.num_layers, states=spread, counts=counts, stamps=stamps)
-        )
+            tree, limit, parent = trees[index], run.limits[place], 0
+            for token, confidence in zip(run.ids[place, :limit].tolist(), run.confidence[place], strict=False):
+                parent = tree.add(token, parent, confidence=confidence)
+            if not self.target.buckets.nodes:  # reproducible bits need passes of one shape: everything runs again
+                stamp = self.target.writes[context.rows[index]]
+                begun = states[place, : tree.size + 1]
+                tree.resume = Resume(boundary=self.target.num_layers, states=begun, stamp=stamp)
+        return trees

@@ -20,8 +20,8 @@ from forerun.drafters.copying.growth import Branch, Copied, by_match, grow
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind
 
 # Past outputs as one index of bounded size, and where a running text stands in it.
 #
@@ -239,15 +239,16 @@ class SuffixDrafter(Drafter):
             row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        trees = []
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
         for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
             row = self._row(context, index)
             row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
             row.drafted = self._best_draft(row, nodes, depth)
-            trees.append(TreeBuilder() if row.drafted is None else row.drafted.tree)
-        return stack(trees)
+            if row.drafted is not None:
+                trees[index] = row.drafted.tree
+        return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """As `Drafter.truncate`; the output of a row that is freed enters the store of its domain."""
@@ -322,6 +323,7 @@ class SuffixDrafter(Drafter):
             place,
             lambda place: self._branches(automaton, place, source, ends),
             row.memory.acceptance,
+            root=row.automaton.tokens[-1],
             start=len(row.automaton),
             nodes=most,
             depth=depth,

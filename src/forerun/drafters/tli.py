@@ -31,7 +31,6 @@ from forerun.drafters.translation import (
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.target.kernels.packing import PackedLinear, packable
 from forerun.target.parts import OutputHead
-from forerun.types import Draft
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
@@ -171,8 +170,8 @@ class TliDrafter(DraftModelDrafter):
         reading.shrink(length)
         return reading.span(length)
 
-    def _partial(self, ids: Tensor) -> Draft:
-        return super()._partial(self._translated[ids])
+    def _known(self, ids: Tensor) -> Tensor:
+        return self._translated[ids]
 
     def _fit(self, logits: Tensor) -> Tensor:
         """(B, F, V') of the shared tokens, ascending in the target's ids."""

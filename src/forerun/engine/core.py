@@ -17,13 +17,14 @@ import torch
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
-from forerun.engine.policy.ranking import prunable, prune
+from forerun.engine.policy.ranking import prune
 from forerun.engine.reading import Reading, read
 from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
 from forerun.errors import ArgumentError, Isolation
 from forerun.step import Row, first_tokens, step
 from forerun.target import Target
-from forerun.types import Draft, StreamChunk
+from forerun.tree import TokenTree
+from forerun.types import StreamChunk
 
 # Free rows, and what still stands in their slots: a prompt that begins with it need not read that part again.
 #
@@ -183,25 +184,25 @@ def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
 # nothing.
 
 
-def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
-    """The draft of a step of `rows` without the deterministic nodes that their grammars forbid, and all below those."""
+def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
+    """The trees of a step of `rows` without the deterministic nodes that their grammars forbid, and all below those."""
     keep = dict[int, list[int]]()
-    for index, row in enumerate(rows):
+    for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)
-        if grammar is None or not prunable(draft, index):
+        if grammar is None or not tree.prunable:
             continue
-        nodes = draft.rows[index]
         with Isolation(row):
-            kept = _kept(grammar, row.tokens[row.prompt_length :], nodes.tokens, nodes.parents)
-            if len(kept) < len(nodes.tokens):
-                keep[index] = kept
-    return prune(draft, keep) if keep else draft
+            allowed = _allowed(grammar, row.tokens[row.prompt_length :], tree)
+            if len(allowed) < tree.size:
+                keep[index] = allowed
+    return prune(trees, keep) if keep else trees
 
 
-def _kept(grammar: GrammarProcessor, output: list[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> list[int]:
     """Node ids, parents first."""
     paths = {0: output}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+    for node in range(1, tree.size + 1):
+        parent, token = tree.parents[node], tree.tokens[node]
         if parent in paths and grammar.valid(paths[parent], [token]):
             paths[node] = [*paths[parent], token]
     return [node for node in paths if node]
@@ -436,8 +437,8 @@ class Engine:
         keys = [answer.drafter for answer in answers]
         groups = self.drafting.groups(rows, keys, depths, awaited=bool(self._reading))
 
-        def admit(draft: Draft) -> Draft:
-            return permitted(self.drafting.admit(draft), rows)
+        def admit(trees: list[TokenTree]) -> list[TokenTree]:
+            return permitted(self.drafting.admit(trees), rows)
 
         emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began, isolate=True)
         self.drafting.learn(emitted)

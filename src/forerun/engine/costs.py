@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from forerun.target import Target
-    from forerun.types import Draft
 
 log = logging.getLogger(__name__)
 
@@ -243,50 +242,42 @@ def _sampled(
     """Wall times in seconds. The first round, with a warm-up of each size, decides what fits the budget."""
     deadline = time.perf_counter() + seconds
     samples: dict[Point, list[float]] = {}
-    drafts = {nodes: _chain(nodes, min(97, target.vocab_size)) for nodes in grid["nodes"]}
     rate, least = 0.0, [(grid["contexts"][0], grid["rows"][0], nodes) for nodes in grid["nodes"][:2]]
     for point in _points(grid, _room(target)):
         tokens = point[1] * point[2]
         if point not in least and time.perf_counter() + 2 * rate * tokens > deadline:
             continue
         tell(f"{point[2]} nodes in {point[1]} rows behind {point[0]} tokens")
-        _time(target, rows, point, drafts)
-        samples[point] = [_time(target, rows, point, drafts)]
+        _time(target, rows, point)
+        samples[point] = [_time(target, rows, point)]
         rate = samples[point][0] / tokens
     for turn in range(1, repeats):
         tell(f"round {turn + 1} of {repeats}")
         for point, times in samples.items():
             if time.perf_counter() > deadline:
                 return samples
-            times.append(_time(target, rows, point, drafts))
+            times.append(_time(target, rows, point))
     return samples
 
 
-def _time(target: Target, rows: Sequence[int], point: Point, drafts: Mapping[int, Draft]) -> float:
+def _time(target: Target, rows: Sequence[int], point: Point) -> float:
     from torch import inference_mode
+
+    from forerun.tree import TokenTree
 
     context, count, nodes = point
     used = list(rows[:count])
     for row in used:
         target.lengths[row] = context
-    one = drafts[nodes]
-    columns = {name: getattr(one, name) for name in ("tokens", "parents", "counts", "drawn")}
-    draft = type(one)(**{name: values.expand(count, *values.shape[1:]) for name, values in columns.items()})
-    roots = [(7919 * row + 13) % target.vocab_size for row in used]
+    trees = [TokenTree((7919 * row + 13) % target.vocab_size) for row in used]
+    for tree in trees:
+        tree.add_path(index % min(97, target.vocab_size) for index in range(nodes - 1))
     with inference_mode():
         began = time.perf_counter()
         # The argmax on the host is what a greedy step reads; on an accelerator it also waits for the pass to end.
-        target.score(used, roots, draft).logits.argmax(-1).tolist()
+        target.score(used, trees).logits.argmax(-1).tolist()
         target.commit(used, [()] * count)
         return time.perf_counter() - began
-
-
-def _chain(nodes: int, vocabulary: int) -> Draft:
-    from forerun.tree import TreeBuilder, stack
-
-    builder = TreeBuilder()
-    builder.add_path([index % vocabulary for index in range(nodes - 1)])
-    return stack([builder])
 
 
 def _model(grid: Grid, samples: Mapping[Point, Sequence[float]], *, stairs: bool) -> CostModel:

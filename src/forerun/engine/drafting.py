@@ -21,7 +21,8 @@ from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
 from forerun.sampling import Sampler
 from forerun.step import Emitted, Group, Row, context_for
-from forerun.types import Draft, SamplingParams, Signal, SpeculationStats
+from forerun.tree import TokenTree
+from forerun.types import SamplingParams, Signal, SpeculationStats
 from forerun.verify import check_fits, rule_named
 
 log = logging.getLogger(__name__)
@@ -152,11 +153,11 @@ class DrafterPool:
             )
         return groups
 
-    def admit(self, draft: Draft) -> Draft:
+    def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
         """What of the drafts of the groups that were planned is scored."""
         for policy in self._planned:
-            draft = policy.admit(draft)
-        return draft
+            trees = policy.admit(trees)
+        return trees
 
     def learn(self, emitted: Sequence[Emitted]) -> None:
         """What the planned step committed, by row."""

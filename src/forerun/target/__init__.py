@@ -2,6 +2,6 @@
 
 from forerun.target.buckets import Buckets
 from forerun.target.model import Target
-from forerun.target.nouns import Plan, Resume, Scored
+from forerun.target.nouns import Plan, Scored
 
-__all__ = ["Buckets", "Plan", "Resume", "Scored", "Target"]
+__all__ = ["Buckets", "Plan", "Scored", "Target"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,12 +20,11 @@ from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
 from forerun.target.kernels.padding import Flat
 from forerun.target.masks import MaskStyle
-from forerun.tree import ancestor_mask
-from forerun.types import Draft
+from forerun.tree import Resume, TokenTree, ancestor_mask
 
 
 @lru_cache(maxsize=256)
-def _relations(parents: bytes, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Who sees whom (B, N, N) and the depths (B, N) of trees with these int64 parents (B, K). Most steps draft trees of
     a shape that was drafted before; what is returned is shared and never written to."""
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
@@ -57,7 +57,7 @@ def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """The tokens of a pass on the host. A piece of a prompt is a chain."""
+    """The tokens of a pass on the host: a batch of trees, packed. A piece of a prompt is a chain."""
 
     ids: Tensor
     """(B, N) int64; on the device where they were drafted there. All else is on the host."""
@@ -69,6 +69,8 @@ class Nodes:
     """(B, N) bool; the rest is padding."""
     start: int
     """Nodes before this one were run earlier in the step; they are seen, not run."""
+    resume: Sequence[Resume | None] = ()
+    """(B,) what the first nodes of each row have already run through; or empty."""
 
     @classmethod
     def of_prompt(cls, pieces: Sequence[Sequence[int]], least: int = 0) -> Nodes:
@@ -84,17 +86,44 @@ class Nodes:
         )
 
     @classmethod
-    def of_draft(cls, roots: Sequence[int], draft: Draft, start: int) -> Nodes:
-        """Each row's root and its tree."""
-        parents = draft.parents.to("cpu", torch.int64).numpy()
+    def of_trees(cls, trees: Sequence[TokenTree], *, start: int = 0) -> Nodes:
+        """Trees of unequal sizes, padded to the largest."""
+        counts = [tree.size for tree in trees]
+        ids, parents = np.zeros((2, len(trees), max(counts) + 1), np.int64)
+        for row, tree in enumerate(trees):
+            ids[row, : tree.size + 1], parents[row, : tree.size + 1] = tree.tokens, tree.parents
+        resume = [tree.resume for tree in trees]
+        return cls._of(torch.from_numpy(ids), parents[:, 1:], counts, start, resume)
+
+    @classmethod
+    def of_levels(
+        cls, roots: Sequence[int], ids: Tensor, parents: Sequence[int], *, counts: Sequence[int], start: int
+    ) -> Nodes:
+        """Trees of one shape that grow level by level, on their device.
+
+        Args:
+            ids: (B, K) tokens of the nodes so far.
+            parents: (K + 1,) or more, of each node, the root's first.
+            counts: (B,) drafted nodes of each row; the rest is padding.
+            start: nodes before this one have been run.
+        """
+        size = ids.shape[1]
+        wide = np.broadcast_to(np.array(parents[1 : size + 1], np.int64), (len(roots), size))
+        ids = torch.cat([sent_ints(roots, ids.device).view(-1, 1), ids], dim=1)
+        return cls._of(ids, wide, [min(size, count) for count in counts], start, ())
+
+    @classmethod
+    def _of(
+        cls,
+        ids: Tensor,
+        parents: NDArray[np.int64],
+        counts: Sequence[int],
+        start: int,
+        resume: Sequence[Resume | None],
+    ) -> Nodes:
         sees, depths = _relations(parents.tobytes(), parents.shape)
-        return cls(
-            ids=torch.cat([sent_ints(roots, draft.tokens.device).view(-1, 1), draft.tokens], dim=1),
-            depths=depths,
-            sees=sees,
-            real=torch.arange(draft.size + 1) <= draft.counts.cpu().unsqueeze(1),
-            start=start,
-        )
+        real = torch.arange(ids.shape[1]) <= torch.tensor(counts).unsqueeze(1)
+        return cls(ids=ids, depths=depths, sees=sees, real=real, start=start, resume=resume)
 
     @property
     def fresh(self) -> int:

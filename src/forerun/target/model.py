@@ -26,12 +26,13 @@ from forerun.target.kernels.packing import packed_bytes
 from forerun.target.kernels.padding import Flat, Pass, running
 from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
-from forerun.target.nouns import Plan, Resume, Scored
+from forerun.target.nouns import Plan, Scored
 from forerun.target.parts import OutputHead, base_of, device_of, layers_of, turn_of
 from forerun.target.prepare import Sizes, Speed, default_slots, prepare
 from forerun.target.ranges import LayerRanges
 from forerun.target.support import context_length, refuse_stateful, text_config
-from forerun.types import LAST_HIDDEN, Draft, Signal
+from forerun.tree import TokenTree
+from forerun.types import LAST_HIDDEN, Signal
 
 # What the pieces of a prefill add up to: logits where they are wanted, hidden states left aligned. Knows no model.
 
@@ -222,31 +223,30 @@ class Target:
     def score(
         self,
         rows: Sequence[int],
-        roots: Sequence[int],
-        draft: Draft,
+        trees: Sequence[TokenTree] | Nodes,
         *,
-        start: int = 0,
         signals: Set[Signal] = frozenset(),
-        resume: Resume | None = None,
     ) -> Scored:
-        """One forward pass over the nodes ``start .. K`` of each row's tree.
+        """One forward pass over each row's tree.
 
-        Node 0 is the root; node k stands in slot lengths + k. With ``start`` > 0 the nodes before it were run earlier
-        in this step. An empty draft is plain decoding. What `resume` has begun is completed: the logits are those of a
-        whole pass.
+        Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
+        tree's `resume` has begun is completed: the logits are those of a whole pass.
+
+        Args:
+            trees: (B,), or what is packed already: of it the nodes from `Nodes.start` on are run.
 
         Returns:
             logits (B, N - start, V) and signals (B, N - start, H).
 
         Raises:
-            ArgumentError: the tree does not fit the row's slots or the context, or `resume` does not fit the tree.
+            ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
         """
         check_signals(signals, self.num_layers)
-        nodes = self._tree(rows, roots, draft, start)
-        if self.recordings.active and resume is None and not self.buckets.nodes:
+        nodes = self._nodes(rows, trees)
+        if self.recordings.active and not any(nodes.resume) and not self.buckets.nodes:
             return self._recorded(rows, nodes, signals)
         flat = self._flat(nodes, padded=True)
-        states, caught = self._score(rows, nodes, signals, resume, flat)
+        states, caught = self._score(rows, nodes, signals, flat)
         logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
         self._note_run(rows, nodes)
         kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
@@ -256,14 +256,12 @@ class Target:
     def run(
         self,
         rows: Sequence[int],
-        roots: Sequence[int],
-        draft: Draft,
+        trees: Sequence[TokenTree] | Nodes,
         plan: Plan,
         *,
-        start: int = 0,
         states: Tensor | None = None,
     ) -> Tensor:
-        """Run the nodes ``start .. K`` through the layers of `plan` only, in the same slots as `score`.
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots.
 
         Args:
             states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
@@ -276,7 +274,7 @@ class Target:
             ArgumentError: the plan does not fit the model, or states are missing or misshapen.
         """
         plan.check(self.num_layers)
-        nodes = self._tree(rows, roots, draft, start)
+        nodes = self._nodes(rows, trees)
         inputs = self._place(rows, nodes, padded=True)
         if (states is None) != (plan.start == 0):
             raise ArgumentError("states are needed to start above boundary 0, and only there")
@@ -390,9 +388,9 @@ class Target:
         return result
 
     def _score(
-        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], resume: Resume | None, flat: Flat | None
+        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
-        begun = resuming.usable(resume, [self.writes[row] for row in rows], signals)
+        begun = resuming.usable(nodes.resume, [self.writes[row] for row in rows], signals)
         with self._turn, attention_kernels(self.device):
             if begun is None:
                 return self._forward(rows, nodes, signals, flat, padded=True)
@@ -421,11 +419,11 @@ class Target:
         logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
         return Scored(logits=logits, signals=dict(zip(wanted, states, strict=True)))
 
-    def _tree(self, rows: Sequence[int], roots: Sequence[int], draft: Draft, start: int) -> Nodes:
+    def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
         """The nodes of a scoring pass, checked against slots and context."""
-        if not 0 <= start <= draft.size:
-            raise ArgumentError(f"start {start} is not among the nodes 0..{draft.size}")
-        nodes = Nodes.of_draft(roots, draft, start)
+        nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
+        if not 0 <= nodes.start < nodes.ids.shape[1]:
+            raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
         self._check_room(rows, nodes.real.sum(1).tolist(), nodes.reach())
         return nodes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,20 +19,6 @@ class Scored:
     """(B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``."""
     signals: Mapping[Signal, Tensor] = field(default_factory=dict)
     """boundary -> (B, N, H) hidden states of the tokens that were run, left aligned."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resume:
-    """Nodes that have run through the first layers while they were drafted, in the slots in which they are scored."""
-
-    boundary: int
-    """Layers that they have run through, at least 1."""
-    states: Tensor
-    """(B, R, H) at that boundary, of each row's first R nodes, root included."""
-    counts: Sequence[int]
-    """(B,) how many of the R were run; 0 for a row that has to be run whole."""
-    stamps: Sequence[int]
-    """(B,) `Target.writes` of the row after they were run: once somebody else wrote to its slots, it runs anew."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

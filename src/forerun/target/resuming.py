@@ -7,7 +7,7 @@ slots. What is missing are the same layers for the other nodes, then the layers 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,81 +18,98 @@ from forerun.devices import sent
 from forerun.errors import ArgumentError, ForerunError, UnsupportedModelError
 from forerun.target.capture import captured
 from forerun.target.inputs import Nodes
-from forerun.target.nouns import Plan, Resume
+from forerun.target.nouns import Plan
 from forerun.target.ranges import LayerRanges
-from forerun.tree import TreeBuilder, stack
-from forerun.types import LAST_HIDDEN, Draft, Drawn, Signal
+from forerun.tree import Resume, TokenTree
+from forerun.types import LAST_HIDDEN, Drawn, Signal
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
 
 Place = Callable[[Nodes], dict[str, Any]]
 """The tokens of a pass -> what the base model's forward takes."""
-Begin = Callable[["Target", Sequence[int], Draft], Resume]
-"""(target, roots, draft) -> what has begun of that draft in row 0."""
+Begin = Callable[["Target", TokenTree], Resume]
+"""(target, tree) -> what has begun of that tree in row 0."""
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest root-mean-square difference between a whole pass and its parts, in units of the logits' spread."""
 _ROUGH = 1e-1
 """The same in 16 bits."""
 
 
-def usable(resume: Resume | None, writes: Sequence[int], signals: Set[Signal]) -> Resume | None:
-    """What of `resume` still holds: rows whose slots were written since run anew.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """The `Resume` of B rows, as far as it still holds."""
 
-    None where a state below its boundary is asked for, which only a whole pass sees.
+    boundary: int
+    """Layers that the nodes have run through, at least 1."""
+    states: Tensor
+    """(B, R, H) at that boundary."""
+    counts: Sequence[int]
+    """(B,) how many of the R were run; 0 for a row that has to be run whole."""
+
+
+def usable(resumes: Sequence[Resume | None], writes: Sequence[int], signals: Set[Signal]) -> Begun | None:
+    """What of `resumes` still holds: rows whose slots were written since, and those at another boundary than the
+    first, run anew.
+
+    None where a state below the boundary is asked for, which only a whole pass sees.
 
     Args:
         writes: (B,) passes over each row up to now.
     """
-    if resume is None or any(signal != LAST_HIDDEN and signal < resume.boundary for signal in signals):
+    good = [one for one, now in zip(resumes, writes, strict=False) if one is not None and one.stamp == now]
+    if not good or any(signal != LAST_HIDDEN and signal < good[0].boundary for signal in signals):
         return None
-    pairs = zip(resume.counts, resume.stamps, writes, strict=True)
-    counts = [count if stamp == now else 0 for count, stamp, now in pairs]
-    return replace(resume, counts=counts) if any(counts) else None
+    boundary = good[0].boundary
+    counts = [
+        len(one.states) if one is not None and one.stamp == now and one.boundary == boundary else 0
+        for one, now in zip(resumes, writes, strict=True)
+    ]
+    states = good[0].states.new_zeros(len(counts), max(counts), good[0].states.shape[1])
+    for row, (one, count) in enumerate(zip(resumes, counts, strict=True)):
+        if one is not None and count:
+            states[row, :count] = one.states
+    return Begun(boundary=boundary, states=states, counts=counts)
 
 
-def check(resume: Resume, nodes: Nodes, hidden_size: int, layers: int) -> None:
+def check(begun: Begun, nodes: Nodes, hidden_size: int, layers: int) -> None:
     """Raise ArgumentError unless the states fit the nodes (B, N) of the pass and a model of this size."""
-    batch, size = nodes.ids.shape
-    begun = resume.states.shape[1]
-    if tuple(resume.states.shape) != (batch, begun, hidden_size) or not 1 <= begun <= size or nodes.start:
+    size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
+    if shape[1] > size or shape[2] != hidden_size or nodes.start:
         raise ArgumentError(
-            f"a pass over nodes {nodes.start}..{size - 1} of {batch} rows cannot resume states of the shape "
-            f"{tuple(resume.states.shape)}; expected ({batch}, 1..{size}, {hidden_size}), root first"
+            f"a pass over nodes {nodes.start}..{size - 1} cannot resume states of the shape {shape[1:]} in a row; "
+            f"expected (1..{size}, {hidden_size}), root first"
         )
-    if not 1 <= resume.boundary <= layers or max(resume.counts) > begun:
-        raise ArgumentError(
-            f"cannot resume {max(resume.counts)} nodes at boundary {resume.boundary}: there are states of {begun} "
-            f"nodes, and the model has the boundaries 1..{layers}"
-        )
+    if not 1 <= begun.boundary <= layers:
+        raise ArgumentError(f"cannot resume at boundary {begun.boundary}; the model has the boundaries 1..{layers}")
 
 
 def complete(
-    ranges: LayerRanges, layers: nn.ModuleList, place: Place, nodes: Nodes, resume: Resume, signals: Set[Signal]
+    ranges: LayerRanges, layers: nn.ModuleList, place: Place, nodes: Nodes, begun: Begun, signals: Set[Signal]
 ) -> tuple[Tensor, dict[Signal, Tensor]]:
     """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
-    states = _begin(ranges, place, nodes, resume)
+    states = _begin(ranges, place, nodes, begun)
     inputs = place(nodes)
     states = pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - states.shape[1]))
     with captured(layers, signals) as caught:
-        final = ranges.finish(states, inputs, start=resume.boundary)
-    if resume.boundary in signals:
-        caught[resume.boundary] = states
+        final = ranges.finish(states, inputs, start=begun.boundary)
+    if begun.boundary in signals:
+        caught[begun.boundary] = states
     if LAST_HIDDEN in signals:
         caught[LAST_HIDDEN] = final
     return final, caught
 
 
-def _begin(ranges: LayerRanges, place: Place, nodes: Nodes, resume: Resume) -> Tensor:
+def _begin(ranges: LayerRanges, place: Place, nodes: Nodes, begun: Begun) -> Tensor:
     """States (B, N, H) of all nodes at the boundary; those that lack the first layers run through them now."""
     size = nodes.ids.shape[1]
-    states = pad(resume.states, (0, 0, 0, size - resume.states.shape[1]))
-    lacking = nodes.real & (torch.arange(size) >= torch.tensor(resume.counts).unsqueeze(1))
+    states = pad(begun.states, (0, 0, 0, size - begun.states.shape[1]))
+    lacking = nodes.real & (torch.arange(size) >= torch.tensor(begun.counts).unsqueeze(1))
     if not lacking.any():
         return states
     start = int(lacking.any(0).int().argmax())
     inputs = place(replace(nodes, real=lacking, start=start))
-    early = ranges.run(Plan(stop=resume.boundary), inputs, None)[:, : size - start]
+    early = ranges.run(Plan(stop=begun.boundary), inputs, None)[:, : size - start]
     [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
     return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
@@ -107,9 +124,9 @@ def renumber(target: Target, rows: Sequence[int], kept: Sequence[Sequence[int]])
 def prove(target: Target, boundary: int) -> None:
     """Check that the first layers up to `boundary` and then the others make the whole model; errors as `compare`."""
 
-    def root_only(trial: Target, roots: Sequence[int], _draft: Draft) -> Resume:
-        states = trial.run([0], roots, stack([TreeBuilder()]), Plan(stop=boundary))
-        return Resume(boundary=boundary, states=states, counts=[1], stamps=list(trial.writes))
+    def root_only(trial: Target, tree: TokenTree) -> Resume:
+        states = trial.run([0], [TokenTree(tree.tokens[0])], Plan(stop=boundary))
+        return Resume(boundary=boundary, states=states[0], stamp=trial.writes[0])
 
     compare(target, root_only, (0, 0, 1))
 
@@ -143,13 +160,12 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
 def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
     """Between the logits of a tree scored whole and resumed, in units of their spread."""
     ids = [(7919 * index + 13) % target.vocab_size for index in range(3 + len(parents))]
-    builder = TreeBuilder()
+    tree = TokenTree(ids[2])
     for token, parent in zip(ids[3:], parents, strict=True):
-        builder.add(token, parent, drawn=Drawn.IID)
-    draft, roots = stack([builder]), ids[2:3]
+        tree.add(token, parent, drawn=Drawn.IID)
     target.prefill([0], [ids[:2]])
-    whole = target.score([0], roots, draft).logits.float()
-    resume = begin(target, roots, draft)
-    parts = target.score([0], roots, draft, resume=resume).logits.float()
+    whole = target.score([0], [tree]).logits.float()
+    tree.resume = begin(target, tree)
+    parts = target.score([0], [tree]).logits.float()
     difference = (parts - whole).square().mean(-1).sqrt() / whole.std(-1).clamp(min=1e-9)
     return float(difference.nan_to_num(nan=torch.inf).max())

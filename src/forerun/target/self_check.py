@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from forerun.target.masks import WINDOWS
 from forerun.target.obstacles import name_of, obstacle, refusing
 from forerun.target.parts import device_of, is_quantised
 from forerun.target.support import most_positions, named_sizes, text_config
-from forerun.tree import TreeBuilder, stack
+from forerun.tree import TokenTree
 
 if TYPE_CHECKING:
     from forerun.target.cache import SlotCache
@@ -260,11 +260,12 @@ def _errors(target: Target, expected: Reference) -> dict[str, float]:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])
     prompt = target.prefill(rows, [prefix[start:-1] for prefix in expected.prefixes], all_logits=True).logits
     roots = [prefix[-1] for prefix in expected.prefixes]
-    tree = target.score(rows, roots, _draft(expected.nodes, _PARENTS)).logits
+    trees = [TokenTree.of(root, tokens, _PARENTS) for root, tokens in zip(roots, expected.nodes, strict=True)]
+    tree = target.score(rows, trees).logits
     target.commit(rows, _PATHS)
-    seconds, children = zip(*expected.later, strict=True)
     with _misleading(target.cache, target.max_length - len(expected.later)):
-        second = target.score(rows, seconds, _draft([[child] for child in children], (0,))).logits
+        chains = [TokenTree.of(root, [child], [0]) for root, child in expected.later]
+        second = target.score(rows, chains).logits
     target.truncate(rows, [0, 0])
     worst = {
         "a prompt in a batch of unequal lengths": 0.0,
@@ -295,16 +296,6 @@ def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
         yield
     finally:
         del vars(cache)["get_seq_length"]
-
-
-def _draft(nodes: Sequence[list[int]], parents: tuple[int, ...]) -> Any:
-    builders = []
-    for tokens in nodes:
-        builder = TreeBuilder()
-        for token, parent in zip(tokens, parents, strict=True):
-            builder.add(token, parent)
-        builders.append(builder)
-    return stack(builders)
 
 
 def _spread_error(ours: Tensor, theirs: Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.sampling import Rng
-from forerun.tree import TokenTree, TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import Drawn, Verdict
 from forerun.verify.base import RULES, Rule, rule_named
 from forerun.verify.probs import HostProbs
@@ -195,33 +195,33 @@ def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
     """A drafter that knows `laws` and fills `shape`; where a law runs out of tokens there are fewer siblings."""
 
     def draw(rng: Rng) -> TokenTree:
-        builder = TreeBuilder()
+        tree = TokenTree(root=0)
         places: list[tuple[int, tuple[int, ...], Shape]] = [(0, (), shape)]
         for node, prefix, below in places:
             if not below:
                 continue
-            children = _draw_children(builder, node, (laws[prefix], drawing, len(below)), rng)
+            children = _draw_children(tree, node, (laws[prefix], drawing, len(below)), rng)
             for child, next_shape in zip(children, below, strict=False):
-                places.append((child, (*prefix, builder.tokens[child - 1]), next_shape))
-        return builder.tree(root=0)
+                places.append((child, (*prefix, tree.tokens[child]), next_shape))
+        return tree
 
     return draw
 
 
-def _draw_children(builder: TreeBuilder, node: int, how: tuple[Tensor, Drawing, int], rng: Rng) -> list[int]:
+def _draw_children(tree: TokenTree, node: int, how: tuple[Tensor, Drawing, int], rng: Rng) -> list[int]:
     law, drawing, count = how
     given = {Drawing.DETERMINISTIC: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
     best = [int(token) for token in law.argsort(descending=True, stable=True)[:given]]
-    children = [builder.add(token, node) for token in best]
+    children = [tree.add(token, node) for token in best]
     rest = law.clone()
     rest[best] = 0
     if given == count or float(rest.sum()) <= 0:
         return children
-    builder.set_law(node, rest / rest.sum())
+    tree.set_probs(node, rest / rest.sum())
     kind = Drawn.IID if drawing is Drawing.IID else Drawn.WITHOUT_REPLACEMENT
     for index in range(count - given):
         token = rng.drafted(rest, node, index)
-        children.append(builder.add(token, node, drawn=kind))
+        children.append(tree.add(token, node, drawn=kind))
         if kind is Drawn.WITHOUT_REPLACEMENT:
             rest[token] = 0
             if float(rest.sum()) <= 0:

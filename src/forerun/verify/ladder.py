@@ -83,8 +83,6 @@ class Ladder:
     Args:
         raw: (B, N, V) logits of the model.
         rows: (B,) what is to be judged.
-        draft_probs: (B, N, V') what sampled children were drawn from, by parent; None where nothing is sampled.
-        token_ids: (V',) of `draft_probs`; None: these are over all tokens.
         top: so many of the likeliest tokens at every node, by raw logits, are read, too.
     """
 
@@ -93,12 +91,9 @@ class Ladder:
         raw: Tensor,
         rows: Sequence[Judged],
         *,
-        draft_probs: Tensor | None = None,
-        token_ids: Tensor | None = None,
         top: int = 0,
     ) -> None:
         self.rows, self._raw, self.nodes = rows, raw, raw.shape[1]
-        self._draft_probs, self._token_ids = draft_probs, token_ids
         values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._wide = widest(raw.device)
         self._made: dict[str, Tensor] = {
@@ -149,8 +144,14 @@ class Ladder:
         settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=self._wide)
         weighted = [row.reads.weighted for row in self.rows for _ in range(self.nodes)]
         host = [settings, times, torch.tensor(places), torch.tensor(parents), torch.tensor(tokens)]
-        host += [torch.tensor(weighted), *(part for level in levels for part in level.ints())]
-        settings, times, place_at, parent_at, token_at, is_weighted, *ints = sent(host, device)
+        drafts, draft_places = self._drafts(size)
+        host += [torch.tensor(weighted), draft_places, *(part for level in levels for part in level.ints())]
+        settings, times, place_at, parent_at, token_at, is_weighted, draft_at, *ints = sent(host, device)
+
+        def drawn_from(at: Tensor) -> Tensor | None:
+            """(M, V) what the sampled children of the flat nodes `at` (M,) were drawn from."""
+            return None if drafts is None else drafts.index_select(0, draft_at.index_select(0, at))
+
         probs = probs_of(values, settings, filters=any(has_filters(row.sampler.params) for row in self.rows))
         if any(row.sampler.greedy for row in self.rows):
             point = torch.zeros_like(probs).scatter_(-1, values.argmax(-1, keepdim=True), 1.0)
@@ -164,15 +165,14 @@ class Ladder:
         }
         if any(row.reads.entropy for row in self.rows):
             self._made["entropy"] = torch.special.entr(probs).sum(-1, dtype=self._wide)
-        drawn_from = self._drawn_from(parent_at) if any(row.draft_probs for row in self.rows) else None
-        if drawn_from is not None:
-            self._made["draft_prob"] = drawn_from.gather(1, token_at.unsqueeze(1)).squeeze(1)
+        if drafts is not None and any(row.draft_probs for row in self.rows):
+            self._made["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
         steps = torch.zeros(height, 3, len(probs), dtype=self._wide, device=device)
         drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=device)
         weights = torch.ones(len(probs), dtype=self._wide, device=device)
         for level in levels:
             at, ints = ints[0], ints[1:]
-            state = _Rungs.of(probs.index_select(0, at), self._drawn_from(at), weights.index_select(0, at))
+            state = _Rungs.of(probs.index_select(0, at), drawn_from(at), weights.index_select(0, at))
             clock, kind = times.index_select(0, place_at.index_select(0, at)), is_weighted.index_select(0, at)
             for rung in range(len(level.rungs) + 1):
                 if rung:
@@ -244,17 +244,15 @@ class Ladder:
         made = torch.from_numpy(np.stack(numbers)).to(self._wide)
         return entries, made.clamp_min_(torch.finfo(self._wide).tiny), own
 
-    def _drawn_from(self, at: Tensor) -> Tensor | None:
-        """(M, V) what the sampled children of the flat nodes `at` (M,) were drawn from."""
-        if self._draft_probs is None:
-            return None
-        width = self._draft_probs.shape[1]
-        row, node = at // self.nodes, at % self.nodes
-        values = self._draft_probs[row, node.clamp(max=width - 1)]
-        size = self._raw.shape[-1]
-        if self._token_ids is None:
-            return pad(values, (0, size - values.shape[-1]))
-        return values.new_zeros(len(values), size).index_copy_(1, self._token_ids.to(values.device), values)
+    def _drafts(self, vocabulary: int) -> tuple[Tensor | None, Tensor]:
+        """(P, V) what sampled children were drawn from, the first of zeros, and for each flat node its entry there;
+        None where nothing was sampled."""
+        found, entries = list[Tensor](), torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
+        for index, row in enumerate(self.rows):
+            for node, probs in row.tree.draft_probs.items():
+                found.append(pad(probs.to(self._raw.device), (0, vocabulary - len(probs))))
+                entries[index * self.nodes + node] = len(found)
+        return (torch.stack([torch.zeros_like(found[0]), *found]) if found else None), entries
 
     def _add_logprobs(self, values: Tensor) -> None:
         """Of every row that asks for them: what `LadderRow.logprobs` looks up."""

@@ -166,7 +166,7 @@ class HostProbs:
     def _drawn_from(self) -> tuple[Tensor, float]:
         """What the next sampled child was drawn from, and its mass."""
         if self._draft is None:
-            self._draft = self._tree.laws[self.node].to(self.values.device)
+            self._draft = self._tree.draft_probs[self.node].to(self.values.device)
             known = self._tree.masses.get(self.node)
             self._draft_mass = _sum(self._draft) if known is None else known
         return self._draft, self._draft_mass

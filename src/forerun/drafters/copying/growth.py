@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from forerun.acceptance import Acceptance, Evidence, Proposal
-from forerun.tree import TreeBuilder
+from forerun.tree import TokenTree
 
 Place = TypeVar("Place")
 
@@ -37,12 +37,13 @@ class Copied:
     """One row's draft of copied tokens.
 
     Args:
+        tree: of the root alone.
         start: how many tokens the text had when this was drafted.
         acceptance: of the row's domain.
     """
 
-    def __init__(self, start: int, acceptance: Acceptance) -> None:
-        self.start, self.tree = start, TreeBuilder()
+    def __init__(self, tree: TokenTree, start: int, acceptance: Acceptance) -> None:
+        self.start, self.tree = start, tree
         self.expected = 0.0
         """How many tokens of this draft are expected to be accepted."""
         self._proposal = Proposal(acceptance=acceptance, tokens=self.tree.tokens, parents=self.tree.parents)
@@ -77,6 +78,7 @@ def grow(
     branches: Callable[[Place], Sequence[Branch]],
     acceptance: Acceptance,
     *,
+    root: int,
     start: int,
     nodes: int,
     depth: int,
@@ -87,15 +89,16 @@ def grow(
         place: where the text stands in an index.
         branches: the ways on from a place, at most one for each token; only one makes a chain.
         acceptance: says how far each token may be trusted.
+        root: the text's last token.
         start: how many tokens the text has.
         nodes: most nodes.
         depth: most tokens on one path.
     """
-    copied = Copied(start, acceptance)
+    copied = Copied(TokenTree(root), start, acceptance)
     heap: list[tuple[float, int, int, int, Branch]] = []
     serial = 0
     parent, level, survival = 0, 0, 1.0
-    while len(copied.tree) < nodes:
+    while copied.tree.size < nodes:
         if level < depth:
             for branch in branches(place):
                 serial += 1

@@ -27,8 +27,8 @@ from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.sampling import Sampler
 from forerun.target.kernels import forwards, packing
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, Signal, empty_draft
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Signal
 
 AnyHead = TypeVar("AnyHead", bound=Head)
 
@@ -163,24 +163,22 @@ class HeadDrafter(Drafter):
             self.runner.truncate(row_id, max(0, length - 1))
             self._rows.pop(row_id, None)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         """A tree for each row whose every token the head has seen."""
         ready = [self._rows.get(row, _Row()).ready for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
-        builders = [TreeBuilder() for _ in ready]
+        trees = context.trees()
         chosen = [self.tree if sampler.greedy else self.sampled for sampler in context.samplers]
         for tree in (self.tree,) if self.sampled is self.tree else (self.tree, self.sampled):
             theirs = [count if own is tree else 0 for count, own in zip(nodes, chosen, strict=True)]
             limits = Budget(nodes=theirs, depth=budget.depth)
             if isinstance(tree, DynamicTree):
-                self._dynamic(tree, context, limits, builders)
+                self._dynamic(tree, context, limits, trees)
             else:
-                self._fixed(tree, context, limits, builders)
-        if not any(builder.tokens for builder in builders):
-            return empty_draft(len(ready))
-        return stack(builders)
+                self._fixed(tree, context, limits, trees)
+        return trees
 
-    def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
+    def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         active = [i for i, (n, d) in enumerate(zip(budget.nodes, budget.depth, strict=True)) if n > 0 and d > 0]
         if not active:
             return
@@ -196,19 +194,19 @@ class HeadDrafter(Drafter):
             if any(math.isnan(node[3]) for node in row):
                 context.fail(index, not_finite())
                 continue
-            salt = context.salt(index)
-            builders[index], submitted = tree.cut(row, budget.nodes[index], budget.depth[index], salt)
-            self._rows[context.rows[index]].submitted = submitted
+            root, salt = context.tokens[index][-1], context.salt(index)
+            cut = tree.cut(root, row, budget.nodes[index], budget.depth[index], salt)
+            trees[index], self._rows[context.rows[index]].submitted = cut
 
-    def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, builders: list[TreeBuilder]) -> None:
+    def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]
         active = [index for index, count in enumerate(within) if count > 0]
         if not active:
             return
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            above = tree.shape.levels[tree.shape.depths[level.start - 1] - 1]
-            places = tuple(tree.shape.parents[node - 1] - above.start for node in level)
+            above = tree.shape.levels[tree.shape.depths[level.start] - 1]
+            places = tuple(tree.shape.parents[node] - above.start for node in level)
             tokens = ids[:, level.start - 1 : level.stop - 1]
             return self.runner.descend(tokens, constant(places, ids.device).expand_as(tokens))
 
@@ -222,11 +220,11 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         key = None if draws is None else (max(within), tree is self.sampled, draws.key)
         numbers = () if draws is None else draws.tensors
-        levels = tree.shape.depths[max(within) - 1]
+        levels = tree.shape.depths[max(within)]
         grown = self.runner.unroll(rows, _size(tree), grow, *numbers, levels=levels, key=key)
         cuts = tree.cut(context, active, grown, [within[index] for index in active])
-        for index, (builder, submitted) in zip(active, cuts, strict=True):
-            builders[index], self._rows[context.rows[index]].submitted = builder, submitted
+        for index, cut in zip(active, cuts, strict=True):
+            trees[index], self._rows[context.rows[index]].submitted = cut
 
     def _tree(self, depth: int) -> FixedTree | DynamicTree:
         config = self.config
@@ -240,13 +238,13 @@ class HeadDrafter(Drafter):
         if isinstance(tree, FixedTree) or self.config.draw != Draw.AUTO:
             return tree
         shapes = [Shape.regular((2,) * wide + (1,) * (tree.depth - wide)) for wide in range(tree.depth + 1)]
-        fitting = [shape for shape in shapes if len(shape.parents) <= self.config.nodes] or shapes[:1]
+        fitting = [shape for shape in shapes if shape.size <= self.config.nodes] or shapes[:1]
         return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
 
 
 def _size(tree: FixedTree | DynamicTree) -> int:
     """Nodes that the head runs at most."""
-    return tree.run if isinstance(tree, DynamicTree) else len(tree.shape.parents)
+    return tree.run if isinstance(tree, DynamicTree) else tree.shape.size
 
 
 def _depth(tree: FixedTree | DynamicTree) -> int:

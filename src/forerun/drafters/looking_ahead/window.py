@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forerun.drafters.looking_ahead.paths import Paths
-from forerun.tree import TreeBuilder
+from forerun.tree import TokenTree
 
 
 class Window:
@@ -47,17 +46,17 @@ class Window:
             self.columns[0][0] = tokens[-1]
         self._base = len(tokens)
 
-    def plant(self, builder: TreeBuilder) -> None:
+    def plant(self, tree: TokenTree) -> None:
         """Add the window to a tree as probes: row 0 first, then column by column."""
         heads = [0]
         for column in self.columns[1:]:
-            heads.append(builder.add(column[0], heads[-1], probe=True))
+            heads.append(tree.add(column[0], heads[-1], probe=True))
         for head, column in zip(heads, self.columns, strict=False):
             parent = head
             for token in column[1:]:
-                parent = builder.add(token, parent, probe=True)
+                parent = tree.add(token, parent, probe=True)
 
-    def read(self, paths: Paths, choose: Callable[[int], int]) -> list[int]:
+    def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
         """The token that each column goes on with, left to right, up to the first column that was not scored.
 
         Args:
@@ -65,10 +64,10 @@ class Window:
         """
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
-            below = paths.child(head, column[0]) if index else head
+            below = tree.child(head, column[0]) if index else head
             node = below
             for token in column[1:]:
-                node = paths.child(node, token)
+                node = tree.child(node, token)
             if below is None or node is None:
                 break
             found.append(choose(node))

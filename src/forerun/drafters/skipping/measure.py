@@ -22,8 +22,9 @@ from forerun.errors import ForerunError
 from forerun.sampling import Sampler
 from forerun.step import Group, Row, first_tokens, step
 from forerun.target import Target
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Draft, SamplingParams, empty_draft
+from forerun.target.inputs import Nodes
+from forerun.tree import TokenTree
+from forerun.types import SamplingParams
 
 REPEATS = 15
 """Times that every pass is put on the clock; the median counts."""
@@ -144,7 +145,7 @@ class Probe:
         layers, root = self._target.num_layers, self._beginnings[0][0][-1]
         skips = [frozenset[Sublayer](), *(frozenset((layer, part) for layer in range(layers)) for part in PARTS)]
         drafts = [partial(self._draft_pass, root, skip) for skip in skips]
-        scoring = [partial(self._scoring_pass, root, _chain(root, length)) for length in range(self._length + 1)]
+        scoring = [partial(self._scoring_pass, _chain(root, length)) for length in range(self._length + 1)]
         times = _timed([*drafts, *scoring], repeats)
         self._target.truncate([0], [self._target.lengths[0]])
         whole = times[0]
@@ -154,10 +155,10 @@ class Probe:
 
     def _draft_pass(self, root: int, skip: SkipSet) -> None:
         self._drafter.skip = skip
-        self._drafter.logits([0], [root], empty_draft(1), 0)[0].argmax(-1).tolist()
+        self._drafter.logits([0], Nodes.of_trees([TokenTree(root)]))[0].argmax(-1).tolist()
 
-    def _scoring_pass(self, root: int, chain: Draft) -> None:
-        self._target.score([0], [root], chain).logits[0].argmax(-1).tolist()
+    def _scoring_pass(self, chain: TokenTree) -> None:
+        self._target.score([0], [chain]).logits[0].argmax(-1).tolist()
 
     def _group(self, members: int) -> Group:
         return Group(
@@ -180,10 +181,10 @@ class Probe:
         )
 
 
-def _chain(token: int, length: int) -> Draft:
-    tree = TreeBuilder()
+def _chain(token: int, length: int) -> TokenTree:
+    tree = TokenTree(token)
     tree.add_path([token] * length)
-    return stack([tree])
+    return tree
 
 
 @torch.inference_mode()

@@ -21,7 +21,8 @@ from forerun.engine.adapting.throttle import Throttle
 from forerun.sampling import Sampler
 from forerun.scores import Scores
 from forerun.target.swapping import Weights, exchange
-from forerun.types import Budget, Draft, DraftKind, Signal, Source, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 
 # Whether drafts are really kept as often since the last swap as before it. Counts only; knows no weights.
 
@@ -175,7 +176,7 @@ class AdaptedDrafter(Drafter):
             self._read_under.setdefault(row, self._changes)
         self.drafter.extend(context)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         if self._offered is not None:
             self._take(self._offered)
         return self.drafter.propose(context, budget)

@@ -11,7 +11,7 @@ they draft for. `best_depth` and `choose` are the sentence before drafting, `all
 deterministic nodes that do not pay are taken away.
 
 **Lossless**: what decides before drawing sees running figures and trees of deterministic nodes alone; what decides
-after it takes away deterministic nodes alone (`RankedTree` refuses others). Whether a sampled node is submitted never
+after it takes away deterministic nodes alone (`Ranking` refuses others). Whether a sampled node is submitted never
 depends on its value.
 """
 
@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
-from forerun import tree as trees
 from forerun.acceptance import Acceptance
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
@@ -37,10 +36,11 @@ from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times, known_or_nominal
 from forerun.engine.policy.explore import Contribution, LookupTrials, RowTrials, Survival, guessed, optimism, settle
-from forerun.engine.policy.ranking import Confidence, RankedTree, prunable, prune
+from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.step import Emitted, Group, Row, context_for
-from forerun.types import Budget, Draft, DraftRow
+from forerun.tree import TokenTree
+from forerun.types import Budget
 
 # --- the sentence -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class _Lookup(NamedTuple):
     """What one copying drafter proposed, before anybody was chosen."""
 
     arm: int
-    drafts: Mapping[int, DraftRow]
+    trees: Mapping[int, TokenTree]
     ms: float
     """What asking took."""
     stands_for: float
@@ -218,13 +218,13 @@ class _StepPlan:
     goodput: float
     """Tokens per ms of the whole step that decoding yields of late."""
     lookups: list[_Lookup] = field(default_factory=list)
-    merged: dict[int, RankedTree] = field(default_factory=dict)
+    merged: dict[int, Ranking] = field(default_factory=dict)
     """The trees of all that copy as one."""
     copies: dict[int, Bid] = field(default_factory=dict)
     offers: list[Offer] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)
     """Row -> the arm that drafts for it."""
-    trees: dict[int, RankedTree] = field(default_factory=dict)
+    ranked: dict[int, Ranking] = field(default_factory=dict)
     """Deterministic trees that are proposed, wherever they come from."""
     pruned: Container[int] = ()
     """Rows that lost nodes after they were drafted."""
@@ -331,10 +331,10 @@ class Policy:
         return [self._group(plan, index) for index in range(len(self.arms))]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
-        arm, chosen, draft = self.arms[index], plan.of(index), None
+        arm, chosen, drafted = self.arms[index], plan.of(index), None
         deepest = next((offer.depth for offer in plan.offers if offer.arm == index), arm.limit)
         if arm.copies and chosen:
-            draft = trees.stack([plan.merged[row].builder() for row in chosen])
+            drafted = [plan.merged[row].tree for row in chosen]
         return Group(
             name=arm.name,
             drafter=arm.drafter,
@@ -342,30 +342,30 @@ class Policy:
             depths=[min(arm.limit, deepest, plan.limits[row]) for row in chosen],
             nodes=self._nodes,
             listeners=[row for row in plan.rows if plan.taken.get(row) != index],
-            draft=draft,
+            trees=drafted,
         )
 
-    def admit(self, draft: Draft) -> Draft:
+    def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
         """Take away deterministic nodes that do not pay, before the target scores them; sampled rows stay as they
         are."""
         plan = self._plan
         assert plan is not None, "admit() comes after plan()"
-        counts = [len(row.tokens) for row in draft.rows]
+        counts = [tree.size for tree in trees]
         for row, index in plan.taken.items():
             arm = self.arms[index]
             if counts[row] and arm.copies:
-                plan.trees[row] = plan.merged[row]
-            elif counts[row] and not arm.trials.trying(plan.rows[row].row) and prunable(draft, row):
-                plan.trees[row] = RankedTree.of(draft, row, arm.confidence.of(plan.rows[row].row))
+                plan.ranked[row] = plan.merged[row]
+            elif counts[row] and not arm.trials.trying(plan.rows[row].row) and trees[row].prunable:
+                plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].row))
         if max(counts, default=0) > self._nodes:
             plan.times = self.costs.times(plan.batch, plan.context, max(counts))
-        fixed = [count for row, count in enumerate(counts) if row not in plan.trees]
-        worths = [tree.worth for tree in plan.trees.values()]
+        fixed = [count for row, count in enumerate(counts) if row not in plan.ranked]
+        worths = [ranking.worth for ranking in plan.ranked.values()]
         best = allocate(worths, self.costs.shape, times=plan.times, goodput=plan.goodput, fixed=fixed)
-        pruned = {row: n for row, n in zip(plan.trees, best, strict=True) if n < counts[row]}
+        pruned = {row: n for row, n in zip(plan.ranked, best, strict=True) if n < counts[row]}
         plan.counts, plan.pruned = [pruned.get(row, count) for row, count in enumerate(counts)], pruned
         self._most_taken = max(SETTINGS.taken_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
-        return prune(draft, {row: plan.trees[row].order[:n] for row, n in pruned.items()}) if pruned else draft
+        return prune(trees, {row: plan.ranked[row].order[:n] for row, n in pruned.items()}) if pruned else trees
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrank to these lengths, 0 for those that are free."""
@@ -389,12 +389,12 @@ class Policy:
             if arm.copies and not arm.drafter.idle:
                 self._look_up(plan, index, nodes)
         for index, row in plan.rows.items():
-            own = {found.arm: found.drafts[index] for found in plan.lookups if index in found.drafts}
+            own = {found.arm: found.trees[index] for found in plan.lookups if index in found.trees}
             if own:
-                tree = plan.merged[index] = RankedTree.merged(own, self._nodes, self.agreement.of(row.row))
-                paying = self._paying(tree, plan)
-                main = max(own, key=lambda arm: tree.held(arm, max(1, paying)))
-                plan.copies[index] = Bid(main, paying, tree.worth[paying])
+                ranking = plan.merged[index] = Ranking.merged(own, self._nodes, self.agreement.of(row.row))
+                paying = self._paying(ranking, plan)
+                main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
+                plan.copies[index] = Bid(main, paying, ranking.worth[paying])
         if plan.lookups:
             self._settle(plan)
 
@@ -406,20 +406,16 @@ class Policy:
         began = self._clock()
         rows = [plan.rows[row] for row in wanted]
         budget = Budget(nodes=[nodes] * len(wanted), depth=[min(arm.limit, plan.limits[row]) for row in wanted])
-        draft = arm.drafter.propose(context_for(rows, range(len(rows)), [0] * len(rows), {}), budget)
-        found = {
-            row: draft.rows[place]
-            for place, row in enumerate(wanted)
-            if draft.rows[place].tokens and prunable(draft, place)
-        }
+        trees = arm.drafter.propose(context_for(rows, range(len(rows)), [0] * len(rows), {}), budget)
+        found = {row: tree for row, tree in zip(wanted, trees, strict=True) if tree.size and tree.prunable}
         ms = 1e3 * (self._clock() - began) if self.measure else 0.0
         plan.lookups.append(_Lookup(index, found, ms, len(drafting) / len(wanted)))
 
-    def _paying(self, tree: RankedTree, plan: _StepPlan) -> int:
+    def _paying(self, ranking: Ranking, plan: _StepPlan) -> int:
         """Nodes of one row's tree that pay, if the others have as many: what a pass with nodes costs in any case is
         shared by all rows. One row alone never repays it."""
         times, even, price = plan.times, self.costs.shape.even, plan.goodput / plan.batch
-        gains = [worth - price * (times[even(plan.batch, n)] - times[0]) for n, worth in enumerate(tree.worth)]
+        gains = [worth - price * (times[even(plan.batch, n)] - times[0]) for n, worth in enumerate(ranking.worth)]
         return gains.index(max(gains))
 
     def _settle(self, plan: _StepPlan) -> None:
@@ -517,8 +513,8 @@ class Policy:
         if plan is None:
             return
         # What the text went on with tells of every deterministic node whether it was right, submitted or not.
-        for place, tree in plan.merged.items():
-            self.agreement.learn(plan.rows[place].row, tree, emitted[place].tokens)
+        for place, ranking in plan.merged.items():
+            self.agreement.learn(plan.rows[place].row, ranking, emitted[place].tokens)
         for arm in self.arms:
             if not arm.copies:
                 arm.survival.age()
@@ -540,9 +536,9 @@ class Policy:
         """What became of the drafts of a drafter with a forward pass, and whether it goes on with these rows."""
         arm, shape, rows = self.arms[offer.arm], self.costs.shape, {place: plan.rows[place].row for place in chosen}
         matched = {
-            place: arm.confidence.learn(row, plan.trees[place], emitted[place].tokens)
+            place: arm.confidence.learn(row, plan.ranked[place], emitted[place].tokens)
             for place, row in rows.items()
-            if place in plan.trees
+            if place in plan.ranked
         }
         if arm.drafter.drafter.failed:
             arm.drafter.drafter.failed = False

@@ -9,109 +9,82 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun import tree as trees
 from forerun.acceptance import Acceptance, compared
 from forerun.engine.policy.settings import SETTINGS
-from forerun.tree import TreeBuilder
-from forerun.types import Draft, DraftRow, Drawn
+from forerun.tree import TokenTree
 
 Estimate = Callable[[int, float], float]
 """Who proposed a node, as bits, and the confidence that was stated -> probability that it survives its parent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankedTree:
-    """A row's draft of deterministic nodes, ranked: the only thing that may be pruned."""
+class Ranking:
+    """What the nodes of a tree are expected to bring. All are deterministic: nothing else may be pruned."""
 
-    nodes: tuple[tuple[int, int, float], ...]
-    """(token, parent id, stated confidence) of node 1, 2, ..."""
+    tree: TokenTree
+    """Its confidences are those that were stated."""
     survival: tuple[float, ...]
     """Entry k: probability that the whole path to node k survives; 1 for the root."""
     holders: tuple[int, ...]
-    """Who proposed node 1, 2, ..., as bits."""
+    """(N,) who proposed each node, as bits."""
     order: tuple[int, ...]
     """Node ids by falling survival; parents come before their children."""
     worth: tuple[float, ...]
     """Entry n: expected number of accepted tokens if the first n of `order` are submitted."""
 
     @classmethod
-    def of(cls, draft: Draft, row: int, estimate: Estimate) -> RankedTree:
-        """Rank a row of a draft, proposed by nobody in particular (bits 0).
+    def of(cls, tree: TokenTree, estimate: Estimate, holders: Sequence[int] | None = None) -> Ranking:
+        """Rank a tree; without `holders` it was proposed by nobody in particular (bits 0).
 
         Raises:
-            AssertionError: the row holds a sampled node, whose fate may not depend on its value; a probe; or nodes
-                that have already run.
+            AssertionError: it holds a sampled node, whose fate may not depend on its value; a probe; or nodes that have
+                already run.
         """
-        assert prunable(draft, row), "only deterministic nodes may be pruned after they were drawn"
-        nodes = draft.rows[row]
-        return cls._ranked(
-            list(zip(nodes.tokens, nodes.parents, nodes.confidence, strict=True)), [0] * len(nodes.tokens), estimate
-        )
+        assert tree.prunable, "only deterministic nodes may be pruned after they were drawn"
+        bits, survival = holders or [0] * (tree.size + 1), [1.0]
+        for node in range(1, tree.size + 1):
+            survival.append(survival[tree.parents[node]] * estimate(bits[node], tree.confidence[node]))
+        order, left, total, worth = _by_survival(survival), survival[:], 0.0, [0.0]
+        for node in order:  # siblings exclude each other: together they cannot survive more often than their parent
+            parent = tree.parents[node]
+            gain = min(survival[node], left[parent])
+            left[parent] -= gain
+            total += gain
+            worth.append(total)
+        return cls(tree=tree, survival=tuple(survival), holders=tuple(bits), order=tuple(order), worth=tuple(worth))
 
     @classmethod
-    def merged(cls, found: Mapping[int, DraftRow], most: int, estimate: Estimate) -> RankedTree:
+    def merged(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate) -> Ranking:
         """Trees of one row, by who proposed them, as one of at most `most` nodes.
 
         The surest of those that hold a path says how likely it is, and `estimate` what that is worth: the surest of
         several is too sure, above all where the others hold something else or nothing.
 
         Raises:
-            AssertionError: as `of`, but for nodes that have already run.
+            AssertionError: as `of`.
         """
-        nodes, survival, holders = list[tuple[int, int]](), [1.0], [0]
-        known = dict[tuple[int, int], int]()
-        for who, row in found.items():
-            assert not any(row.probes) and not any(row.drawn), "only deterministic nodes may be merged"
-            ids, alive = [0], [1.0]
-            for token, parent, confidence in zip(row.tokens, row.parents, row.confidence, strict=True):
-                key = ids[parent], token
-                twin = known.setdefault(key, len(survival))
+        joined = TokenTree(next(iter(found.values())).tokens[0])
+        survival, holders = [1.0], [0]
+        for who, tree in found.items():
+            assert tree.prunable, "only deterministic nodes may be merged"
+            ids, alive = [0], tree.survival()
+            for node in range(1, tree.size + 1):
+                twin = joined.add(tree.tokens[node], ids[tree.parents[node]])
                 if twin == len(survival):
-                    nodes.append((token, key[0]))
                     survival.append(0.0)
                     holders.append(0)
                 ids.append(twin)
-                alive.append(alive[parent] * min(1.0, confidence))
-                survival[twin] = max(survival[twin], alive[-1])
+                survival[twin] = max(survival[twin], alive[node])
                 holders[twin] |= 1 << who
-        new, named = {0: 0}, list[tuple[int, int, float]]()
+        for node in range(1, joined.size + 1):
+            above = survival[joined.parents[node]]
+            joined.confidence[node] = survival[node] / above if above > 0 else 0.0
         best = sorted(_by_survival(survival)[:most])
-        for node in best:
-            new[node] = len(new)
-            token, parent = nodes[node - 1]
-            named.append((token, new[parent], survival[node] / survival[parent] if survival[parent] > 0 else 0.0))
-        return cls._ranked(named, [holders[node] for node in best], estimate)
-
-    @classmethod
-    def _ranked(cls, nodes: Sequence[tuple[int, int, float]], holders: Sequence[int], estimate: Estimate) -> RankedTree:
-        survival = [1.0]
-        for (_, parent, stated), bits in zip(nodes, holders, strict=True):
-            survival.append(survival[parent] * estimate(bits, stated))
-        order, left, total, worth = _by_survival(survival), survival[:], 0.0, [0.0]
-        for node in order:  # siblings exclude each other: together they cannot survive more often than their parent
-            parent = nodes[node - 1][1]
-            gain = min(survival[node], left[parent])
-            left[parent] -= gain
-            total += gain
-            worth.append(total)
-        return cls(
-            nodes=tuple(nodes),
-            survival=tuple(survival),
-            holders=tuple(holders),
-            order=tuple(order),
-            worth=tuple(worth),
-        )
+        return cls.of(joined.only(best).seal(), estimate, [0, *(holders[node] for node in best)])
 
     def held(self, who: int, nodes: int) -> float:
         """How much of what its best nodes bring, so many of them, one of those who proposed it holds."""
-        return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node - 1] >> who & 1)
-
-    def builder(self) -> TreeBuilder:
-        """The tree as it is proposed."""
-        made = TreeBuilder()
-        for token, parent, stated in self.nodes:
-            made.add(token, parent, confidence=stated)
-        return made
+        return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node] >> who & 1)
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:
@@ -119,23 +92,10 @@ def _by_survival(survival: Sequence[float]) -> list[int]:
     return sorted(range(1, len(survival)), key=lambda node: (-survival[node], node))
 
 
-def prunable(draft: Draft, row: int) -> bool:
-    """Whether a row may lose nodes: all are deterministic, none is a probe, none has already run through any layer."""
-    nodes = draft.rows[row]
-    return draft.resume is None and not any(nodes.probes) and all(kind is Drawn.DETERMINISTIC for kind in nodes.drawn)
-
-
-def prune(draft: Draft, keep: Mapping[int, Sequence[int]]) -> Draft:
-    """The draft with only these nodes in these rows; other rows stay as they are.
-
-    Args:
-        keep: row -> node ids, with every kept node's parent among them.
-    """
-    builders = [trees.rebuild(draft, row, widen=False) for row in range(len(draft.counts))]
-    for row, nodes in keep.items():
-        assert prunable(draft, row), "only deterministic nodes may be pruned after they were drawn"
-        builders[row] = builders[row].only(nodes)
-    return trees.stack(builders, law_ids=draft.law_ids)
+def prune(trees: Sequence[TokenTree], keep: Mapping[int, Sequence[int]]) -> list[TokenTree]:
+    """The trees, some of them (by index) with only these nodes, of which every parent is among them."""
+    assert all(trees[row].prunable for row in keep), "only deterministic nodes may be pruned after they were drawn"
+    return [tree.only(keep[row]).seal() if row in keep else tree for row, tree in enumerate(trees)]
 
 
 class Confidence:
@@ -160,20 +120,19 @@ class Confidence:
 
         return estimate
 
-    def learn(self, row: int, tree: RankedTree, committed: Sequence[int]) -> int:
+    def learn(self, row: int, ranking: Ranking, committed: Sequence[int]) -> int:
         """Compare a tree with what followed the root: how many of these tokens it held."""
         own = self._rows.get(row)
         if own is None:
             own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_node_memory)
-        tokens, parents, stated = zip(*tree.nodes, strict=True)
-        depths = {0: 0}
-        for node, right in compared(tokens, parents, committed):
-            key = tree.holders[node - 1], min(int(10 * stated[node - 1]), 9)
+        tree, deepest = ranking.tree, 0
+        for node, right in compared(tree.tokens, tree.parents, committed):
+            key = ranking.holders[node], min(int(10 * tree.confidence[node]), 9)
             self._shared.learn(key, right)
             own.learn(key, right)
             if right:
-                depths[node] = depths[parents[node - 1]] + 1
-        return max(depths.values())
+                deepest = max(deepest, tree.depths[node])
+        return deepest
 
     def forget(self, row: int) -> None:
         """The row is free."""
