@@ -136,11 +136,17 @@ class TokenTree:
         return made
 
     def seal(self) -> TokenTree:
-        """Make the columns tuples, so that who writes to them gets an error instead of another answer; returns it."""
+        """Make the tree read-only, so that who writes to it gets an error instead of another answer; returns it."""
         for name in _COLUMNS:
             setattr(self, name, tuple(getattr(self, name)))
         self.probes = frozenset(self.probes)  # type: ignore[assignment]
+        vars(self)["_sealed"] = True
         return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_sealed" in vars(self):
+            raise AttributeError(f"cannot set {name}: what is scored is read-only; change a `copy()` of the tree")
+        vars(self)[name] = value
 
     def only(self, nodes: Iterable[int]) -> TokenTree:
         """The tree of the root and these nodes alone; the parent of each is among them."""

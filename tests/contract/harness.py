@@ -37,8 +37,8 @@ from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.sampling import Sampler
 from forerun.training.data.identity import TokenizerIdentity
-from forerun.tree import TokenTree, token_trees
-from forerun.types import LAST_HIDDEN, Budget, Draft, DraftKind, RequestOutput
+from forerun.tree import TokenTree
+from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named
 from llamas import tiny_llama
 
@@ -460,14 +460,24 @@ def trees_of(variant: Variant, params: SamplingParams = SAMPLED) -> list[TokenTr
     cls = drafter_class(variant.method)
 
     class Spy(cls):  # type: ignore[misc, valid-type]
-        def propose(self, context: DraftContext, budget: Budget) -> Draft:
-            draft = super().propose(context, budget)
-            found.extend(token_trees(draft, [tokens[-1] for tokens in context.tokens], VOCABULARY))
-            return draft
+        def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+            trees: list[TokenTree] = super().propose(context, budget)
+            found.extend(tree.copy() for tree in trees)
+            return trees
 
     with installed(variant.method, Spy):
         llm(variant).generate(as_prompts([PROMPT]), replace(params, seed=0, max_tokens=12))
     return [tree for tree in found if tree.size]
+
+
+def without_unlikely(trees: list[TokenTree]) -> list[TokenTree]:
+    """A planted bug: rows whose first token is not the likeliest of what it was drawn from draft nothing."""
+
+    def unlikely(tree: TokenTree) -> bool:
+        probs, sampled = tree.draft_probs.get(0), tree.drawn[1:2] > (Drawn.DETERMINISTIC,)
+        return probs is not None and sampled and bool(probs[tree.tokens[1]] < probs.max())
+
+    return [TokenTree(tree.tokens[0]) if unlikely(tree) else tree for tree in trees]
 
 
 @contextmanager

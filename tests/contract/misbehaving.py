@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ import torch
 from contract.harness import VOCABULARY
 from forerun import SamplingParams
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.target import Resume
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, Drawn
+from forerun.tree import Resume, TokenTree
+from forerun.types import Budget, DraftKind, Drawn
 
 VERBS = ("extend", "propose", "observe", "truncate")
 PROPERTIES = ("requires", "watches", "remembers", "kind", "memory_bytes")
@@ -65,20 +64,20 @@ class Steady(Drafter):
     def kind(self, sampler: Any) -> DraftKind:
         return DraftKind(sampled=self.sampled, chain=True)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        limits = zip(context.tokens, budget.nodes, budget.depth, strict=True)
-        return stack([self.chain(list(tokens[-min(3, n, d) :]) if min(n, d) else []) for tokens, n, d in limits])
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for tree, tokens, n, d in zip(trees, context.tokens, budget.nodes, budget.depth, strict=True):
+            self.chain(tree, list(tokens[-min(3, n, d) :]) if min(n, d) else [])
+        return trees
 
-    def chain(self, tokens: list[int]) -> TreeBuilder:
+    def chain(self, tree: TokenTree, tokens: list[int]) -> TokenTree:
         """These tokens one below the other."""
-        builder, parent = TreeBuilder(), 0
+        parent = 0
         for token in tokens:
             if self.sampled:
-                builder.set_law(parent, torch.full((VOCABULARY,), 1 / VOCABULARY))
-            parent = builder.add(
-                token, parent, drawn=Drawn.IID if self.sampled else Drawn.DETERMINISTIC, confidence=0.9
-            )
-        return builder
+                tree.set_probs(parent, torch.full((VOCABULARY,), 1 / VOCABULARY))
+            parent = tree.add(token, parent, drawn=Drawn.IID if self.sampled else Drawn.DETERMINISTIC, confidence=0.9)
+        return tree
 
     def note(self) -> None:
         """It is about to happen."""
@@ -145,15 +144,15 @@ def _raise() -> Any:
     raise Planned("asked")
 
 
-def spoiling(spoil: Callable[[Draft], Any], *, sampled: bool = False) -> type[Steady]:
-    """Proposes a draft that something was done to."""
+def spoiling(spoil: Callable[[list[TokenTree]], Any], *, sampled: bool = False) -> type[Steady]:
+    """Proposes trees that something was done to."""
 
     def propose(self: Steady, context: DraftContext, budget: Budget) -> Any:
-        draft = Steady.propose(self, context, budget)
-        if draft.size < 2:
-            return draft
+        trees = Steady.propose(self, context, budget)
+        if max(tree.size for tree in trees) < 2:
+            return trees
         self.note()
-        return spoil(draft)
+        return spoil(trees)
 
     return type("Spoiling", (Steady,), {"propose": propose, "sampled": sampled})
 
@@ -170,117 +169,103 @@ def writing(verb: str, write: Callable[..., Any]) -> type[Steady]:
     return type("Writing", (Steady,), {verb: wrong})
 
 
-def _overlong(draft: Draft) -> Draft:
-    return stack([Steady.chain(_PLAIN, [1] * 70) for _ in draft.counts])
+Spoil = Callable[[list[TokenTree]], Any]
 
 
-def _star(draft: Draft) -> Draft:
-    builder = TreeBuilder()
+def each(spoil: Callable[[TokenTree], Any]) -> Spoil:
+    """Something is done to every tree that has a node."""
+
+    def spoiled(trees: list[TokenTree]) -> list[TokenTree]:
+        for tree in trees:
+            if tree.size:
+                spoil(tree)
+        return trees
+
+    return spoiled
+
+
+def to(column: str, value: Any) -> Spoil:
+    """The first node's entry of a column is another."""
+    return each(lambda tree: operator.setitem(getattr(tree, column), 1, value))
+
+
+def as_a_whole(name: str, value: Callable[[TokenTree], Any]) -> Spoil:
+    """A column, or the like, is replaced."""
+    return each(lambda tree: setattr(tree, name, value(tree)))
+
+
+def _star(tree: TokenTree) -> None:
     for token in range(VOCABULARY):
         for other in range(VOCABULARY):
-            builder.add(other, builder.add(token, 0))
-    return stack([builder for _ in draft.counts])
+            tree.add(other, tree.add(token, 0))
 
 
-_PLAIN = Steady.__new__(Steady)
-
-
-def _set(draft: Draft, name: str, value: Any, *where: Any) -> Draft:
-    """The draft with an entry of one of its tensors changed, in another tensor."""
-    changed = getattr(draft, name).clone()
-    changed[where] = value
-    return replace(draft, **{name: changed})
-
-
-def _resumed(draft: Draft, **changes: Any) -> Draft:
-    batch = len(draft.counts)
-    right = Resume(boundary=1, states=torch.zeros(batch, 2, 32), counts=[2] * batch, stamps=[10**6] * batch)
-    return replace(draft, resume=replace(right, **changes))
-
-
-def _tampered(draft: Draft) -> Draft:
-    draft.tokens[:, 0] = (draft.tokens[:, 0] + 1) % VOCABULARY  # after it was stacked
-    return draft
-
-
-def _padded(draft: Draft, name: str, value: int) -> Draft:
-    wide = torch.nn.functional.pad(getattr(draft, name), (0, 3), value=value)
-    others = {
-        other: torch.nn.functional.pad(getattr(draft, other), (0, 3))
-        for other in ("tokens", "parents", "drawn", "confidence")
-        if other != name
-    }
-    return replace(draft, **{name: wide}, **others)
-
-
-def _twice(draft: Draft) -> Draft:
-    return stack([Steady.chain(_PLAIN, [1, 2]) for _ in range(2 * len(draft.counts))])
+def begun(**changes: Any) -> Spoil:
+    right = {"boundary": 1, "states": torch.zeros(2, 32), "stamp": 10**6}
+    return as_a_whole("resume", lambda _: Resume(**{**right, **changes}))
 
 
 NAN, INF = float("nan"), float("inf")
-DRAFTS: dict[str, Callable[[Draft], Any]] = {
+DRAFTS: dict[str, Spoil] = {
     "none": lambda _: None,
-    "list": lambda draft: draft.tokens.tolist(),
-    "builder": lambda _: TreeBuilder(),
-    "overlong": _overlong,
-    "over-budget": _star,
-    "too-many-rows": _twice,
-    "too-few-rows": lambda _: stack([]),
-    "meta-tensors": lambda draft: replace(draft, tokens=draft.tokens.to("meta")),
-    "token-alien": lambda draft: _set(draft, "tokens", VOCABULARY, ..., 0),
-    "token-negative": lambda draft: _set(draft, "tokens", -1, ..., 0),
-    "tokens-float": lambda draft: replace(draft, tokens=draft.tokens.float()),
-    "tokens-flat": lambda draft: replace(draft, tokens=draft.tokens.flatten()),
-    "tokens-none": lambda draft: replace(draft, tokens=None),
-    "parent-itself": lambda draft: _set(draft, "parents", 1, ..., 0),
-    "parent-later": lambda draft: _set(draft, "parents", 2, ..., 0),
-    "parent-negative": lambda draft: _set(draft, "parents", -1, ..., 0),
-    "parents-narrow": lambda draft: replace(draft, parents=draft.parents[:, :-1]),
-    "counts-large": lambda draft: replace(draft, counts=draft.counts + draft.size),
-    "counts-negative": lambda draft: replace(draft, counts=-1 - draft.counts),
-    "counts-float": lambda draft: replace(draft, counts=draft.counts.float()),
-    "counts-short": lambda draft: replace(draft, counts=draft.counts[:0]),
-    "drawn-unknown": lambda draft: _set(draft, "drawn", 9, ..., 0),
-    "drawn-without-law": lambda draft: _set(draft, "drawn", 1, ..., 0),
-    "drawn-wide": lambda draft: replace(draft, drawn=draft.drawn.long()),
-    "confidence-nan": lambda draft: _set(draft, "confidence", NAN, ..., 0),
-    "confidence-infinite": lambda draft: _set(draft, "confidence", INF, ..., 0),
-    "confidence-negative": lambda draft: _set(draft, "confidence", -0.5, ..., 0),
-    "confidence-above-1": lambda draft: _set(draft, "confidence", 1.5, ..., 0),
-    "confidence-flat": lambda draft: replace(draft, confidence=draft.confidence.flatten()),  # type: ignore[union-attr]
-    "probes-flat": lambda draft: replace(draft, probes=torch.ones(3, dtype=torch.bool)),
-    "probes-numbers": lambda draft: replace(draft, probes=torch.ones_like(draft.tokens)),
-    "resume-misshapen": lambda draft: _resumed(draft, states=torch.zeros(len(draft.counts), 2, 31)),
-    "resume-other-type": lambda draft: _resumed(draft, states=torch.zeros(len(draft.counts), 2, 32).double()),
-    "resume-nowhere": lambda draft: _resumed(draft, boundary=0),
-    "resume-too-deep": lambda draft: _resumed(draft, boundary=7),
-    "resume-miscounted": lambda draft: _resumed(draft, counts=[3] * len(draft.counts)),
-    "resume-short": lambda draft: _resumed(draft, stamps=[]),
+    "lists": lambda trees: [tree.tokens for tree in trees],
+    "tree": lambda trees: trees[0],
+    "dict": lambda trees: dict(enumerate(trees)),
+    "overlong": each(lambda tree: tree.add_path([1] * 70)),
+    "over-budget": each(_star),
+    "too-many-rows": lambda trees: trees * 2,
+    "too-few-rows": lambda _: [],
+    "other-root": each(lambda tree: operator.setitem(tree.tokens, 0, (tree.tokens[0] + 1) % VOCABULARY)),
+    "token-alien": to("tokens", VOCABULARY),
+    "token-negative": to("tokens", -1),
+    "token-float": to("tokens", 1.0),
+    "token-none": to("tokens", None),
+    "tokens-none": as_a_whole("tokens", lambda _: None),
+    "tokens-nested": as_a_whole("tokens", lambda tree: [tree.tokens]),
+    "tokens-empty": as_a_whole("tokens", lambda _: []),
+    "parent-itself": to("parents", 1),
+    "parent-later": to("parents", 2),
+    "parent-negative": to("parents", -1),
+    "parents-short": as_a_whole("parents", lambda tree: tree.parents[:-1]),
+    "drawn-unknown": to("drawn", 9),
+    "drawn-without-probs": to("drawn", Drawn.IID),
+    "drawn-short": as_a_whole("drawn", lambda tree: tree.drawn[:-1]),
+    "confidence-nan": to("confidence", NAN),
+    "confidence-infinite": to("confidence", INF),
+    "confidence-negative": to("confidence", -0.5),
+    "confidence-above-1": to("confidence", 1.5),
+    "confidence-none": to("confidence", None),
+    "confidence-short": as_a_whole("confidence", lambda _: [1.0]),
+    "probes-alien": as_a_whole("probes", lambda _: {99}),
+    "probes-of-the-root": as_a_whole("probes", lambda _: {0}),
+    "probes-none": as_a_whole("probes", lambda _: None),
+    "masses-none": as_a_whole("masses", lambda _: None),
+    "resume-something": as_a_whole("resume", lambda _: 3),
+    "resume-misshapen": begun(states=torch.zeros(2, 31)),
+    "resume-flat": begun(states=torch.zeros(64)),
+    "resume-other-type": begun(states=torch.zeros(2, 32).double()),
+    "resume-nowhere": begun(boundary=0),
+    "resume-too-deep": begun(boundary=7),
+    "resume-too-much": begun(states=torch.zeros(99, 32)),
 }
-HARMLESS_DRAFTS: dict[str, Callable[[Draft], Any]] = {
-    "confidence-zero": lambda draft: replace(draft, confidence=torch.zeros_like(draft.tokens, dtype=torch.float32)),
-    "confidence-unknown": lambda draft: replace(draft, confidence=None),
-    "tampered": _tampered,
-    "padding-alien": lambda draft: _padded(draft, "tokens", 10**6),
-    "padding-negative": lambda draft: _padded(draft, "tokens", -5),
-    "padding-later": lambda draft: _padded(draft, "parents", 99),
-    "padding-wide": lambda draft: replace(
-        draft,
-        **{
-            name: torch.nn.functional.pad(getattr(draft, name), (0, 4000))
-            for name in ("tokens", "parents", "drawn", "confidence")
-        },
-    ),
-    "resume-of-nothing": _resumed,
+HARMLESS_DRAFTS: dict[str, Spoil] = {
+    "tuple": tuple,
+    "confidence-zero": as_a_whole("confidence", lambda tree: [0.0] * len(tree.tokens)),
+    "confidence-of-the-root": each(lambda tree: operator.setitem(tree.confidence, 0, NAN)),
+    "parent-of-the-root": each(lambda tree: operator.setitem(tree.parents, 0, 7)),
+    "depths-none": as_a_whole("depths", lambda _: None),
+    "probs-that-nobody-needs": each(lambda tree: tree.set_probs(99, torch.ones(1))),
+    "resume-of-nothing": begun(),
 }
-SAMPLED_DRAFTS: dict[str, Callable[[Draft], Any]] = {
-    "laws-missing": lambda draft: replace(draft, laws=None),
-    "laws-narrow": lambda draft: replace(draft, laws=draft.laws[:, :1]),  # type: ignore[index]
-    "laws-wide": lambda draft: replace(draft, laws=torch.ones(len(draft.counts), draft.size + 1, VOCABULARY + 1)),
-    "laws-whole-numbers": lambda draft: replace(draft, laws=draft.laws.long()),  # type: ignore[union-attr]
-    "law-ids-alien": lambda draft: replace(draft, law_ids=torch.arange(1, VOCABULARY + 1)),
-    "law-ids-short": lambda draft: replace(draft, law_ids=torch.arange(3)),
-    "sampled-probes": lambda draft: replace(draft, probes=torch.ones_like(draft.tokens, dtype=torch.bool)),
+SAMPLED_DRAFTS: dict[str, Spoil] = {
+    "probs-missing": each(lambda tree: tree.draft_probs.clear()),
+    "probs-none": as_a_whole("draft_probs", lambda _: None),
+    "probs-wide": each(lambda tree: tree.set_probs(0, torch.ones(VOCABULARY + 1))),
+    "probs-square": each(lambda tree: tree.set_probs(0, torch.ones(1, VOCABULARY))),
+    "probs-list": each(lambda tree: tree.set_probs(0, [1.0])),  # type: ignore[arg-type]
+    "probs-whole-numbers": each(lambda tree: tree.set_probs(0, torch.ones(VOCABULARY, dtype=torch.int64))),
+    "probs-of-another-sum": each(lambda tree: tree.set_probs(0, torch.ones(VOCABULARY))),
+    "sampled-probes": as_a_whole("probes", lambda tree: set(range(1, len(tree.tokens)))),
 }
 LISTS: dict[str, Callable[[Any], Any]] = {
     "append": lambda values: values.append(1),
@@ -362,7 +347,14 @@ def _all() -> Iterator[tuple[str, Misbehaviour]]:
             made = writing(verb, lambda seen, *_, write=write: write(seen))
             yield f"{verb}-writes-{name}", Misbehaviour(cls=made, harmless=True)
     yield "propose-writes-budget", Misbehaviour(cls=writing("propose", lambda _, budget: budget.nodes.append(9)))
-    yield "observe-writes-trees", Misbehaviour(cls=_observed(lambda _, scores: scores.trees.clear()))
+    for name, write in {
+        "trees": lambda _, scores: scores.trees.clear(),
+        "tokens": lambda _, scores: operator.setitem(scores.trees[0].tokens, 0, 1),
+        "node": lambda _, scores: scores.trees[0].add(1, 0),
+        "probe": lambda _, scores: scores.trees[0].probes.add(1),
+        "column": lambda _, scores: setattr(scores.trees[0], "tokens", ()),
+    }.items():
+        yield f"observe-writes-{name}", Misbehaviour(cls=_observed(write))
     for name, write in {
         "logits": lambda _, scores: scores.logits.fill_(NAN),
         "other-trees": lambda _, scores: setattr(scores, "trees", ()),

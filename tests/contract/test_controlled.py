@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 
 from contract.harness import (
     LEVEL,
@@ -25,6 +24,7 @@ from contract.harness import (
     relative,
     sample,
     tokens_of,
+    without_unlikely,
 )
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from forerun import LLM, SamplingParams
@@ -32,7 +32,8 @@ from forerun.engine import drafting
 from forerun.engine.costs import DraftCost
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.policy.policy import policy_for
-from forerun.types import Draft, Drawn
+from forerun.tree import TokenTree
+from forerun.types import Drawn
 
 
 class Moody:
@@ -134,10 +135,9 @@ def test_auto_keeps_a_seeds_text_and_draws_where_there_is_no_seed(monkeypatch: p
     """Who drafts depends on other requests and on costs that change all the time; the text for a seed does not."""
     admit, drawn = DrafterPool.admit, set[Drawn]()
 
-    def noted(self: DrafterPool, draft: Draft) -> Draft:
-        for kinds, count in zip(draft.drawn.tolist(), draft.counts.tolist(), strict=True):
-            drawn.update(Drawn(kind) for kind in kinds[:count])
-        return admit(self, draft)
+    def noted(self: DrafterPool, trees: list[TokenTree]) -> list[TokenTree]:
+        drawn.update(kind for tree in trees for kind in tree.drawn[1:])
+        return admit(self, trees)
 
     monkeypatch.setattr(DrafterPool, "admit", noted)
     engine = llm(Variant("auto", "seeded", {"drafters": SEVERAL}), rows=3)
@@ -155,16 +155,7 @@ def test_a_policy_that_looked_at_drawn_values_would_be_noticed(monkeypatch: pyte
     costs.slope, costs.draft = 0.0, DraftCost(fixed_ms=0.0, level_ms=0.0)  # so that there is always something drawn
     admit = DrafterPool.admit
 
-    def peeking(self: DrafterPool, draft: Draft) -> Draft:
-        """Withdraws a chain whose first token is not its law's likeliest."""
-        draft = admit(self, draft)
-        if draft.laws is None:
-            return draft
-        first = draft.laws[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
-        withdrawn = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.DETERMINISTIC)
-        return replace(draft, counts=torch.where(withdrawn, 0, draft.counts))
-
-    monkeypatch.setattr(DrafterPool, "admit", peeking)
+    monkeypatch.setattr(DrafterPool, "admit", lambda self, trees: without_unlikely(admit(self, trees)))
     engine = llm(adaptive("draft_model", "chain"), rows=64, check=False)
     assert p_value(sample(engine, draws()), expected()) < LEVEL
 

@@ -14,22 +14,21 @@ import pytest
 import torch
 
 from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
-from contract.harness import SAMPLED, Variant, kind_for, variants
+from contract.harness import SAMPLED, Variant, kind_for, variants, without_unlikely
 from contract.tongues import retold, tongue
 from forerun import step as stepping
 from forerun.drafters import first_of, levels, merge
-from forerun.drafters.composing.joining import join
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.levels import FixedTree, Grown, Submitted
+from forerun.drafters.levels import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
 from forerun.sampling import Sampler
 from forerun.scores import Scores
 from forerun.step import Row
-from forerun.tree import TokenTree, TreeBuilder
-from forerun.types import LAST_HIDDEN, Draft, Drawn, Source
+from forerun.tree import TokenTree, join
+from forerun.types import LAST_HIDDEN, Drawn, Source
 from forerun.verify.base import default_rule, kind_of
 from forerun.verify.enumeration import TOLERANCE
 
@@ -206,50 +205,42 @@ def test_a_rule_that_is_chosen_by_the_drawn_tree(monkeypatch: Patch, name: str) 
 def test_a_drafter_that_takes_back_what_it_drew(monkeypatch: Patch) -> None:
     cut = FixedTree._cut
 
-    def likely_only(self: FixedTree, grown: Grown, place: int, row: Any, nodes: int) -> tuple[TreeBuilder, Submitted]:
-        builder, _ = cut(self, grown, place, row, nodes)
-        last = len(builder)
-        while last and float(builder.laws[builder.parents[last - 1]][builder.tokens[last - 1]]) < 0.4:
+    def likely_only(self: FixedTree, tree: TokenTree, grown: Grown, place: int, row: Any, nodes: int, *a: Any) -> Any:
+        whole = TokenTree(tree.tokens[0])
+        cut(self, whole, grown, place, row, nodes, *a)
+        last = whole.size
+        while last and float(whole.draft_probs[whole.parents[last]][whole.tokens[last]]) < 0.4:
             last -= 1
-        return cut(self, grown, place, row, last)
+        return cut(self, tree, grown, place, row, last, *a)
 
     monkeypatch.setattr(levels.FixedTree, "_cut", likely_only)
     assert _bias("draft_model-chain") > 0.01
 
 
 def test_a_composition_that_looks_at_drawn_values(monkeypatch: Patch) -> None:
-    def promises(draft: Draft, place: int, threshold: float) -> bool:
-        if draft.laws is None or not int(draft.counts[place]):
-            return int(draft.counts[place]) > 0
-        return int(draft.tokens[place, 0]) == int(draft.laws[place, 0].argmax())
+    def promises(tree: TokenTree, threshold: float) -> bool:
+        if not tree.draft_probs:
+            return tree.size > 0
+        return tree.tokens[1] == int(tree.draft_probs[0].argmax())
 
     monkeypatch.setattr(first_of, "_promises", promises)
     assert _bias("first_of-model-or-copy") > 0.01
 
 
 def test_a_join_that_drops_drawn_twins(monkeypatch: Patch) -> None:
-    def merged(base: TreeBuilder, others: Sequence[TreeBuilder], nodes: int) -> TreeBuilder:
-        copied = {other.tokens[0] for other in others if other.tokens}
-        return join(TreeBuilder() if base.tokens and base.tokens[0] in copied else base, others, nodes)
+    def merged(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
+        copied = {other.tokens[1] for other in others if other.size}
+        return join(TokenTree(base.tokens[0]) if base.size and base.tokens[1] in copied else base, others, nodes)
 
     monkeypatch.setattr(merge, "join", merged)
     assert _bias("merge-path-beside-3") > 0.01
-
-
-def _withdrawn(draft: Draft) -> Draft:
-    """Without the rows whose first token is not their law's likeliest."""
-    if draft.laws is None:
-        return draft
-    first = draft.laws[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
-    unlikely = (first < draft.laws[:, 0].amax(-1)) & (draft.drawn[:, 0] != Drawn.DETERMINISTIC)
-    return replace(draft, counts=torch.where(unlikely, 0, draft.counts))
 
 
 @pytest.mark.parametrize("name", ["draft_model-chain", "merge-path-beside-3", "auto-several"])
 def test_a_policy_that_looks_at_drawn_values(monkeypatch: Patch, name: str) -> None:
     admit = DrafterPool.admit
     assert _bias(name, prompt=NOVEL, controlled=True) < TOLERANCE
-    monkeypatch.setattr(DrafterPool, "admit", lambda self, draft: _withdrawn(admit(self, draft)))
+    monkeypatch.setattr(DrafterPool, "admit", lambda self, trees: without_unlikely(admit(self, trees)))
     assert _bias(name, prompt=NOVEL, controlled=True) > 0.01
 
 
@@ -264,10 +255,8 @@ def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
     monkeypatch.setattr(levels.FixedTree, "_grower", ungrammatical)
     assert _bias("draft_model-chain", grammar=True) < TOLERANCE
 
-    def permitted(draft: Draft, rows: Sequence[Row]) -> Draft:
-        first = draft.tokens[:, 0]
-        forbidden = first == torch.tensor([row.tokens[-1] for row in rows])
-        return replace(draft, counts=torch.where(forbidden, 0, draft.counts))
+    def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
+        return [TokenTree(tree.tokens[0]) if tree.tokens[1:2] == (tree.tokens[0],) else tree for tree in trees]
 
     monkeypatch.setattr(core, "permitted", permitted)
     assert _bias("draft_model-chain", grammar=True) > 0.01

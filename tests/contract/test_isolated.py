@@ -30,8 +30,8 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.ngram import NgramConfig
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft
+from forerun.tree import TokenTree
+from forerun.types import Budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 CASES = [
@@ -66,20 +66,19 @@ def drafted(
     cls, deepest, inside = planted or drafter_class(variant.method), 0, 0
 
     class Spy(cls):  # type: ignore[misc, valid-type]
-        def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             nonlocal deepest, inside
             inside += 1
-            draft = super().propose(context, budget)
+            trees: list[TokenTree] = super().propose(context, budget)
             inside -= 1
             if inside:  # a cascade within a cascade
-                return draft
+                return trees
             deepest = max(deepest, *budget.depth)
-            for index, depth in enumerate(budget.depth):
+            for index, (tree, depth) in enumerate(zip(trees, budget.depth, strict=True)):
                 if depth >= min(deepest, _DEPTH):
-                    tree = rebuild(draft, index)
                     nodes = zip(tree.tokens, tree.parents, map(int, tree.drawn), tree.confidence, strict=True)
-                    found[context.salt(index)].append(list(nodes))
-            return draft
+                    found[context.salt(index)].append(list(nodes)[1:])
+            return trees
 
     with installed(variant.method, Spy):
         engine = llm(variant, rows=4)
@@ -136,27 +135,23 @@ class Leaking(Drafter):
         for tokens in context.tokens:
             self._after.update(pairwise(tokens))
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        trees = []
-        for tokens, nodes in zip(context.tokens, budget.nodes, strict=True):
-            tree = TreeBuilder()
-            if nodes and tokens[-1] in self._after:
-                tree.add(self._after[tokens[-1]], 0, confidence=0.5)
-            trees.append(tree)
-        return stack(trees)
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for tree, nodes in zip(trees, budget.nodes, strict=True):
+            if nodes and tree.tokens[0] in self._after:
+                tree.add(self._after[tree.tokens[0]], 0, confidence=0.5)
+        return trees
 
 
 class Telling(Leaking):
     """Drafts from the row alone, but its confidence tells how many tokens all domains have had."""
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        trees = []
-        for tokens, nodes in zip(context.tokens, budget.nodes, strict=True):
-            tree = TreeBuilder()
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for tree, nodes in zip(trees, budget.nodes, strict=True):
             if nodes:
-                tree.add(tokens[-1], 0, confidence=len(self._after) / VOCABULARY)
-            trees.append(tree)
-        return stack(trees)
+                tree.add(tree.tokens[0], 0, confidence=len(self._after) / VOCABULARY)
+        return trees
 
 
 class OneStore(SuffixDrafter):

@@ -39,7 +39,7 @@ from forerun.sampling import Rng, Stream
 from forerun.step import Scores
 from forerun.target import Target
 from forerun.target.cache import SlotCache
-from forerun.tree import TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import Drawn, Source, Verdict
 from forerun.verify.base import rule_named
 
@@ -171,22 +171,22 @@ def test_a_law_recorded_before_processing(monkeypatch: Patch) -> None:
         assert law_is_off(named(label), draws=1000)
 
 
-def merging(self: TreeBuilder, token: int, parent: int, **how: Any) -> int:
-    """`TreeBuilder.add` that takes a sampled duplicate for a given one."""
-    for node, known in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
+def merging(self: TokenTree, token: int, parent: int, **how: Any) -> int:
+    """`TokenTree.add` that takes a sampled duplicate for a given one."""
+    for node, known in enumerate(zip(self.tokens, self.parents, strict=True)):
         if known == (token, parent):
             return node
     kind = how.pop("drawn", Drawn.DETERMINISTIC)
     node = _add(self, token, parent, **how)
-    self.drawn[node - 1] = kind
+    self.drawn[node] = kind
     return node
 
 
-_add = TreeBuilder.add
+_add = TokenTree.add
 
 
 def test_merged_sampled_duplicates(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(TreeBuilder, "add", merging)
+    monkeypatch.setattr(TokenTree, "add", merging)
     assert watch(named("iid-tree"), PROMPTS[:1], alterations=8).problems
     with installed("wrong", Twins):
         assert law_is_off(Variant("wrong"), draws=1500)

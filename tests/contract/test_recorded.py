@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from contract.harness import PROMPTS, SAMPLED, VOCABULARY, Variant, as_prompts, installed, llm, trees_of, variants
+from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, installed, llm, trees_of, variants
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext
 from forerun.sampling import Rng
-from forerun.tree import TreeBuilder, rebuild
-from forerun.types import Budget, Draft, Drawn
+from forerun.tree import TokenTree
+from forerun.types import Budget, Drawn
 
 PARAMS = replace(SAMPLED, max_tokens=12, seed=3)
 
@@ -44,25 +44,25 @@ class LoggedRng(Rng):
         return token
 
 
-def conditional_laws(builder: TreeBuilder) -> Iterator[tuple[int, Tensor]]:
+def conditional_laws(tree: TokenTree) -> Iterator[tuple[int, Tensor]]:
     """(token, recorded law given the elder siblings) of every sampled node."""
     rest: dict[int, Tensor] = {}
-    for token, parent, kind in zip(builder.tokens, builder.parents, builder.drawn, strict=True):
+    for token, parent, kind in zip(tree.tokens, tree.parents, tree.drawn, strict=True):
         if kind is Drawn.DETERMINISTIC:
             continue
-        law = rest.setdefault(parent, builder.laws[parent].clone())
+        law = rest.setdefault(parent, tree.draft_probs[parent].clone())
         yield token, law.clone()
         if kind is Drawn.WITHOUT_REPLACEMENT:
             law[token] = 0
             law /= law.sum().clamp_min(1e-30)
 
 
-def check_recorded(draft: Draft, rng: list[LoggedRng]) -> int:
+def check_recorded(trees: Sequence[TokenTree], rng: list[LoggedRng]) -> int:
     """Assert that every sampled node was drawn from its recorded law; how many there were."""
     count = 0
-    for row, own in enumerate(rng):
+    for row, (tree, own) in enumerate(zip(trees, rng, strict=True)):
         unused = list(own.log)
-        for token, law in conditional_laws(rebuild(draft, row, VOCABULARY)):
+        for token, law in conditional_laws(tree):
             match = [d for d in unused if d.token == token and torch.allclose(d.law, law, atol=1e-5)]
             assert match, f"row {row}: token {token} was not drawn from the law that was recorded for it"
             unused.remove(match[0])
@@ -70,21 +70,17 @@ def check_recorded(draft: Draft, rng: list[LoggedRng]) -> int:
     return count
 
 
-def check_not_anticipating(base: Draft, altered: Draft) -> None:
+def check_not_anticipating(base: TokenTree, altered: TokenTree) -> None:
     """Assert that the first node whose value changed stands where it stood, with the confidence that it had."""
     width = min(base.size, altered.size)
-    counts = int(base.counts[0]), int(altered.counts[0])
-    differing = torch.nonzero(base.tokens[0, :width] != altered.tokens[0, :width]).flatten().tolist()
+    differing = [node for node in range(1, width + 1) if base.tokens[node] != altered.tokens[node]]
     if not differing:
-        assert counts[0] == counts[1], "a drawn value decided whether a node is submitted"
+        assert base.size == altered.size, "a drawn value decided whether a node is submitted"
         return
     first = differing[0]
-    assert first < min(counts), "a drawn value decided whether its own node is submitted"
     for name in ("parents", "drawn", "confidence"):
-        before, after = getattr(base, name), getattr(altered, name)
-        if before is not None:
-            kept = before[0, : first + 1].float(), after[0, : first + 1].float()
-            assert torch.allclose(*kept, atol=1e-4), f"{name} of a node changed with its own value"
+        before, after = getattr(base, name)[: first + 1], getattr(altered, name)[: first + 1]
+        assert before == pytest.approx(after, abs=1e-4), f"{name} of a node changed with its own value"
 
 
 @dataclass
@@ -101,17 +97,17 @@ def watch(variant: Variant, prompts: Sequence[Sequence[int]], alterations: int =
     watched = Watched()
 
     class Spy(cls):  # type: ignore[misc, valid-type]
-        def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             rng = [LoggedRng(own) for own in context.rng]
-            draft = super().propose(replace(context, rng=rng), budget)
+            trees: list[TokenTree] = super().propose(replace(context, rng=rng), budget)
             try:
-                watched.checked += check_recorded(draft, rng)
+                watched.checked += check_recorded(trees, rng)
                 for place in range(min(len(rng[0].log), alterations)):
                     other = [LoggedRng(context.rng[0], altered=place)]
-                    check_not_anticipating(draft, super().propose(replace(context, rng=other), budget))
+                    check_not_anticipating(trees[0], super().propose(replace(context, rng=other), budget)[0])
             except (AssertionError, RuntimeError, ValueError) as error:
                 watched.problems.append(str(error))
-            return draft
+            return trees
 
     with installed(variant.method, Spy):
         llm(variant).generate(as_prompts(prompts), PARAMS)

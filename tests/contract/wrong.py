@@ -10,8 +10,8 @@ import torch
 from contract.harness import NEVER, VOCABULARY, model
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.sampling import Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, Drawn
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,50 +31,50 @@ class Wrong(Drafter):
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=not sampler.greedy, chain=True)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self.calls += 1
-        return stack([self.chain(context, row, depth) for row, depth in enumerate(budget.depth)])
+        return [self.chain(context, row, depth) for row, depth in enumerate(budget.depth)]
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
         """One row's draft."""
         raise NotImplementedError
 
 
-def _sampled_chain(context: DraftContext, row: int, depth: int, law: torch.Tensor) -> TreeBuilder:
-    builder = TreeBuilder()
+def _sampled_chain(context: DraftContext, row: int, depth: int, law: torch.Tensor) -> TokenTree:
+    tree = context.trees()[row]
     for node in range(min(depth, 3)):
-        builder.set_law(node, law)
-        builder.add(context.rng[row].drafted(law, node), node, drawn=Drawn.IID)
-    return builder
+        tree.set_probs(node, law)
+        tree.add(context.rng[row].drafted(law, node), node, drawn=Drawn.IID)
+    return tree
 
 
 class Uniform(Wrong):
     """Every token is as likely as any other."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
         return _sampled_chain(context, row, depth, torch.full((VOCABULARY,), 1 / VOCABULARY))
 
 
 class OffSupport(Wrong):
     """Certain of a token that the target never gives."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
         return _sampled_chain(context, row, depth, torch.nn.functional.one_hot(torch.tensor(NEVER), VOCABULARY).float())
 
 
 class Given(Wrong):
     """Deterministic, and always wrong."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
-        builder = TreeBuilder()
-        builder.add_path([NEVER] * min(depth, 3))
-        return builder
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        tree.add_path([NEVER] * min(depth, 3))
+        return tree
 
 
 class Whimsical(Wrong):
     """Half of the vocabulary, the half depending on the last token."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
         law = torch.zeros(VOCABULARY)
         law[context.tokens[row][-1] % 2 :: 2] = 2 / VOCABULARY
         return _sampled_chain(context, row, depth, law)
@@ -83,15 +83,15 @@ class Whimsical(Wrong):
 class Twins(Wrong):
     """Siblings from a law on two tokens, an impossible one and the target's favourite: duplicates are the rule."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
-        builder, law = TreeBuilder(), torch.zeros(VOCABULARY)
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree, law = context.trees()[row], torch.zeros(VOCABULARY)
         text, prompt = list(context.tokens[row]), context.prompt_lengths[row]
         logits = context.samplers[row].process(model()(torch.tensor([text])).logits[0, -1], text[prompt:])
         law[NEVER], law[int(logits.argmax())] = 0.7, 0.3
-        builder.set_law(0, law)
+        tree.set_probs(0, law)
         for index in range(3 if depth > 0 else 0):
-            builder.add(context.rng[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
-        return builder
+            tree.add(context.rng[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
+        return tree
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=not sampler.greedy)
@@ -114,7 +114,7 @@ class Misdeclared(Twins):
 class Raising(Wrong):
     """Fails in every second proposal."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
         if self.calls % 2:
             raise RuntimeError("as planned")
         return Uniform.chain(self, context, row, depth)  # type: ignore[arg-type]
@@ -133,29 +133,29 @@ class Deaf(Uniform):
 class Overlong(Wrong):
     """Heeds no budget."""
 
-    def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
-        builder = TreeBuilder()
-        builder.add_path(list(context.tokens[row][-1:]) * 9)
-        return builder
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        tree.add_path(list(context.tokens[row][-1:]) * 9)
+        return tree
 
 
-def _spoiled(spoil: Callable[[TreeBuilder], None]) -> type[Wrong]:
+def _spoiled(spoil: Callable[[TokenTree], None]) -> type[Wrong]:
     class Spoiled(Uniform):
-        def chain(self, context: DraftContext, row: int, depth: int) -> TreeBuilder:
-            builder = super().chain(context, row, depth)
-            if builder.tokens:
-                spoil(builder)
-            return builder
+        def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+            tree = super().chain(context, row, depth)
+            if tree.size:
+                spoil(tree)
+            return tree
 
     return Spoiled
 
 
-def _cycle(builder: TreeBuilder) -> None:
-    builder.parents[0] = 1
+def _cycle(tree: TokenTree) -> None:
+    tree.parents[1] = 1
 
 
-def _alien(builder: TreeBuilder) -> None:
-    builder.tokens[0] = VOCABULARY
+def _alien(tree: TokenTree) -> None:
+    tree.tokens[1] = VOCABULARY
 
 
 WRONG: dict[str, type[Wrong]] = {

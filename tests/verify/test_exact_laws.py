@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun.sampling import Rng
-from forerun.tree import TokenTree, TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import Drawn
 from forerun.verify import RULES, rule_named
 from forerun.verify.enumeration import (
@@ -79,25 +79,25 @@ def test_shapes_may_depend_on_what_was_drawn_before(name: str, seed: int) -> Non
     target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=seed)
 
     def draw(rng: Rng) -> TokenTree:
-        builder = TreeBuilder()
-        builder.set_law(0, draft[()])
+        tree = TokenTree(0)
+        tree.set_probs(0, draft[()])
         first = rng.drafted(draft[()], 0, 0)
-        builder.add(first, 0, drawn=Drawn.IID)
+        tree.add(first, 0, drawn=Drawn.IID)
         second = first
         if first != 1:
             second = rng.drafted(draft[()], 0, 1)
-            builder.add(second, 0, drawn=Drawn.IID)
+            tree.add(second, 0, drawn=Drawn.IID)
             law = draft[second,]
-            builder.set_law(2, law)
-            builder.add(rng.drafted(law, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
+            tree.set_probs(2, law)
+            tree.add(rng.drafted(law, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
         if second == 0:
             rest = draft[first,].clone()
-            builder.add(int(rest.argmax()), 1)
+            tree.add(int(rest.argmax()), 1)
             rest[int(rest.argmax())] = 0
-            builder.set_law(1, rest)
-            builder.add(rng.drafted(rest, 1, 0), 1, drawn=Drawn.IID)
-        builder.add(2, 0)
-        return builder.tree(0)
+            tree.set_probs(1, rest)
+            tree.add(rng.drafted(rest, 1, 0), 1, drawn=Drawn.IID)
+        tree.add(2, 0)
+        return tree
 
     law = exact_law(rule_named(name), target, draw, 3)
     assert law.error(target) <= TOLERANCE

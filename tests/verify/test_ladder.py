@@ -10,7 +10,7 @@ import torch
 
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.sampling import Rng, Sampler, first_of, process_rows
-from forerun.tree import TokenTree, TreeBuilder, stack
+from forerun.tree import TokenTree
 from forerun.types import Drawn, SamplingParams
 from forerun.verify import RULES, rule_named
 from forerun.verify import ladder as ladders
@@ -39,18 +39,15 @@ def ladder_of(trees: Sequence[TokenTree], target: Laws, rngs: Sequence[Rng], nam
     """Over a batch of trees, padded to the largest; logits are the logarithms of what the target says."""
     size, vocabulary = max(tree.size for tree in trees) + 1, len(target[()])
     logits = torch.zeros(len(trees), size, vocabulary, dtype=torch.float64)
-    drawn_from = torch.zeros(len(trees), size, vocabulary, dtype=torch.float64)
     for row, tree in enumerate(trees):
         for node in range(tree.size + 1):
             logits[row, node] = target[tuple(tree.tokens[step] for step in tree.path(node))].log()
-        for node, values in tree.laws.items():
-            drawn_from[row, node] = values
     sampler = Sampler(SamplingParams(temperature=1.0), [1])
     judged = [
         Judged(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=None)
         for tree, rng, name in zip(trees, rngs, names, strict=True)
     ]
-    return Ladder(logits, judged, draft_probs=drawn_from)
+    return Ladder(logits, judged)
 
 
 def verdicts(name: str, tree: TokenTree, target: LadderRow | PrefixLaws) -> dict[tuple[object, ...], float]:
@@ -96,18 +93,18 @@ def test_rows_of_different_rules_do_not_touch_each_other(shape: str) -> None:
 
 def a_tree(vocabulary: int, seed: int, kinds: Sequence[Drawn]) -> TokenTree:
     """A tree two levels deep whose children came about in these ways, sampled ones from the recorded distribution."""
-    generator, builder = torch.Generator().manual_seed(seed), TreeBuilder()
+    generator, tree = torch.Generator().manual_seed(seed), TokenTree(0)
     for parent in range(3):
         law = (2 * torch.randn(vocabulary, generator=generator)).softmax(-1)
         if any(kind is not Drawn.DETERMINISTIC for kind in kinds):
-            builder.set_law(parent, law)
+            tree.set_probs(parent, law)
         rest = law.clone()
         for kind in kinds:
             token = int(rest.multinomial(1, generator=generator))
-            builder.add(token, parent, drawn=kind)
+            tree.add(token, parent, drawn=kind)
             if kind is Drawn.WITHOUT_REPLACEMENT:
                 rest[token] = 0
-    return builder.tree(0)
+    return tree
 
 
 PARAMS = {
@@ -156,21 +153,11 @@ def test_the_verdicts_are_those_of_the_host(name: str, kinds: tuple[Drawn, ...])
             Judged(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=edit)
             for tree, sampler, rng, edit in zip(trees, samplers, rngs, edits, strict=True)
         ]
-        drawn_from = stack([builder_of(tree) for tree in trees]).laws
-        ladder = Ladder(logits, judged, draft_probs=drawn_from)
+        ladder = Ladder(logits, judged)
         for row, tree in enumerate(trees):
             host = Host(tree, logits[row], samplers[row], [[*output, *path] for path in paths[row]])
             expected = rule_named(name).verify(tree, host, rngs[row])
             assert rule_named(name).verify(tree, ladder.row(row), rngs[row]) == expected
-
-
-def builder_of(tree: TokenTree) -> TreeBuilder:
-    builder = TreeBuilder()
-    for token, parent, drawn in zip(tree.tokens[1:], tree.parents[1:], tree.drawn[1:], strict=True):
-        builder.add(token, parent, drawn=drawn)
-    for node, law in tree.laws.items():
-        builder.set_law(node, law)
-    return builder
 
 
 class Host:
@@ -210,7 +197,7 @@ def test_a_draw_beforehand_is_the_draw_of_the_rule() -> None:
 
 
 def one_row(logits: torch.Tensor, params: SamplingParams, reads: Reads) -> LadderRow:
-    sampler, tree = Sampler(params, [1]), TreeBuilder().tree(0)
+    sampler, tree = Sampler(params, [1]), TokenTree(0)
     edits = sampler.edits(logits.shape[-1], [], [[]])
     return Ladder(logits, [Judged(tree=tree, sampler=sampler, rng=Rng(0, 1), reads=reads, edits=edits)]).row(0)
 

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from forerun.sampling import Rng
-from forerun.tree import TokenTree, TreeBuilder, stack, token_trees
+from forerun.tree import TokenTree
 from forerun.types import Drawn
 from forerun.verify import rule_named
 from forerun.verify.enumeration import (
@@ -97,16 +97,16 @@ def test_the_chi_square_would_see_a_biased_rule() -> None:
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
 def test_float32_laws_over_a_draft_vocabulary_stay_exact(name: str) -> None:
-    """Through `Draft` and back: recorded in float32 over `law_ids`, judged over the target's vocabulary."""
+    """Recorded in float32 over the few tokens that the drafter knows, judged over the target's vocabulary."""
     ids = torch.tensor([3, 0])
 
     def draw(rng: Rng) -> TokenTree:
-        builder = TreeBuilder()
+        tree = TokenTree(0)
         for node in range(2):
-            law = torch.tensor([0.3, 0.7 + 0.1 * node])
-            builder.set_law(node, law)
-            builder.add(int(ids[rng.drafted(law, node)]), node, drawn=Drawn.WITHOUT_REPLACEMENT)
-        return token_trees(stack([builder], law_ids=ids), [0], 4)[0]
+            probs = torch.zeros(4).index_copy(0, ids, torch.tensor([0.3, 0.7 + 0.1 * node]))
+            tree.set_probs(node, probs)
+            tree.add(rng.drafted(probs, node), node, drawn=Drawn.WITHOUT_REPLACEMENT)
+        return tree
 
     for seed in range(3):
         target, _ = toy_laws(World.RANDOM, vocabulary=4, depth=2, seed=seed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun.sampling import Rng
-from forerun.tree import TokenTree, TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import Drawn, Source, Verdict
 from forerun.verify import block, recursive_rejection, rule_named, traversal
 from forerun.verify.enumeration import (
@@ -127,11 +127,11 @@ def test_merged_sampled_duplicates(name: str) -> None:
 
     def merged(draw: Callable[[Rng], TokenTree]) -> Callable[[Rng], TokenTree]:
         def draw_merged(rng: Rng) -> TokenTree:
-            tree, builder = draw(rng), TreeBuilder()
+            tree, made = draw(rng), TokenTree(0)
             for token in dict.fromkeys(tree.tokens[1:]):
-                builder.add(token, 0, drawn=Drawn.IID)
-            builder.set_law(0, tree.laws[0])
-            return builder.tree(0)
+                made.add(token, 0, drawn=Drawn.IID)
+            made.set_probs(0, tree.draft_probs[0])
+            return made
 
         return draw_merged
 
@@ -153,10 +153,10 @@ def test_law_recorded_before_processing(name: str) -> None:
         def draw(rng: Rng) -> TokenTree:
             law = draft[()]
             cut = torch.where(law < law.topk(2).values[-1], 0.0, law)
-            builder = TreeBuilder()
-            builder.add(rng.drafted(cut, 0), 0, drawn=Drawn.IID)
-            builder.set_law(0, law)
-            return builder.tree(0)
+            tree = TokenTree(0)
+            tree.add(rng.drafted(cut, 0), 0, drawn=Drawn.IID)
+            tree.set_probs(0, law)
+            return tree
 
         return draw
 
@@ -172,8 +172,8 @@ def test_without_replacement_told_as_independent(name: str) -> None:
     def relabelled(draw: Callable[[Rng], TokenTree]) -> Callable[[Rng], TokenTree]:
         def draw_relabelled(rng: Rng) -> TokenTree:
             tree = draw(rng)
-            drawn = (Drawn.DETERMINISTIC, *[Drawn.IID] * tree.size)
-            return TokenTree(tokens=tree.tokens, parents=tree.parents, drawn=drawn, laws=tree.laws)
+            tree.drawn = [Drawn.DETERMINISTIC, *[Drawn.IID] * tree.size]
+            return tree
 
         return draw_relabelled
 
@@ -189,10 +189,10 @@ def test_argmax_told_as_sampled() -> None:
     """Apple ReDrafter #6, dilab-zju: the likeliest token is drafted and judged as if drawn from the law."""
 
     def draw(_rng: Rng) -> TokenTree:
-        builder = TreeBuilder()
-        builder.add(2, 0, drawn=Drawn.IID)
-        builder.set_law(0, torch.tensor([0.2, 0.3, 0.5]))
-        return builder.tree(0)
+        tree = TokenTree(0)
+        tree.add(2, 0, drawn=Drawn.IID)
+        tree.set_probs(0, torch.tensor([0.2, 0.3, 0.5]))
+        return tree
 
     target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
     for name in ("token_rejection", "block", "traversal", "recursive_rejection"):
@@ -259,12 +259,12 @@ def test_retrospective_pruning_is_biased() -> None:
     """DSpark's counterexample: p = (.7, .3), q = (.5, .5); dropping a token after it was drawn gives (.85, .15)."""
 
     def draw(rng: Rng) -> TokenTree:
-        builder = TreeBuilder()
+        tree = TokenTree(0)
         token = rng.drafted(torch.tensor([0.5, 0.5]), 0)
         if token == 0:
-            builder.add(token, 0, drawn=Drawn.IID)
-            builder.set_law(0, torch.tensor([0.5, 0.5], dtype=torch.float64))
-        return builder.tree(0)
+            tree.add(token, 0, drawn=Drawn.IID)
+            tree.set_probs(0, torch.tensor([0.5, 0.5], dtype=torch.float64))
+        return tree
 
     prefixes: list[tuple[int, ...]] = [(), (0,), (1,)]
     target: Laws = {prefix: torch.tensor([0.7, 0.3], dtype=torch.float64) for prefix in prefixes}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng
-from forerun.tree import TokenTree, TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, Source
 from forerun.verify import RULES, check_fits, default_rule, rule_named
 from forerun.verify.base import kind_of
@@ -39,24 +39,24 @@ def peaked(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
 
 def sampled_tree(counts: list[int], drawn: Drawn, rng: Rng, vocabulary: int = VOCABULARY) -> TokenTree:
     """A tree that grows from the first child at every depth, drawn from `peaked` float32 laws."""
-    builder, node = TreeBuilder(), 0
+    tree, node = TokenTree(0), 0
     for depth, count in enumerate(counts):
         law = peaked(100 + depth, vocabulary)
-        builder.set_law(node, law)
+        tree.set_probs(node, law)
         rest, children = law, []
         for index in range(count):
             token = rng.drafted(rest, node, index)
-            children.append(builder.add(token, node, drawn=drawn))
+            children.append(tree.add(token, node, drawn=drawn))
             if drawn is Drawn.WITHOUT_REPLACEMENT:
                 rest = rest.clone()
                 rest[token] = 0
         node = children[0]
-    return builder.tree(0)
+    return tree
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_empty_tree_is_plain_decoding(name: str) -> None:
-    tree = TreeBuilder().tree(5)
+    tree = TokenTree(5)
     verdict = rule_named(name).verify(tree, FixedLaws(tree, {0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
     assert (verdict.path, verdict.next_token, verdict.kind) == ((), 1, Source.TARGET)
 
@@ -99,14 +99,14 @@ def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
     tree = sampled_tree([4, 3, 2], drawn, Rng(3, 7))
     laws = FixedLaws(tree, {node: peaked(node) for node in range(tree.size + 1)})
     before = {node: law.clone() for node, law in [*laws.laws.items()]}
-    recorded = {node: law.clone() for node, law in tree.laws.items()}
+    recorded = {node: law.clone() for node, law in tree.draft_probs.items()}
     for seed in range(3):
         verdict = rule_named(name).verify(tree, laws, Rng(seed, 7))
         assert laws.laws[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
     assert all(torch.equal(law, before[node]) for node, law in laws.laws.items()), (
         "a rule reads laws, it does not write"
     )
-    assert all(torch.equal(law, recorded[node]) for node, law in tree.laws.items())
+    assert all(torch.equal(law, recorded[node]) for node, law in tree.draft_probs.items())
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
@@ -128,11 +128,10 @@ def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> 
         target[torch.randperm(50, generator=generator)[:45]] = 0
         target = target / target.sum()
         draft = (target * (1 + 1e-6 * torch.randn(50, generator=generator))).clamp_(min=0)
-        builder = TreeBuilder()
+        tree = TokenTree(0)
         for node in range(3):
-            builder.add(int(target.argmax()), node, drawn=Drawn.WITHOUT_REPLACEMENT)
-            builder.set_law(node, draft / draft.sum())
-        tree = builder.tree(0)
+            tree.add(int(target.argmax()), node, drawn=Drawn.WITHOUT_REPLACEMENT)
+            tree.set_probs(node, draft / draft.sum())
         laws = FixedLaws(tree, dict.fromkeys(range(4), target))
         for _, verdict in _every_verdict(name, tree, laws):
             assert target[verdict.next_token] > 0
@@ -142,11 +141,10 @@ def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> 
 def test_vanishing_ratios_are_survived(name: str) -> None:
     """Weights far below what float32 can divide by."""
     target, draft = torch.tensor([1.0, 1e-30, 0.0]), torch.tensor([0.0, 1.0, 0.0])
-    builder = TreeBuilder()
+    tree = TokenTree(0)
     for node in range(4):
-        builder.add(1, node, drawn=Drawn.IID)
-        builder.set_law(node, draft)
-    tree = builder.tree(0)
+        tree.add(1, node, drawn=Drawn.IID)
+        tree.set_probs(node, draft)
     for chance, verdict in _every_verdict(name, tree, FixedLaws(tree, dict.fromkeys(range(5), target))):
         assert chance < 1e-12 or (verdict.path, verdict.next_token) == ((), 0)
 
@@ -158,12 +156,11 @@ def _every_verdict(name: str, tree: TokenTree, laws: FixedLaws):
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
 def test_exhausted_and_contradicting_laws_are_survived(name: str) -> None:
     """More siblings than the law has tokens, and a token to which its law gives nothing: never kept, never a crash."""
-    builder = TreeBuilder()
+    tree = TokenTree(0)
     siblings = 1 if name in ("token_rejection", "block", "greedy_k") else 3
     for _ in range(siblings):
-        builder.add(1, 0, drawn=Drawn.WITHOUT_REPLACEMENT)
-    builder.set_law(0, torch.tensor([1.0, 0.0, 0.0]))
-    tree = builder.tree(0)
+        tree.add(1, 0, drawn=Drawn.WITHOUT_REPLACEMENT)
+    tree.set_probs(0, torch.tensor([1.0, 0.0, 0.0]))
     laws = FixedLaws(tree, dict.fromkeys(range(siblings + 1), torch.tensor([0.5, 0.25, 0.25])))
     law = [0.0, 0.0, 0.0]
     for chance, verdict in _every_verdict(name, tree, laws):
@@ -173,10 +170,9 @@ def test_exhausted_and_contradicting_laws_are_survived(name: str) -> None:
 
 
 def test_the_walk_asks_only_for_the_laws_it_needs() -> None:
-    builder = TreeBuilder()
-    builder.add_path([1, 0, 1])
-    builder.add_path([0, 0, 0])
-    tree = builder.tree(0)
+    tree = TokenTree(0)
+    tree.add_path([1, 0, 1])
+    tree.add_path([0, 0, 0])
     laws = FixedLaws(tree, dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
     verdict = rule_named("sample_walk").verify(tree, laws, Rng(0, 0))
     assert (laws.asked, verdict.path, verdict.kind) == ([0, 1], (1,), Source.RECOVERED)
@@ -185,12 +181,11 @@ def test_the_walk_asks_only_for_the_laws_it_needs() -> None:
 @pytest.mark.parametrize("name", ["sample_walk", "argmax_walk"])
 def test_walks_follow_all_nodes_that_hold_the_same_tokens(name: str) -> None:
     """The first of two duplicates is a leaf; the walk goes on below the second."""
-    builder = TreeBuilder()
-    builder.set_law(0, torch.tensor([0.0, 1.0]))
-    builder.add(1, 0, drawn=Drawn.IID)
-    second = builder.add(1, 0, drawn=Drawn.IID)
-    last = builder.add(1, second)
-    tree = builder.tree(0)
+    tree = TokenTree(0)
+    tree.set_probs(0, torch.tensor([0.0, 1.0]))
+    tree.add(1, 0, drawn=Drawn.IID)
+    second = tree.add(1, 0, drawn=Drawn.IID)
+    last = tree.add(1, second)
     laws = FixedLaws(tree, dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
     verdict = rule_named(name).verify(tree, laws, Rng(0, 0))
     assert (verdict.path, verdict.kind) == ((second, last), Source.BONUS)
@@ -208,9 +203,8 @@ def test_the_walk_reproduces_plain_decoding_for_a_seed() -> None:
 def _walk_text(target, seed: int, drafter) -> list[int]:
     text: list[int] = []
     while len(text) < 6:
-        builder = TreeBuilder()
-        builder.add_path(list(drafter(text))[: 5 - len(text)])
-        tree = builder.tree(0)
+        tree = TokenTree(0)
+        tree.add_path(list(drafter(text))[: 5 - len(text)])
         laws = FixedLaws(
             tree,
             {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)},
@@ -221,9 +215,8 @@ def _walk_text(target, seed: int, drafter) -> list[int]:
 
 
 def test_scouts_are_never_accepted() -> None:
-    builder = TreeBuilder()
-    builder.add(1, 0, probe=True)
-    tree = builder.tree(0)
+    tree = TokenTree(0)
+    tree.add(1, 0, probe=True)
     for name in RULES:
         laws = FixedLaws(tree, dict.fromkeys(range(2), torch.tensor([0.0, 1.0])))
         verdict = rule_named(name).verify(tree, laws, Rng(0, 0))
@@ -231,15 +224,15 @@ def test_scouts_are_never_accepted() -> None:
 
 
 def tree_with(*siblings: Drawn, below: Drawn | None = None, recorded: bool = True) -> TokenTree:
-    builder = TreeBuilder()
+    tree = TokenTree(0)
     for token, kind in enumerate(siblings):
-        builder.add(token, 0, drawn=kind)
+        tree.add(token, 0, drawn=kind)
     if recorded and set(siblings) - {Drawn.DETERMINISTIC}:
-        builder.set_law(0, torch.full((4,), 0.25))
+        tree.set_probs(0, torch.full((4,), 0.25))
     if below is not None:
-        builder.add(0, 1, drawn=below)
-        builder.set_law(1, torch.full((4,), 0.25))
-    return builder.tree(0)
+        tree.add(0, 1, drawn=below)
+        tree.set_probs(1, torch.full((4,), 0.25))
+    return tree
 
 
 DETERMINISTIC, IID, WITHOUT = Drawn.DETERMINISTIC, Drawn.IID, Drawn.WITHOUT_REPLACEMENT
@@ -302,9 +295,8 @@ def test_unknown_rule_names_the_nearest() -> None:
 
 def test_typical_acceptance_thresholds() -> None:
     """A flat law lowers the bar (entropy term), a peaked one is held to epsilon."""
-    builder = TreeBuilder()
-    builder.add(1, 0)
-    tree = builder.tree(0)
+    tree = TokenTree(0)
+    tree.add(1, 0)
     flat = torch.full((100,), 0.01)
     peaked_law = torch.tensor([0.95, 0.05])
     rule = rule_named("typical")

@@ -58,6 +58,9 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
         sound = _sound(tree, root, target)
     except InvalidDraftError as wrong:
         return Checked(tree=TokenTree(root), error=wrong)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as broken:
+        wrong = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
+        return Checked(tree=TokenTree(root), error=wrong)
     kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
     error = None
     if len(kept) < sound.size:
@@ -76,17 +79,14 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
 
     Raises:
         InvalidDraftError: it is none, or holds what no tree may hold.
+        AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError: its columns are something else.
     """
     if not isinstance(tree, TokenTree):
         raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
-    try:
-        made = TokenTree(root)
-        made.tokens, made.parents = list(map(index, tree.tokens)), list(map(index, tree.parents))
-        made.drawn = [kind if type(kind) is Drawn else Drawn(kind) for kind in tree.drawn]
-        made.confidence = list(map(float, tree.confidence))
-        made.probes = set(map(index, tree.probes))
-    except (TypeError, ValueError) as error:
-        raise InvalidDraftError(f"a tree holds what is no number, or drawn in an unknown way: {error}") from None
+    made = TokenTree(root)
+    made.tokens, made.parents = list(map(index, tree.tokens)), list(map(index, tree.parents))
+    made.drawn = [kind if type(kind) is Drawn else Drawn(kind) for kind in tree.drawn]
+    made.confidence, made.probes = list(map(float, tree.confidence)), set(map(index, tree.probes))
     size = len(made.tokens)
     if not size or any(len(column) != size for column in (made.parents, made.drawn, made.confidence)):
         lengths = [len(column) for column in (made.tokens, made.parents, made.drawn, made.confidence)]
