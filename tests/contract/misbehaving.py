@@ -264,7 +264,6 @@ SAMPLED_DRAFTS: dict[str, Spoil] = {
     "probs-square": each(lambda tree: tree.set_probs(0, torch.ones(1, VOCABULARY))),
     "probs-list": each(lambda tree: tree.set_probs(0, [1.0])),  # type: ignore[arg-type]
     "probs-whole-numbers": each(lambda tree: tree.set_probs(0, torch.ones(VOCABULARY, dtype=torch.int64))),
-    "probs-of-another-sum": each(lambda tree: tree.set_probs(0, torch.ones(VOCABULARY))),
     "sampled-probes": as_a_whole("probes", lambda tree: set(range(1, len(tree.tokens)))),
 }
 LISTS: dict[str, Callable[[Any], Any]] = {

@@ -23,7 +23,7 @@ from forerun.drafters import DRAFTERS
 from forerun.engine.costs import load_or_measure
 from forerun.target import Target
 from forerun.target.swapping import exchange, ready
-from forerun.types import empty_draft
+from forerun.tree import TokenTree
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
 
@@ -259,7 +259,7 @@ def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
     def logits(target: Target) -> torch.Tensor:
         target.truncate([0], [0])
         target.prefill([0], [[1, 2, 3]])
-        return target.score([0], [4], empty_draft(1)).logits.cpu()
+        return target.score([0], [TokenTree(4)]).logits.cpu()
 
     def three_times(target: Target) -> list[torch.Tensor]:
         before = logits(target)

@@ -11,16 +11,18 @@ from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.target import Buckets, Target
 from forerun.target import cache as cache_module
 from forerun.target.cache import SlotCache
+from forerun.target.inputs import Nodes
 from forerun.target.masks import Block, MaskStyle, build
-from forerun.tree import TreeBuilder, stack
+from forerun.tree import TokenTree
 from target.families import make, plain, random_tokens
 from target.test_families import trees
 
 
-def chain(*tokens: int):  # type: ignore[no-untyped-def]
-    builder = TreeBuilder()
-    builder.add_path(tokens)
-    return stack([builder])
+def chain(root: int, *tokens: int) -> list[TokenTree]:
+    """One row's."""
+    tree = TokenTree(root)
+    tree.add_path(tokens)
+    return [tree]
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def target() -> Target:
 
 
 def next_logits(target: Target, row: int, root: int) -> torch.Tensor:
-    return target.score([row], [root], chain()).logits[0, 0]
+    return target.score([row], chain(root)).logits[0, 0]
 
 
 def test_a_reused_prefix_is_the_same_as_a_prefill(target: Target) -> None:
@@ -59,7 +61,7 @@ def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) 
     tokens = random_tokens(9, 0)
     target.prefill([0], [tokens])
     target.truncate([0], [8])
-    logits = target.score([0], tokens[-1:], chain(40, 41), start=1).logits
+    logits = target.score([0], Nodes.of_trees(chain(tokens[-1], 40, 41), start=1)).logits
     expected = plain(target.model, [*tokens, 40, 41])[-2:]
     assert (logits[0] - expected).abs().max() <= 2e-5
 
@@ -105,41 +107,38 @@ def test_prefills_that_do_not_fit(target: Target, rows: list[int], count: int, m
 
 def test_a_tree_must_fit_the_slots_and_the_context(target: Target) -> None:
     target.prefill([0], [random_tokens(38, 0)])
-    target.score([0], [3], chain(4))
+    target.score([0], chain(3, 4))
     with pytest.raises(ArgumentError, match="raise slots"):
-        target.score([0], [3], chain(4, 5))
+        target.score([0], chain(3, 4, 5))
     short = Target.load(make("gpt2", n_positions=16), slots=64, self_check=False)
     short.prefill([0], [random_tokens(14, 0)])
-    short.score([0], [3], chain(4))
+    short.score([0], chain(3, 4))
     with pytest.raises(ArgumentError, match="context of 16"):
-        short.score([0], [3], chain(4, 5))
+        short.score([0], chain(3, 4, 5))
 
 
 def test_wide_trees_at_the_end_of_the_context_are_bounded_by_depth_not_by_count() -> None:
     target = Target.load(make("gpt2", n_positions=16), rows=3, slots=64, self_check=False)
     target.prefill([0, 1, 2], [random_tokens(count, 0) for count in (13, 11, 11)])
     target.buckets = Buckets(nodes=(16,))
-    scored = target.score([0, 1, 2], [3, 3, 3], trees_of_depth_two())
+    scored = target.score([0, 1, 2], trees_of_depth_two())
     assert scored.logits.isfinite().all()
 
 
-def trees_of_depth_two():  # type: ignore[no-untyped-def]
-    builders = []
-    for size in (5, 8, 3):
-        builder = TreeBuilder()
-        for token in range(size):
-            builder.add(token + 3, min(token, 2) if token < 3 else 1, confidence=1.0)
-        builders.append(builder)
-    builders[0] = TreeBuilder()
+def trees_of_depth_two() -> list[TokenTree]:
+    made = [TokenTree(3) for _ in range(3)]
     for token in range(6):
-        builders[0].add(token + 3, 0 if token < 3 else 1)
-    return stack(builders)
+        made[0].add(token + 3, 0 if token < 3 else 1)
+    for tree, size in zip(made[1:], (8, 3), strict=True):
+        for token in range(size):
+            tree.add(token + 3, min(token, 2) if token < 3 else 1)
+    return made
 
 
 @pytest.mark.parametrize("path", [(3,), (2, 1), (1, 1), (0,), (-1,)])
 def test_paths_that_were_not_run_cannot_be_committed(target: Target, path: tuple[int, ...]) -> None:
     target.prefill([0], [[5, 6]])
-    target.score([0], [7], chain(8, 9))
+    target.score([0], chain(7, 8, 9))
     with pytest.raises(ArgumentError, match="cannot commit"):
         target.commit([0], [path])
     target.commit([0], [(1,)])
@@ -152,7 +151,7 @@ def test_unknown_boundaries(target: Target) -> None:
         with pytest.raises(ArgumentError, match=r"0\.\.4"):
             target.prefill([0], [[5]], signals=frozenset({signal}))
     with pytest.raises(ArgumentError, match="start 3"):
-        target.score([0], [5], chain(6, 7), start=3)
+        target.score([0], Nodes.of_trees(chain(5, 6, 7), start=3))
 
 
 def test_neighbours_are_not_touched(target: Target) -> None:
@@ -160,7 +159,7 @@ def test_neighbours_are_not_touched(target: Target) -> None:
     target.prefill([0, 1, 2], [random_tokens(20, row) for row in range(3)])
     before = [target.cache.read(layer, 1, 20)[0].clone() for layer in target.cache.layers]
     target.prefill([0, 2], [[3], random_tokens(9, 5)])
-    target.score([0, 2], [4, 5], trees(0, rows=2))
+    target.score([0, 2], trees(0, [4, 5]))
     target.commit([0, 2], [(1, 3), (1, 2)])
     target.truncate([2], [0])
     after = [target.cache.read(layer, 1, 20)[0] for layer in target.cache.layers]
@@ -217,9 +216,9 @@ def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch
     target.buckets = Buckets(nodes=(4,), width=8)
     target.prefill([0], [[5, 6, 7]])
     monkeypatch.setattr(SlotCache, "begin", spy)
-    for draft in (chain(), chain(8), chain(8, 9), chain(8, 9, 10)) * 6:
-        target.score([0], [7], draft)
-        if draft.size == 3:
+    for drafted in (chain(7), chain(7, 8), chain(7, 8, 9), chain(7, 8, 9, 10)) * 6:
+        target.score([0], drafted)
+        if drafted[0].size == 3:
             target.commit([0], [()])
     assert widths == {length: {-(-(length + 4) // 8) * 8} for length in range(3, 9)}
 
@@ -233,10 +232,10 @@ def test_padded_plain_and_speculative_steps_have_the_same_bits() -> None:
     target.prefill([0], [tokens[:20]])
     plain_logits = []
     for token in tokens[20:56]:
-        plain_logits.append(target.score([0], [token], chain()).logits[0, 0])
+        plain_logits.append(target.score([0], chain(token)).logits[0, 0])
         target.commit([0], [()])
     target.truncate([0], [20])
     for start in range(20, 56, 6):
-        logits = target.score([0], [tokens[start]], chain(*tokens[start + 1 : start + 6])).logits[0]
+        logits = target.score([0], chain(*tokens[start : start + 6])).logits[0]
         target.commit([0], [(1, 2, 3, 4, 5)])
         assert torch.equal(logits, torch.stack(plain_logits[start - 20 : start - 14]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from forerun.errors import UnsupportedModelError
 from forerun.target import Target
-from forerun.tree import TreeBuilder, stack
+from forerun.tree import TokenTree
 from target.families import random_tokens
 from target.tiny import build
 
@@ -62,7 +63,7 @@ def compare(target: Target, model: Any, lengths: tuple[int, int] = (5, 21), new:
     while max(done) + max(DEPTHS) < new:
         depth = [next(depths), next(depths)]
         paths = [answer[begun : begun + right] for answer, begun, right in zip(wanted, done, depth, strict=True)]
-        logits = target.score([0, 1], roots, stack([branching(path, vocabulary) for path in paths])).logits
+        logits = target.score([0, 1], list(map(partial(branching, vocabulary), roots, paths))).logits
         for row, path in enumerate(paths):
             said = logits[row, [0, *ids(path)]].argmax(-1).tolist()
             assert said == wanted[row][done[row] : done[row] + len(path) + 1], (row, done)
@@ -71,9 +72,9 @@ def compare(target: Target, model: Any, lengths: tuple[int, int] = (5, 21), new:
         roots = [answer[begun - 1] for answer, begun in zip(wanted, done, strict=True)]
 
 
-def branching(path: list[int], vocabulary: int) -> TreeBuilder:
+def branching(vocabulary: int, root: int, path: list[int]) -> TokenTree:
     """A tree in which every token of `path` comes behind a sibling that is wrong and has a child of its own."""
-    tree, parent = TreeBuilder(), 0
+    tree, parent = TokenTree(root), 0
     for token in path:
         wrong = tree.add((token + 1) % vocabulary, parent)
         tree.add(token, wrong)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from forerun.target import Buckets, Target
-from forerun.tree import TokenTree, TreeBuilder, stack, token_trees
-from forerun.types import LAST_HIDDEN, Draft, Drawn
+from forerun.tree import TokenTree
+from forerun.types import LAST_HIDDEN, Drawn
 from target.families import FAMILIES, make, plain, random_tokens
 
 TOLERANCE = 2e-5
@@ -19,16 +20,16 @@ PATHS = [[(1, 3), (), (3, 5)], [(2, 5, 6), (1, 2, 4), (2,)], [(7,), (1,), (3, 5,
 """What is accepted, by round and row."""
 
 
-def trees(round_: int, rows: int = 3) -> Draft:
-    """A tree per row, by the parents in `SHAPES`; siblings may hold the same token."""
-    builders = []
-    for row, parents in enumerate(SHAPES[:rows]):
-        builder = TreeBuilder()
+def trees(round_: int, roots: Sequence[int] = (4, 5, 6)) -> list[TokenTree]:
+    """A tree per root, by the parents in `SHAPES`; siblings may hold the same token."""
+    made = []
+    for row, (root, parents) in enumerate(zip(roots, SHAPES, strict=False)):
+        tree = TokenTree(root)
         for token, parent in zip(random_tokens(len(parents), 100 + 10 * round_ + row), parents, strict=True):
-            builder.add(token, parent, drawn=Drawn.IID)
-        builder.laws = {node: torch.full((99,), 1 / 99) for node in {*parents}}
-        builders.append(builder)
-    return stack(builders)
+            tree.add(token, parent, drawn=Drawn.IID)
+        tree.draft_probs = {node: torch.full((99,), 1 / 99) for node in {*parents}}
+        made.append(tree)
+    return made
 
 
 def node_error(model: Any, committed: list[int], tree: TokenTree, logits: torch.Tensor) -> float:
@@ -54,10 +55,9 @@ def test_every_node_equals_a_plain_forward_of_its_path(name: str) -> None:
         expected = plain(model, tokens[:-1])
         assert (prefilled.logits[index, : len(expected)] - expected).abs().max() <= TOLERANCE
     for round_, paths in enumerate(PATHS):
-        draft = trees(round_)
-        roots = [tokens[-1] for tokens in sequences]
-        logits = target.score(rows, roots, draft).logits
-        for index, tree in enumerate(token_trees(draft, roots, 99)):
+        drafted = trees(round_, [tokens[-1] for tokens in sequences])
+        logits = target.score(rows, drafted).logits
+        for index, tree in enumerate(drafted):
             assert node_error(model, sequences[index], tree, logits[index]) <= TOLERANCE, (round_, index)
             sequences[index] += [tree.tokens[node] for node in paths[index]] + [7 + round_]
         target.commit(rows, paths)
@@ -84,11 +84,10 @@ def test_a_chain_mask_is_caught(name: str) -> None:
     target = Target.load(model, rows=1, slots=64, self_check=False)
     tokens = random_tokens(20, 1)
     target.prefill([0], [tokens[:-1]])
-    draft = trees(0)
-    tree = token_trees(draft, [0, 0, 0], 99)[0]
-    chain = TreeBuilder()
+    tree = trees(0, [tokens[-1]])[0]
+    chain = TokenTree(tokens[-1])
     chain.add_path(tree.tokens[1:])
-    logits = target.score([0], tokens[-1:], stack([chain])).logits
+    logits = target.score([0], [chain]).logits
     assert node_error(model, tokens, tree, logits[0]) > 0.1
 
 
@@ -104,7 +103,7 @@ def test_signals_are_the_models_hidden_states(name: str) -> None:
             states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
             for signal in wanted:
                 assert (caught[signal][row, : len(ids)] - states[signal][0]).abs().max() <= 5 * TOLERANCE
-    scored = target.score([0, 1], [5, 6], trees(0, rows=2), signals=wanted)
+    scored = target.score([0, 1], trees(0, [5, 6]), signals=wanted)
     assert {signal: value.shape for signal, value in scored.signals.items()} == dict.fromkeys(wanted, (2, 8, 64))
     assert torch.equal(target.lm_head(scored.signals[LAST_HIDDEN]), scored.logits)
 
@@ -119,7 +118,7 @@ def test_padding_to_buckets_changes_nothing(name: str) -> None:
     results = []
     for target in (exact, padded):
         target.prefill([0, 1, 2], tokens)
-        results.append(target.score([0, 1, 2], [4, 5, 6], trees(0)).logits)
+        results.append(target.score([0, 1, 2], trees(0)).logits)
     counts = [len(parents) + 1 for parents in SHAPES]
     for row, count in enumerate(counts):
         assert (results[0][row, :count] - results[1][row, :count]).abs().max() <= TOLERANCE

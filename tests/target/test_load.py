@@ -15,10 +15,8 @@ from safetensors.torch import load_file, save_file
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.target import Target
 from forerun.target.load import explained
-from forerun.tree import TreeBuilder, stack
+from forerun.tree import TokenTree
 from target.families import make, plain, random_tokens
-
-EMPTY = stack([TreeBuilder()])
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def test_a_directory_loads_and_decodes(checkpoint: Path, as_text: bool) -> None:
     assert target.generation_config.eos_token_id == 2
     tokens = random_tokens(9, 0)
     target.prefill([1], [tokens[:-1]])
-    logits = target.score([1], tokens[-1:], EMPTY).logits[0, -1]
+    logits = target.score([1], [TokenTree(tokens[-1])]).logits[0, -1]
     assert (logits - plain(make("llama"), tokens)[-1]).abs().max() <= 2e-5
     assert target.memory_bytes() > 4 * sum(weight.numel() for weight in target.model.parameters())
 

@@ -19,7 +19,7 @@ from accelerate import cpu_offload
 
 from forerun.errors import CheckpointError, UnsupportedModelError
 from forerun.target import Plan, Target
-from forerun.tree import TreeBuilder, stack
+from forerun.tree import TokenTree
 from target.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
@@ -32,17 +32,14 @@ TOKENS = random_tokens(9, 0)
 LAYERS = {"llama": "model.layers", "gemma3": "model.layers", "gpt2": "transformer.h"}
 
 
-def tree():  # type: ignore[no-untyped-def]
-    builder = TreeBuilder()
-    for token, parent in ((5, 0), (6, 0), (7, 1)):
-        builder.add(token, parent)
-    return stack([builder])
+def tree() -> TokenTree:
+    return TokenTree.of(TOKENS[-1], [5, 6, 7], [0, 0, 1])
 
 
 def error(target: Target, model: Any) -> float:
     """Largest difference of a tree's logits from the plain forwards of `model`."""
     target.prefill([0], [TOKENS[:-1]], signals=frozenset({0, 2, 4}))
-    logits = target.score([0], TOKENS[-1:], tree()).logits[0]
+    logits = target.score([0], [tree()]).logits[0]
     expected = torch.stack([plain(model, [*TOKENS, *path])[-1] for path in ([], [5], [6], [5, 7])])
     return (logits - expected).abs().max().item()
 
@@ -62,11 +59,11 @@ def test_disk_offload(tmp_path: Path, name: str) -> None:
     target = Target.load(tmp_path, slots=64, device_map=offload_map(name, model))
     assert {weight.device.type for weight in target.model.parameters()} == {"cpu", "meta"}
     assert error(target, model) <= 2e-5
-    whole = target.score([0], TOKENS[-1:], tree())
-    early = target.run([0], TOKENS[-1:], tree(), Plan(stop=2))
-    late = target.run([0], TOKENS[-1:], tree(), Plan(start=2, stop=4), states=early)
+    whole = target.score([0], [tree()])
+    early = target.run([0], [tree()], Plan(stop=2))
+    late = target.run([0], [tree()], Plan(start=2, stop=4), states=early)
     assert torch.allclose(target.lm_head(target.final_norm(late)), whole.logits, atol=1e-5)
-    target.run([0], TOKENS[-1:], tree(), Plan(stop=4, skip=frozenset({(1, "attn"), (3, "mlp")})))
+    target.run([0], [tree()], Plan(stop=4, skip=frozenset({(1, "attn"), (3, "mlp")})))
 
 
 def test_device_map_auto(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Plan, Target
+from forerun.target.inputs import Nodes
 from forerun.target.parts import base_of, layers_of
 from forerun.target.prepare import cache_bytes_per_token
 from forerun.target.resuming import prove
@@ -16,8 +17,7 @@ from target.families import FAMILIES, SHARING, make, random_tokens
 from target.test_families import trees
 from target.tiny import build
 
-ROWS, ROOTS = [0, 1, 2], [4, 5, 6]
-DRAFT = trees(0)
+ROWS, TREES = [0, 1, 2], trees(0)
 
 
 def prefilled(name: str) -> Target:
@@ -29,12 +29,12 @@ def prefilled(name: str) -> Target:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranges_are_the_whole_bit_for_bit(name: str) -> None:
     target = prefilled(name)
-    whole = target.score(ROWS, ROOTS, DRAFT, signals=frozenset({1, 2, 3, 4, LAST_HIDDEN}))
+    whole = target.score(ROWS, TREES, signals=frozenset({1, 2, 3, 4, LAST_HIDDEN}))
     for exit_ in (1, 2, 3):
         target.truncate(ROWS, target.lengths)
-        early = target.run(ROWS, ROOTS, DRAFT, Plan(stop=exit_))
+        early = target.run(ROWS, TREES, Plan(stop=exit_))
         assert torch.equal(early, whole.signals[exit_])
-        last = target.run(ROWS, ROOTS, DRAFT, Plan(start=exit_, stop=4), states=early)
+        last = target.run(ROWS, TREES, Plan(start=exit_, stop=4), states=early)
         assert torch.equal(last, whole.signals[4])
         normed = target.final_norm(last)
         assert torch.allclose(normed, whole.signals[LAST_HIDDEN], atol=1e-6)
@@ -49,44 +49,35 @@ def test_layers_further_down_in_the_base_model(kind: str, changes: dict[str, boo
     assert "." in layers_of(base_of(target.model), 4)[0]
     target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
     prove(target, 2)
-    whole = target.score(ROWS, ROOTS, DRAFT, signals=frozenset({2, 4, LAST_HIDDEN}))
-    early = target.run(ROWS, ROOTS, DRAFT, Plan(stop=2))
+    whole = target.score(ROWS, TREES, signals=frozenset({2, 4, LAST_HIDDEN}))
+    early = target.run(ROWS, TREES, Plan(stop=2))
     assert torch.equal(early, whole.signals[2])
-    assert torch.equal(target.run(ROWS, ROOTS, DRAFT, Plan(start=2, stop=4), states=early), whole.signals[4])
+    assert torch.equal(target.run(ROWS, TREES, Plan(start=2, stop=4), states=early), whole.signals[4])
     assert torch.equal(target.final_norm(whole.signals[4]), whole.signals[LAST_HIDDEN])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_skipping_both_halves_of_a_layer_leaves_the_stream_as_it_was(name: str) -> None:
     target = prefilled(name)
-    skipped = target.run(ROWS, ROOTS, DRAFT, Plan(stop=4, skip=frozenset({(2, "attn"), (2, "mlp")})))
-    before = target.run(ROWS, ROOTS, DRAFT, Plan(stop=2))
-    after = target.run(ROWS, ROOTS, DRAFT, Plan(start=3, stop=4), states=before)
+    skipped = target.run(ROWS, TREES, Plan(stop=4, skip=frozenset({(2, "attn"), (2, "mlp")})))
+    before = target.run(ROWS, TREES, Plan(stop=2))
+    after = target.run(ROWS, TREES, Plan(start=3, stop=4), states=before)
     assert torch.equal(skipped, after)
-    half = target.run(ROWS, ROOTS, DRAFT, Plan(stop=4, skip=frozenset({(2, "mlp")})))
+    half = target.run(ROWS, TREES, Plan(stop=4, skip=frozenset({(2, "mlp")})))
     assert not torch.equal(half, skipped)
-    whole = target.score(ROWS, ROOTS, DRAFT, signals=frozenset({4}))
+    whole = target.score(ROWS, TREES, signals=frozenset({4}))
     assert not torch.equal(whole.signals[4], half), "the layers must be put back"
 
 
 def test_levels_of_a_tree_may_be_run_one_after_the_other() -> None:
     target = prefilled("qwen3")
-    whole = target.score(ROWS, ROOTS, DRAFT)
+    whole = target.score(ROWS, TREES)
     target.truncate(ROWS, target.lengths)
-    first = target.score(ROWS, ROOTS, _head(3))
-    rest = target.score(ROWS, ROOTS, DRAFT, start=4)
+    first = target.score(ROWS, [tree.only(range(1, 4)) for tree in TREES])
+    rest = target.score(ROWS, Nodes.of_trees(TREES, start=4))
     levels = torch.cat([first.logits, rest.logits], dim=1)
-    for row, count in enumerate(DRAFT.counts.tolist()):
-        assert (levels[row, : count + 1] - whole.logits[row, : count + 1]).abs().max() <= 2e-5
-
-
-def _head(nodes: int):  # type: ignore[no-untyped-def]
-    return type(DRAFT)(
-        tokens=DRAFT.tokens[:, :nodes],
-        parents=DRAFT.parents[:, :nodes],
-        counts=DRAFT.counts.clamp(max=nodes),
-        drawn=DRAFT.drawn[:, :nodes],
-    )
+    for row, tree in enumerate(TREES):
+        assert (levels[row, : tree.size + 1] - whole.logits[row, : tree.size + 1]).abs().max() <= 2e-5
 
 
 def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
@@ -95,7 +86,7 @@ def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
     target.prefill([0], [[4, 5]])
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 65
     with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
-        target.run(ROWS, ROOTS, DRAFT, Plan(stop=2))
+        target.run(ROWS, TREES, Plan(stop=2))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +101,12 @@ def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: Plan) -> None:
     with pytest.raises(ArgumentError):
-        prefilled("llama").run(ROWS, ROOTS, DRAFT, plan)
+        prefilled("llama").run(ROWS, TREES, plan)
 
 
 def test_states_belong_to_a_later_start() -> None:
     target = prefilled("llama")
     with pytest.raises(ArgumentError, match="states are needed"):
-        target.run(ROWS, ROOTS, DRAFT, Plan(start=1, stop=2))
+        target.run(ROWS, TREES, Plan(start=1, stop=2))
     with pytest.raises(ArgumentError, match=r"expected \(3, 8, 64\)"):
-        target.run(ROWS, ROOTS, DRAFT, Plan(start=1, stop=2), states=torch.zeros(3, 1, 64))
+        target.run(ROWS, TREES, Plan(start=1, stop=2), states=torch.zeros(3, 1, 64))

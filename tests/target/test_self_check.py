@@ -15,7 +15,7 @@ from forerun.target.cache import SlotCache
 from forerun.target.masks import MaskStyle
 from forerun.target.prepare import cache_bytes_per_token
 from forerun.target.support import named_sizes
-from forerun.tree import TreeBuilder, stack
+from forerun.tree import TokenTree
 from target.families import FAMILIES, WINDOW, make, plain, random_tokens
 from target.tiny import build
 
@@ -27,10 +27,6 @@ def test_passes(name: str, dtype: torch.dtype) -> None:
     assert target.lengths == [0]
     assert (target.rows, target.slots, target.cache.rows) == (1, 32, 1)
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, dtype.itemsize) * 33, "reserved at load"
-
-
-def _draft() -> Any:
-    return stack([TreeBuilder()])
 
 
 def refused(model: Any, match: str, **options: Any) -> None:
@@ -118,7 +114,7 @@ def test_attention_that_changes_behind_the_check_ends_the_context(caplog: pytest
     assert "limited to 100 of 512 tokens" in caplog.text and "past keep_window_size = 100" in caplog.text
     tokens = random_tokens(100, 0)
     target.prefill([0], [tokens[:-1]])
-    assert (target.score([0], tokens[-1:], _draft()).logits[0, 0] - plain(model, tokens)[-1]).abs().max() <= 2e-5
+    assert (target.score([0], [TokenTree(tokens[-1])]).logits[0, 0] - plain(model, tokens)[-1]).abs().max() <= 2e-5
     with pytest.raises(ArgumentError, match="exceed the context of 100"):
         target.prefill([0], [tokens[:2]])
     refused(build("doge", keep_window_size=16), "self-check past keep_window_size = 16")

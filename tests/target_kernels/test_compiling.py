@@ -11,29 +11,28 @@ from forerun.target import Target
 from forerun.target.kernels import accelerate
 from forerun.target.kernels.compiling import CompiledForward
 from forerun.target.kernels.packing import cpu_packs
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Draft
+from forerun.tree import TokenTree
 from target_kernels.conftest import build
 
 pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
 
 
-def tree(*paths: list[int]) -> Draft:
-    builder = TreeBuilder()
+def tree(*paths: list[int]) -> TokenTree:
+    made = TokenTree(5)
     for path in paths:
-        builder.add_path(path)
-    return stack([builder])
+        made.add_path(path)
+    return made
 
 
 def passes(target: Target) -> list[torch.Tensor]:
     """Logits of a prefill, chains of several lengths, a tree, and a second row, over two cache widths."""
     logits = [target.prefill([0], [list(range(3, 50))]).logits]
     for tokens in ([], [7], [7, 8, 9], list(range(7, 22))):
-        logits.append(target.score([0], [5], tree(tokens)).logits)
-    logits.append(target.score([0], [5], tree([7, 8], [7, 9], [10])).logits)
+        logits.append(target.score([0], [tree(tokens)]).logits)
+    logits.append(target.score([0], [tree([7, 8], [7, 9], [10])]).logits)
     target.commit([0], [(1, 3)])
     target.prefill([0], [list(range(3, 30))])
-    logits.append(target.score([0], [5], tree([7, 8])).logits)
+    logits.append(target.score([0], [tree([7, 8])]).logits)
     return logits
 
 
@@ -61,16 +60,16 @@ def test_compiled_equals_plain(targets: tuple[Target, Target]) -> None:
 def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Target, Target]) -> None:
     _, compiled = targets
     tokens = list(range(7, 22))
-    whole = compiled.score([0], [5], tree(tokens)).logits
+    whole = compiled.score([0], [tree(tokens)]).logits
     for count in (0, 1, 4, 7):
-        part = compiled.score([0], [5], tree(tokens[:count])).logits
+        part = compiled.score([0], [tree(tokens[:count])]).logits
         assert torch.equal(part, whole[:, : count + 1]), count
 
 
 def test_hidden_states_are_captured_as_before(targets: tuple[Target, Target]) -> None:
     plain, compiled = targets
-    expected = plain.score([0], [5], tree([7, 8]), signals={1}).signals[1]
-    got = compiled.score([0], [5], tree([7, 8]), signals={1}).signals[1]
+    expected = plain.score([0], [tree([7, 8])], signals={1}).signals[1]
+    got = compiled.score([0], [tree([7, 8])], signals={1}).signals[1]
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.target import Target
 from forerun.target.kernels import accelerate, forwards, packing
 from forerun.target.kernels.forwards import AttentionForward, GatedForward, NormForward
-from forerun.types import empty_draft
+from forerun.tree import TokenTree
 from target_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -47,7 +47,7 @@ def test_the_answers_stay(family: str) -> None:
     for model in (plain, faster):
         target = Target.load(model, rows=2, slots=32)
         target.prefill([0, 1], [ids[0, :13].tolist(), ids[1].tolist()])
-        answers.append(target.score([1, 0], [5, 7], empty_draft(2)).logits)
+        answers.append(target.score([1, 0], [TokenTree(5), TokenTree(7)]).logits)
     torch.testing.assert_close(answers[1], answers[0], rtol=0.05, atol=0.1 * answers[0].std().item())
 
 
@@ -113,10 +113,10 @@ def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
     accelerate(model)
     target = Target.load(model, slots=16)
     target.prefill([0], [[5, 6, 7]])
-    before = target.score([0], [8], empty_draft(1)).logits
+    before = target.score([0], [TokenTree(8)]).logits
     for layer in model.model.layers:
         for name in names:
             parent = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
             old = getattr(parent, name)
             setattr(parent, name, nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16))
-    assert not torch.equal(target.score([0], [8], empty_draft(1)).logits, before)
+    assert not torch.equal(target.score([0], [TokenTree(8)]).logits, before)

@@ -1,33 +1,29 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from forerun import tree as trees
 from forerun.target import Target
 from forerun.target.buckets import Buckets
 from forerun.target.kernels import accelerate
 from forerun.target.kernels import native as native_kernel
 from forerun.target.kernels.packing import PackedWeight
 from forerun.target.kernels.padding import WORTH, Flat
-from forerun.tree import TreeBuilder
-from forerun.types import Draft
+from forerun.tree import TokenTree
 from target_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
 
 
-def chains(counts: dict[int, int]) -> Draft:
+def chains(roots: Sequence[int], counts: dict[int, int]) -> list[TokenTree]:
     """For each of these rows a chain of so many nodes."""
-    builders = []
-    for row, count in counts.items():
-        made, last = TreeBuilder(), 0
-        for step in range(count):
-            last = made.add((7 * row + 3 * step + 1) % 100, last)
-        builders.append(made)
-    return trees.stack(builders)
+    made = [TokenTree(root) for root in roots]
+    for tree, (row, count) in zip(made, counts.items(), strict=True):
+        tree.add_path((7 * row + 3 * step + 1) % 100 for step in range(count))
+    return made
 
 
 def target(rows: int, buckets: Buckets | None = None) -> Target:
@@ -55,10 +51,10 @@ def test_padding_is_not_multiplied_and_changes_nothing(products: list[int]) -> N
     for each in (made, alone):
         each.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
     products.clear()
-    whole = made.score(range(4), [5, 6, 7, 8], chains(counts)).logits
+    whole = made.score(range(4), chains([5, 6, 7, 8], counts)).logits
     assert set(products) == {sum(counts.values()) + 4}
     for row, count in counts.items():
-        single = alone.score([row], [5 + row], chains({row: count})).logits
+        single = alone.score([row], chains([5 + row], {row: count})).logits
         torch.testing.assert_close(single[0], whole[row, : count + 1], rtol=2e-2, atol=2e-2)
 
 
@@ -75,7 +71,7 @@ def test_the_reproducible_mode_multiplies_everything(products: list[int]) -> Non
     made = target(4, Buckets(nodes=(10,)))
     made.prefill(range(4), [[1, 2]] * 4)
     products.clear()
-    made.score(range(4), [5, 6, 7, 8], chains({0: 9, 1: 0, 2: 0, 3: 0}))
+    made.score(range(4), chains([5, 6, 7, 8], {0: 9, 1: 0, 2: 0, 3: 0}))
     assert set(products) == {40}
 
 
@@ -99,9 +95,9 @@ def test_scattered_rows_are_read_where_they_stand(native: bool, monkeypatch: pyt
     made = target(4)
     made.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
     rows, counts = [3, 0, 2], {3: 9, 0: 0, 2: 2}
-    together = made.score(rows, [8, 5, 7], chains(counts), signals={1}).signals[1]
+    together = made.score(rows, chains([8, 5, 7], counts), signals={1}).signals[1]
     for place, (row, count) in enumerate(counts.items()):
-        alone = made.score([row], [row + 5], chains({row: count}), signals={1}).signals[1]
+        alone = made.score([row], chains([row + 5], {row: count}), signals={1}).signals[1]
         torch.testing.assert_close(alone[0], together[place, : count + 1], rtol=2e-2, atol=2e-2)
 
 
@@ -116,5 +112,5 @@ def test_layers_are_handed_no_copy_of_scattered_rows(monkeypatch: pytest.MonkeyP
         return before(query, key, *others)
 
     monkeypatch.setattr(native_kernel, "attend", noted)
-    made.score([0, 3], [5, 6], chains({0: 1, 3: 1}))
+    made.score([0, 3], chains([5, 6], {0: 1, 3: 1}))
     assert store in seen or native_kernel.kernel() is None
