@@ -25,7 +25,8 @@ from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.step import Group, Row, Scores, context_for, first_tokens, step
 from forerun.target import Target
-from forerun.types import Budget, Draft, DraftKind, Signal, SpeculationStats, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict
 
 # Target and draft laws at the roots that decoding meets, and what each way of drawing children could keep there.
 #
@@ -300,15 +301,15 @@ class _Watch(Drafter):
     def extend(self, context: DraftContext) -> None:
         self.inner.extend(context)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         return self.inner.propose(context, budget)
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self.inner.observe(context, verdicts, scores)
         for index, tree in enumerate(scores.trees):
-            if 0 in tree.laws:
+            if 0 in tree.draft_probs:
                 law = scores.sampler(index).law(scores.logits[index, 0], scores.output(index, 0))
-                self.laws.append((law.cpu(), tree.laws[0].float().cpu()))
+                self.laws.append((law.cpu(), tree.draft_probs[0].float().cpu()))
 
 
 CHAIN = 5

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forerun.certify.ties import TIE_EPSILON
 from forerun.target import Buckets, Target
-from forerun.tree import TreeBuilder, stack
-from forerun.types import empty_draft
+from forerun.tree import TokenTree
 
 MOST = 15
 """Longest chain, in drafted tokens; with the root 16 nodes."""
@@ -98,7 +97,7 @@ def _plain(target: Target, texts: Sequence[Sequence[int]], context: int, steps: 
     target.prefill(rows, [text[:context] for text in texts])
     logits = []
     for place in range(context, context + steps):
-        scored = target.score(rows, [text[place] for text in texts], empty_draft(len(rows)))
+        scored = target.score(rows, [TokenTree(text[place]) for text in texts])
         logits.append(scored.logits[:, 0].clone())
         target.commit(rows, [()] * len(rows))
     return logits
@@ -117,8 +116,8 @@ def _speculative(
         place = context + done
         length = draw.randint(1, 5 if branching else MOST)
         kept = min(draw.randint(0, length), len(plain) - done - 1)
-        drafts = [_draft(text[place + 1 : place + 1 + length], kept, branching) for text in texts]
-        scored = target.score(rows, [text[place] for text in texts], stack([builder for builder, _ in drafts]))
+        drafts = [_draft(text[place : place + 1 + length], kept, branching) for text in texts]
+        scored = target.score(rows, [tree for tree, _ in drafts])
         for row, (_, path) in enumerate(drafts):
             nodes = [0, *path[:kept]]
             count.add(torch.stack([plain[done + depth][row] for depth in range(kept + 1)]), scored.logits[row, nodes])
@@ -126,16 +125,17 @@ def _speculative(
         done += kept + 1
 
 
-def _draft(tokens: Sequence[int], kept: int, branching: bool) -> tuple[TreeBuilder, list[int]]:
-    """The tree, and its nodes for `tokens`: wrong text where it will be rejected; a tree has wrong siblings too."""
-    builder = TreeBuilder()
+def _draft(tokens: Sequence[int], kept: int, branching: bool) -> tuple[TokenTree, list[int]]:
+    """The tree, and its nodes for `tokens` behind the first, which is the root: wrong text where it will be rejected; a
+    tree has wrong siblings too."""
+    tree = TokenTree(tokens[0])
     path: list[int] = []
     parent = 0
-    for depth, token in enumerate(tokens):
+    for depth, token in enumerate(tokens[1:]):
         if branching:
-            builder.add((token + 1) % 256, parent)
-        parent = builder.add(token if depth < kept else (token + 2) % 256, parent)
+            tree.add((token + 1) % 256, parent)
+        parent = tree.add(token if depth < kept else (token + 2) % 256, parent)
         if branching:
-            builder.add((token + 3) % 256, parent)
+            tree.add((token + 3) % 256, parent)
         path.append(parent)
-    return builder, path
+    return tree, path

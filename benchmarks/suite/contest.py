@@ -26,8 +26,8 @@ from forerun.demo import CONTEXT, contexts
 from forerun.demo import prompts as shipped_files
 from forerun.engine.costs import CostModel, DraftCost
 from forerun.target import Scored, Target
-from forerun.tree import depths
-from forerun.types import Draft
+from forerun.target.inputs import Nodes
+from forerun.tree import TokenTree
 
 # Replay: the target is made to say a given text, position by position, while everything else stays as it is.
 #
@@ -48,10 +48,11 @@ def replaying(target: Target, text: Sequence[int]) -> Iterator[None]:
     """
     score, prefill = target.score, target.prefill
 
-    def forced_score(rows: Sequence[int], roots: Sequence[int], draft: Draft, *, start: int = 0, **more: Any) -> Scored:
-        scored = score(rows, roots, draft, start=start, **more)
+    def forced_score(rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, **more: Any) -> Scored:
+        nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
+        scored = score(rows, nodes, **more)
         for index, row in enumerate(rows):
-            for node, depth in enumerate(depths(draft.parents)[index, start:].tolist()):
+            for node, depth in enumerate(nodes.depths[index, nodes.start :].tolist()):
                 _force(scored.logits[index, node], text, target.lengths[row] + depth + 1)
         return scored
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from forerun.target import Target
 from forerun.target.kernels.packing import FusedLinear, PackedLinear, PackedWeight
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Draft, empty_draft
+from forerun.tree import TokenTree
 
 NODES = (1, 2, 4, 8, 16)
 
@@ -54,16 +53,16 @@ def measure_steps(target: Target, context: Sequence[int], *, repeats: int) -> St
     target.prefill([0], [list(context[:-1])])
     began = time.perf_counter()
     for nodes in NODES[:2]:
-        target.score([0], [context[-1]], chain(context, nodes - 1))
+        target.score([0], [chain(context, nodes - 1)])
     first_pass_s = time.perf_counter() - began
     linears = linear_layers(target.model)
     steps: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     floors: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     for _ in range(repeats):
         for nodes in NODES:
-            draft = chain(context, nodes - 1)
+            tree = chain(context, nodes - 1)
             began = time.perf_counter()
-            target.score([0], [context[-1]], draft)
+            target.score([0], [tree])
             steps[nodes].append(time.perf_counter() - began)
             floors[nodes].append(_time_linears(linears, nodes, target.dtype))
     target.truncate([0], [0])
@@ -74,13 +73,11 @@ def measure_steps(target: Target, context: Sequence[int], *, repeats: int) -> St
     )
 
 
-def chain(tokens: Sequence[int], count: int) -> Draft:
-    """A chain of the first `count` tokens, for one row."""
-    if count == 0:
-        return empty_draft(1)
-    builder = TreeBuilder()
-    builder.add_path(tokens[:count])
-    return stack([builder])
+def chain(context: Sequence[int], count: int) -> TokenTree:
+    """The first `count` tokens of a context behind its last one."""
+    tree = TokenTree(context[-1])
+    tree.add_path(context[:count])
+    return tree
 
 
 def linear_layers(model: nn.Module) -> list[Any]:

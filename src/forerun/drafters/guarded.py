@@ -59,8 +59,8 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
     except InvalidDraftError as wrong:
         return Checked(tree=TokenTree(root), error=wrong)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as broken:
-        wrong = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
-        return Checked(tree=TokenTree(root), error=wrong)
+        unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
+        return Checked(tree=TokenTree(root), error=unreadable)
     kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
     error = None
     if len(kept) < sound.size:
