@@ -250,7 +250,7 @@ def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
 
 
 def _propose(rows: Sequence[Row], groups: Sequence[Group], check: bool) -> list[TokenTree]:
-    trees = [TokenTree(row.tokens[-1]) for row in rows]
+    trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
     for group in groups:
         depths = [min(depth, rows[index].room - 1) for index, depth in zip(group.members, group.depths, strict=True)]
         if max(depths, default=0) <= 0:

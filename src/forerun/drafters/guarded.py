@@ -57,10 +57,10 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
     try:
         sound = _sound(tree, root, target)
     except InvalidDraftError as wrong:
-        return Checked(tree=TokenTree(root), error=wrong)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as broken:
+        return Checked(tree=TokenTree(root).seal(), error=wrong)
+    except Exception as broken:
         unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
-        return Checked(tree=TokenTree(root), error=unreadable)
+        return Checked(tree=TokenTree(root).seal(), error=unreadable)
     kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
     error = None
     if len(kept) < sound.size:
@@ -79,7 +79,7 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
 
     Raises:
         InvalidDraftError: it is none, or holds what no tree may hold.
-        AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError: its columns are something else.
+        Exception: of any kind, where its columns are something else.
     """
     if not isinstance(tree, TokenTree):
         raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
@@ -220,7 +220,7 @@ class Guarded(Drafter):
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         """Its trees, as far as they are sound; roots alone for all other rows."""
-        trees, places = context.trees(), self._open(context)
+        trees, places = [tree.seal() for tree in context.trees()], self._open(context)
         if not places:
             return trees
         limits = Budget(
