@@ -266,7 +266,7 @@ class Enumeration:
             return self._judge(row, scores, index, *how, **more)  # an inner level, whose draws are draft draws
         drafting, tree = self._rng, scores.trees[index]
         assert isinstance(drafting, EnumeratingRng)
-        self.found.shapes.add(tree.parents[1:])
+        self.found.shapes.add(tuple(tree.parents[1:]))
         self.found.depth = max(self.found.depth, *tree.depths)
 
         def judged(rng: EnumeratingRng) -> Judgement:

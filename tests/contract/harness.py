@@ -474,8 +474,10 @@ def without_unlikely(trees: list[TokenTree]) -> list[TokenTree]:
     """A planted bug: rows whose first token is not the likeliest of what it was drawn from draft nothing."""
 
     def unlikely(tree: TokenTree) -> bool:
-        probs, sampled = tree.draft_probs.get(0), tree.drawn[1:2] > (Drawn.DETERMINISTIC,)
-        return probs is not None and sampled and bool(probs[tree.tokens[1]] < probs.max())
+        probs = tree.draft_probs.get(0)
+        return (
+            probs is not None and tree.drawn[1] is not Drawn.DETERMINISTIC and bool(probs[tree.tokens[1]] < max(probs))
+        )
 
     return [TokenTree(tree.tokens[0]) if unlikely(tree) else tree for tree in trees]
 

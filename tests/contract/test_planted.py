@@ -147,14 +147,14 @@ def test_a_drafter_that_does_not_roll_back(monkeypatch: Patch) -> None:
 
 
 def test_positions_that_are_off_by_one(monkeypatch: Patch) -> None:
-    place = Target._tree
+    place = Target._nodes
 
     def shifted(self: Target, *args: Any) -> Any:
         nodes = place(self, *args)
         return replace(nodes, depths=nodes.depths + 1)
 
     engines = [llm(None), llm(named("chain")), llm(named("given-tree"))]
-    monkeypatch.setattr(Target, "_tree", shifted)
+    monkeypatch.setattr(Target, "_nodes", shifted)
     for engine in engines:
         assert greedy_is_off(engine)
 
