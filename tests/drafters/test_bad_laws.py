@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.conftest import checkpoint
-from forerun import tree as trees
-from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.guarded import Guarded
 from forerun.sampling import Rng, Sampler
 from forerun.step import Emitted, Group, Row, first_tokens, step
 from forerun.target import Target
-from forerun.tree import TokenTree, TreeBuilder, stack
-from forerun.types import Budget, Draft, DraftKind, Drawn, SamplingParams
+from forerun.tree import TokenTree, fetch_masses, without
+from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 from forerun.verify import rule_named
 from forerun.verify.enumeration import Laws, World, exact_law, toy_laws
 
@@ -49,17 +49,15 @@ class Guessing(Drafter):
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=True, chain=True)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        builders = []
-        for row, rng in zip(context.rows, context.rng, strict=True):
-            builder = TreeBuilder()
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for row, rng, tree in zip(context.rows, context.rng, trees, strict=True):
             for node in range(3):
                 law = torch.linspace(2, 1, 100).softmax(-1)
                 law = self.spoil(law) if node >= self.places[row] else law
-                builder.set_law(node, law)
-                builder.add(rng.drafted(law, node), node, drawn=Drawn.IID, confidence=0.5)
-            builders.append(builder)
-        return stack(builders)
+                tree.set_probs(node, law)
+                tree.add(rng.drafted(law, node), node, drawn=Drawn.IID, confidence=0.5)
+        return trees
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +81,10 @@ def stepped(target: Target, drafter: Drafter | None, seed: int = 0) -> tuple[lis
     ]
     target.truncate(range(3), [0] * 3)
     first_tokens(rows, target.prefill(range(3), [row.tokens for row in rows]).logits)
-    groups = [Group(name="guessing", drafter=drafter, members=range(3), depths=[3] * 3, nodes=8)] if drafter else []
+    if drafter is None:
+        return rows, step(target, rows, [], isolate=True)
+    made = Guarded(drafter, "guessing", DrafterSetup(target=target, tokenizer=None, rows=3, slots=64))
+    groups = [Group(name="guessing", drafter=made, members=range(3), depths=[3] * 3, nodes=8)]
     return rows, step(target, rows, groups, isolate=True)
 
 
@@ -108,20 +109,19 @@ def test_the_row_goes_on_as_without_a_draft(target: Target, wrong: str) -> None:
     assert len({row.tokens[-1] for rows in found for row in rows}) > 10
 
 
-def chains(laws: Laws, lost: Callable[[Draft], Draft]) -> Callable[[Rng], TokenTree]:
-    """Draws a chain of two; behind token 0 it samples from NaN, and the draft goes through `lost`."""
+def chains(laws: Laws, lost: Callable[[TokenTree], TokenTree]) -> Callable[[Rng], TokenTree]:
+    """Draws a chain of two; behind token 0 it samples from NaN, and the tree goes through `lost`."""
 
     def draw(rng: Rng) -> TokenTree:
-        builder = TreeBuilder()
-        builder.set_law(0, laws[()])
-        first = builder.add(rng.drafted(laws[()], 0), 0, drawn=Drawn.IID)
-        token = builder.tokens[0]
+        tree = TokenTree(0)
+        tree.set_probs(0, laws[()])
+        first = tree.add(rng.drafted(laws[()], 0), 0, drawn=Drawn.IID)
+        token = tree.tokens[first]
         law = laws[(token,)] if token else torch.full_like(laws[()], math.nan)
-        builder.set_law(first, law)
-        builder.add(rng.drafted(law, first) if token else 1, first, drawn=Drawn.IID)
-        draft = lost(stack([builder]))
-        [tree] = trees.token_trees(draft, [0], len(laws[()]))
-        return tree
+        tree.set_probs(first, law)
+        tree.add(rng.drafted(law, first) if token else 1, first, drawn=Drawn.IID)
+        fetch_masses([tree])
+        return lost(tree)
 
     return draw
 
@@ -130,12 +130,12 @@ def chains(laws: Laws, lost: Callable[[Draft], Draft]) -> Callable[[Rng], TokenT
 def test_the_output_keeps_its_law(rule: str) -> None:
     """Exactly, though which chains are cut depends on what was drawn above; to lose the whole chain would bias it."""
 
-    def guarded(draft: Draft) -> Draft:
-        return trees.without(draft, [place for place, mass in draft.masses.items() if not abs(mass - 1) < 1e-3])
+    def guarded(tree: TokenTree) -> TokenTree:
+        return without(tree, {node: mass for node, mass in tree.masses.items() if not abs(mass - 1) < 1e-3})
 
-    def planted(draft: Draft) -> Draft:
-        bad = any(math.isnan(mass) for mass in draft.masses.values())
-        return trees.without(draft, [(0, 0)]) if bad else draft
+    def planted(tree: TokenTree) -> TokenTree:
+        bad = any(math.isnan(mass) for mass in tree.masses.values())
+        return without(tree, {0: math.nan}) if bad else tree
 
     for seed in range(3):
         target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=seed)

@@ -1,8 +1,9 @@
-"""What a draft must be: of the right form as a whole, and sound row by row."""
+"""What a tree must be before it is scored: each row's for itself, and what becomes of the sound rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,132 +11,215 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.guarded import Checked, check
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.drafters.guarded import Checked, Guarded, check
 from forerun.errors import InvalidDraftError
-from forerun.sampling import Rng
-from forerun.target import Resume
-from forerun.tree import TokenTree, TreeBuilder, gather, rebuild, select, stack, token_trees
-from forerun.types import Budget, Draft, Drawn, empty_draft
+from forerun.sampling import Rng, Sampler
+from forerun.tree import Resume, TokenTree
+from forerun.types import Budget, Drawn, SamplingParams
 from forerun.verify import rule_named
 from forerun.verify.enumeration import Laws, World, exact_law, toy_laws
-from test_tree import SAMPLED, chain, random_builder
 
+ROOT = 7
 TARGET: Any = SimpleNamespace(vocab_size=10, hidden_size=4, num_layers=3, dtype=torch.float32)
-TWO = chain([1, 2], [0, 1])
-SAMPLED_CHAIN = chain([1], [0], drawn=SAMPLED, laws=torch.ones(1, 2, 10))
 
 
-def checked(draft: Any, *, nodes: int = 8, depth: int = 8, rows: int | None = None) -> Checked:
-    batch = len(draft.counts) if rows is None else rows
-    return check(draft, Budget(nodes=[nodes] * batch, depth=[depth] * batch), TARGET)
+def nodes(tokens: Sequence[Any], parents: Sequence[Any], /, **columns: Any) -> TokenTree:
+    """A tree with these nodes 1, 2, ..., whatever they are; `columns` hold the root, too."""
+    tree = TokenTree(ROOT)
+    tree.tokens, tree.parents = [ROOT, *tokens], [-1, *parents]
+    tree.drawn *= len(tokens) + 1
+    tree.confidence *= len(tokens) + 1
+    for name, column in columns.items():
+        setattr(tree, name, column)
+    return tree
+
+
+def sampled(probs: Any = None, **columns: Any) -> TokenTree:
+    """One node that was sampled; `probs` instead of the distribution that it was drawn from."""
+    recorded = {0: torch.full((10,), 0.1) if probs is None else probs}
+    return nodes([1], [0], **{"drawn": [Drawn.DETERMINISTIC, Drawn.IID], "draft_probs": recorded, **columns})
+
+
+def two() -> TokenTree:
+    return nodes([1, 2], [0, 1])
+
+
+def random_tree(seed: int, size: int) -> TokenTree:
+    """Of all kinds of nodes."""
+    chance, tree = random.Random(seed), TokenTree(ROOT)
+    while tree.size < size:
+        drawn, parent = chance.choice(list(Drawn)), chance.randint(0, tree.size)
+        probe = drawn is Drawn.DETERMINISTIC and chance.random() < 0.2
+        tree.add(chance.randrange(10), parent, drawn=drawn, confidence=chance.random(), probe=probe)
+        if drawn is not Drawn.DETERMINISTIC:
+            tree.set_probs(parent, torch.rand(10, generator=torch.Generator().manual_seed(parent)))
+    return tree
+
+
+def checked(tree: Any, *, most: int = 8, deepest: int = 8) -> Checked:
+    return check(tree, ROOT, most, deepest, TARGET)
 
 
 FLAWS: list[tuple[Any, str]] = [
-    (chain([1, 2], [0, 2]), r"node 2 has parent 2; a parent comes before its child \(0\.\.1\)"),
-    (chain([1, 2], [2, 1]), "node 1 has parent 2"),
-    (chain([1], [1]), "node 1 has parent 1"),
-    (chain([1], [-1]), "node 1 has parent -1"),
-    (chain([1, 10], [0, 1]), "node 2 holds token 10, outside the vocabulary of 10"),
-    (chain([-1], [0]), "node 1 holds token -1"),
-    (chain([1], [0], confidence=torch.tensor([[float("nan")]])), "confidence nan"),
-    (chain([1], [0], confidence=torch.tensor([[-0.1]])), "confidence -0.1"),
-    (chain([1], [0], confidence=torch.tensor([[1.01]])), "a probability is from 0 to 1"),
-    (replace(SAMPLED_CHAIN, probes=torch.tensor([[True]])), "sampled and is a probe"),
-    (chain([1] * 9, list(range(9))), "9 nodes, 9 deep, exceed the budget of 8 nodes"),
+    (nodes([1, 2], [0, 2]), r"node 2 has parent 2; a parent comes before its child \(0\.\.1\)"),
+    (nodes([1, 2], [2, 1]), "node 1 has parent 2"),
+    (nodes([1], [1]), "node 1 has parent 1"),
+    (nodes([1], [-1]), "node 1 has parent -1"),
+    (nodes([1, 10], [0, 1]), "node 2 holds token 10, outside the vocabulary of 10"),
+    (nodes([-1], [0]), "node 1 holds token -1"),
+    (nodes([1], [0], confidence=[1.0, float("nan")]), "confidence nan"),
+    (nodes([1], [0], confidence=[1.0, -0.1]), "confidence -0.1"),
+    (nodes([1], [0], confidence=[1.0, 1.01]), "a probability is from 0 to 1"),
+    (sampled(probes={1}), "sampled and is a probe"),
+    (nodes([1] * 9, list(range(9))), "9 nodes, 9 deep, exceed the budget of 8 nodes"),
+    (None, "one TokenTree for each row, got NoneType"),
+    ([1, 2], "one TokenTree for each row, got list"),
+    (TokenTree, "one TokenTree for each row, got type"),
+    (TokenTree(3), "the tree's root holds token 3; the last committed token is 7"),
+    (nodes([1], []), r"have the lengths \[2, 1, 2, 2\]"),
+    (nodes([1], [0], confidence=[1.0]), r"have the lengths \[2, 2, 2, 1\]"),
+    (nodes([1], [0], drawn=[Drawn.DETERMINISTIC] * 3), r"have the lengths \[2, 2, 3, 2\]"),
+    (nodes([], [], tokens=[], parents=[], drawn=[], confidence=[]), r"have the lengths \[0, 0, 0, 0\]"),
+    (nodes([1.0], [0]), "what is no number"),
+    (nodes(["1"], [0]), "what is no number"),
+    (nodes([1], [None]), "what is no number"),
+    (nodes([1], [0], confidence=[1.0, "sure"]), "what is no number"),
+    (nodes([1], [0], probes={0.5}), "what is no number"),
+    (nodes([1], [0], tokens=None), "what is no number"),
+    (nodes([1], [0], drawn=[Drawn.DETERMINISTIC, 9]), "drawn in an unknown way: 9 is not a valid Drawn"),
+    (nodes([1], [0], probes={2}), r"node 2 is a probe, but there are the drafted nodes 1\.\.1"),
+    (nodes([1], [0], probes={0}), "node 0 is a probe"),
+    (nodes([1], [0], drawn=[Drawn.DETERMINISTIC, Drawn.IID]), "node 0 has sampled children, but the draft records no"),
+    (sampled([0.1] * 10), "the draft probs of node 0 are list, expected floats"),
+    (sampled(torch.ones(1, 10)), r"float32 of the shape \(1, 10\), expected floats of the shape \(V,\)"),
+    (sampled(torch.ones(10, dtype=torch.int64)), "int64 of the shape"),
+    (sampled(torch.ones(())), r"float32 of the shape \(\)"),
+    (sampled(torch.ones(11)), r"float32 of the shape \(11,\), expected .* V at most 10"),
+    (sampled(draft_probs=[torch.ones(10)]), "this is no tree"),
+    (sampled(masses={0: "one"}), "this is no tree"),
+    (nodes([1], [0], resume=3), "this is no tree"),
 ]
-BROKEN: list[tuple[Any, str]] = [
-    (None, "proposes a Draft, got NoneType"),
-    ([], "proposes a Draft, got list"),
-    (TreeBuilder(), "proposes a Draft, got TreeBuilder"),
-    (chain([1], [0], counts=torch.tensor([2])), r"count 2 is not in 0\.\.1"),
-    (chain([1], [0], counts=torch.tensor([-1])), "count -1"),
-    (chain([1], [0], counts=torch.tensor([1, 1])), "counts of a draft for 1 rows"),
-    (chain([1], [0], counts=torch.tensor([1.0])), "counts of a draft"),
-    (chain([1], [0], drawn=SAMPLED * 9), r"unknown way, \[9\]"),
-    (chain([1], [0], drawn=SAMPLED), "records no laws"),
-    (chain([1], [0], drawn=torch.zeros(1, 1)), "drawn of a draft"),
-    (replace(chain([1], [0]), tokens=torch.ones(1, 1)), "tokens of a draft"),
-    (replace(chain([1], [0]), tokens=torch.ones(1, dtype=torch.int64)), "tokens of a draft"),
-    (replace(chain([1], [0]), parents=torch.zeros(1, 2, dtype=torch.int64)), "parents of a draft"),
-    (chain([1], [0], confidence=torch.ones(1)), "confidence of a draft"),
-    (chain([1], [0], confidence=torch.ones(1, 1, dtype=torch.float64)), "confidence of a draft"),
-    (chain([1], [0], probes=torch.zeros(1, 1)), "probes of a draft"),
-    (replace(SAMPLED_CHAIN, laws=torch.ones(1, 1, 10)), r"expected floats of the shape \(1, 2, V\)"),
-    (replace(SAMPLED_CHAIN, laws=torch.ones(1, 2, 10, dtype=torch.int64)), "expected floats"),
-    (replace(SAMPLED_CHAIN, laws=torch.ones(2)), "expected floats"),
-    (replace(SAMPLED_CHAIN, laws=torch.ones(1, 2, 11)), "over 11 tokens"),
-    (replace(SAMPLED_CHAIN, laws=torch.ones(1, 2, 3), law_ids=torch.tensor([0, 1, 10])), "law_ids"),
-    (replace(SAMPLED_CHAIN, laws=torch.ones(1, 2, 3), law_ids=torch.tensor([0, 1])), "law_ids"),
-]
 
 
-@pytest.mark.parametrize(("draft", "message"), FLAWS)
-def test_a_row_at_fault_is_named(draft: Draft, message: str) -> None:
-    found = checked(draft)
-    assert list(found.faults) == [0]
+@pytest.mark.parametrize(("tree", "message"), FLAWS)
+def test_a_tree_at_fault_says_what_is_wrong(tree: Any, message: str) -> None:
+    found = checked(tree)
+    assert found.error is not None
     with pytest.raises(InvalidDraftError, match=message):
-        raise found.faults[0].error
+        raise found.error
+    again = checked(found.tree)
+    assert again.error is None and again.tree.tokens == found.tree.tokens, "what is left is sound"
 
 
-@pytest.mark.parametrize(("draft", "message"), FLAWS)
-def test_rows_beside_it_are_sound(draft: Draft, message: str) -> None:
-    both = gather([([1], draft), ([0], TWO)], 3)
-    assert list(checked(both).faults) == [1]
+class Proposing(Drafter):
+    """Proposes what it was given."""
+
+    name = "proposing"
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def propose(self, context: DraftContext, budget: Budget) -> Any:
+        return self.found
 
 
-@pytest.mark.parametrize(("draft", "message"), BROKEN)
-def test_what_is_no_draft_is_refused(draft: Any, message: str) -> None:
-    with pytest.raises(InvalidDraftError, match=message):
-        checked(draft, rows=1)
+def proposed(found: Any, rows: int) -> tuple[list[TokenTree], list[int]]:
+    """What the guard submits of a proposal for these rows, and how often it counted each as failed."""
+    made = Guarded(Proposing(found), "proposing", DrafterSetup(target=TARGET, tokenizer=None, rows=rows, slots=64))
+    context = DraftContext(
+        rows=range(rows),
+        tokens=[[1, ROOT]] * rows,
+        prompt_lengths=[1] * rows,
+        fresh=[0] * rows,
+        samplers=[Sampler(SamplingParams(temperature=0.0), [1])] * rows,
+        rng=[Rng(0, 2)] * rows,
+        signals={},
+    )
+    trees = made.propose(context, Budget(nodes=[8] * rows, depth=[8] * rows))
+    return trees, [made._failures.take(row) for row in range(rows)]
 
 
-def test_a_draft_for_other_rows_is_refused() -> None:
-    for rows in (0, 2):
-        with pytest.raises(InvalidDraftError, match=f"a draft for {rows} rows"):
-            checked(TWO, rows=rows)
+@pytest.mark.parametrize(("tree", "message"), FLAWS)
+def test_rows_beside_it_are_sound(tree: Any, message: str) -> None:
+    trees, failures = proposed([two(), tree, two()], 3)
+    assert [trees[row].tokens for row in (0, 2)] == [(ROOT, 1, 2)] * 2 and failures == [0, 1, 0]
+    assert trees[1].tokens == checked(tree).tree.tokens
+
+
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [
+        (None, "NoneType"),
+        (two(), "TokenTree"),
+        ({0: two()}, "dict"),
+        (iter([two()]), "list_iterator"),
+        ([], "0"),
+        ([two(), two()], "2"),
+    ],
+)
+def test_what_is_no_list_of_a_tree_a_row_is_refused(found: Any, got: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_drafter.cache_clear()
+    trees, failures = proposed(found, 1)
+    assert [tree.tokens for tree in trees] == [[ROOT]] and failures == [1]
+    assert f"a drafter proposes a list of 1 TokenTrees, one a row; got {got}" in caplog.text
 
 
 def test_a_tree_that_is_too_large_is_cut_to_what_was_drawn_first() -> None:
-    draft = stack([rebuild(TWO, 0), rebuild(TWO, 0), rebuild(chain([1, 2, 3], [0, 0, 1]), 0)])
-    for nodes, depth, kept in (
-        ([2, 1, 3], [2, 2, 2], {1: [1]}),
-        ([2, 2, 3], [1, 2, 1], {0: [1], 2: [1, 2]}),
-        ([0, 2, 2], [2, 0, 2], {0: [], 1: [], 2: [1, 2]}),
-        ([2, 2, 3], [2, 2, 2], {}),
+    wide = nodes([1, 2, 3], [0, 0, 1])
+    for tree, most, deepest, kept in (
+        (two(), 1, 2, [1]),
+        (two(), 2, 1, [1]),
+        (two(), 0, 2, []),
+        (two(), 2, 0, []),
+        (two(), 2, 2, [1, 2]),
+        (wide, 3, 1, [1, 2]),
+        (wide, 2, 2, [1, 2]),
+        (wide, 3, 2, [1, 2, 3]),
     ):
-        budget = Budget(nodes=nodes, depth=depth)
-        found = check(draft, budget, TARGET)
-        assert {row: list(fault.kept) for row, fault in found.faults.items()} == kept
-        sound = found.sound(draft)
-        assert sound.counts.tolist() == [len(kept.get(row, range(count))) for row, count in enumerate((2, 2, 3))]
-        assert not check(sound, budget, TARGET).faults
+        found = checked(tree, most=most, deepest=deepest)
+        assert found.tree.tokens == (ROOT, *(tree.tokens[node] for node in kept))
+        assert (found.error is None) == (len(kept) == tree.size)
+        assert checked(found.tree, most=most, deepest=deepest).error is None
 
 
 def test_a_confidence_that_is_none_does_not_decide_what_is_submitted() -> None:
-    nodes = torch.tensor([[float("nan"), 0.5, 2.0]])
-    draft = chain([1, 2, 3], [0, 1, 2], drawn=torch.ones(1, 3, dtype=torch.uint8), laws=torch.ones(1, 4, 10) / 10)
-    sound = checked(replace(draft, confidence=nodes)).sound(replace(draft, confidence=nodes))
-    assert sound.rows[0].tokens == (1, 2, 3) and sound.rows[0].confidence == (0.0, 0.5, 0.0)
-    assert torch.equal(sound.laws[0, :3], draft.laws[0, :3])  # type: ignore[index]
+    tree = nodes([1, 2, 3], [0, 1, 2], drawn=[Drawn.DETERMINISTIC, *[Drawn.IID] * 3])
+    tree.confidence = [1.0, float("nan"), 0.5, 2.0]
+    tree.draft_probs = {node: torch.full((10,), 0.1) for node in range(3)}
+    found = checked(tree)
+    assert found.error is not None
+    assert found.tree.tokens == (ROOT, 1, 2, 3) and found.tree.confidence == (1.0, 0.0, 0.5, 0.0)
+    assert set(found.tree.draft_probs) == {0, 1, 2}
+    assert all(torch.equal(probs, tree.draft_probs[node]) for node, probs in found.tree.draft_probs.items())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_built_is_accepted(seed: int) -> None:
-    builders = [random_builder(seed, 12, 10), TreeBuilder(), random_builder(seed + 50, 3, 10)]
-    assert checked(stack(builders), nodes=12, depth=12) == checked(empty_draft(4)) == Checked(faults={}, clean=True)
+@pytest.mark.parametrize("size", [0, 3, 12])
+def test_what_is_built_is_accepted(seed: int, size: int) -> None:
+    tree = random_tree(seed, size)
+    found = checked(tree, most=12, deepest=12)
+    assert found.error is None
+    for name in ("tokens", "parents", "depths", "drawn", "confidence"):
+        assert getattr(found.tree, name) == tuple(getattr(tree, name))
+    assert found.tree.probes == tree.probes and found.tree.draft_probs.keys() == tree.draft_probs.keys()
 
 
-def _growing(laws: Laws, submitted: Callable[[Draft], Draft]) -> Callable[[Rng], TokenTree]:
+def test_probs_over_the_first_tokens_mean_these() -> None:
+    probs = checked(sampled(torch.tensor([0.25, 0.75]))).tree.draft_probs[0]
+    assert probs.tolist() == [0.25, 0.75, *[0.0] * 8]
+
+
+def _growing(laws: Laws, submitted: Callable[[TokenTree], TokenTree]) -> Callable[[Rng], TokenTree]:
     """Draws a chain of two, of three behind token 0, where the budget is two; `submitted` is what becomes of it."""
 
     def draw(rng: Rng) -> TokenTree:
-        builder, path = TreeBuilder(), tuple[int, ...]()
+        tree, path = TokenTree(0), tuple[int, ...]()
         while len(path) < (3 if path[:1] == (0,) else 2):
-            builder.set_law(len(path), laws[path].float())
-            builder.add(rng.drafted(laws[path].float(), len(path)), len(path), drawn=Drawn.IID)
-            path = (*path, builder.tokens[-1])
-        [tree] = token_trees(submitted(stack([builder])), [0], len(laws[()]))
-        return tree
+            tree.set_probs(len(path), laws[path].float())
+            tree.add(rng.drafted(laws[path].float(), len(path)), len(path), drawn=Drawn.IID)
+            path = (*path, tree.tokens[-1])
+        return submitted(tree)
 
     return draw
 
@@ -144,11 +228,13 @@ def _growing(laws: Laws, submitted: Callable[[Draft], Draft]) -> Callable[[Rng],
 def test_a_cut_by_the_order_of_drawing_keeps_the_law(rule: str) -> None:
     """Exactly, though whether a tree is too large depends on what was drawn; to lose it as a whole would be a bias."""
 
-    def cut(draft: Draft) -> Draft:
-        return check(draft, Budget(nodes=[2], depth=[2]), TARGET).sound(draft)
+    def cut(tree: TokenTree) -> TokenTree:
+        return check(tree, 0, 2, 2, three).tree
 
-    def lost(draft: Draft) -> Draft:
-        return draft if draft.size <= 2 else empty_draft(1)
+    def lost(tree: TokenTree) -> TokenTree:
+        return tree if tree.size <= 2 else TokenTree(0)
+
+    three: Any = SimpleNamespace(vocab_size=3)
 
     for seed in range(3):
         target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=seed)
@@ -157,54 +243,39 @@ def test_a_cut_by_the_order_of_drawing_keeps_the_law(rule: str) -> None:
         assert exact_law(rule_named(rule), target, _growing(draft, lost), horizon=3).error(target) > 1e-3
 
 
-def test_padding_is_not_judged_but_must_not_go_through_a_pass() -> None:
-    counts, drawn = torch.tensor([1]), torch.tensor([[0, 9, 9]], dtype=torch.uint8)
-    for draft in (
-        chain([1, 99, 1], [0, 0, 1], counts=counts, drawn=drawn),
-        chain([1, -1, 1], [0, 0, 1], counts=counts, drawn=drawn),
-        chain([1, 1, 1], [0, 77, 1], counts=counts, drawn=drawn),
-        chain([1, 1, 1], [0, 0, -1], counts=counts, drawn=drawn),
-        chain([1] * 9, [0] * 9, counts=counts),
+def test_what_is_submitted_is_a_copy_that_nobody_writes_to() -> None:
+    tree = random_tree(3, 8)
+    found, tokens, parents = checked(tree).tree, list(tree.tokens), list(tree.parents)
+    tree.tokens[1], tree.parents[2] = (tree.tokens[1] + 1) % 10, 0
+    tree.add(1, 0)
+    tree.probes.add(1)
+    tree.draft_probs.clear()
+    assert list(found.tokens) == tokens and list(found.parents) == parents
+    assert 1 not in found.probes and found.draft_probs
+    for write in (
+        lambda: found.tokens.__setitem__(1, 3),
+        lambda: found.parents.append(0),
+        lambda: found.probes.add(1),
+        lambda: found.add(1, 0),
     ):
-        assert checked(draft) == Checked(faults={}, clean=False)
-        rebuilt = checked(draft).sound(draft)
-        assert checked(rebuilt) == Checked(faults={}, clean=True) and rebuilt.tokens.tolist() == [[1]]
-    assert checked(chain([1, 1, 1], [0, 0, 1], counts=counts, drawn=drawn)).clean
-
-
-def test_the_tensors_count_and_not_what_was_stacked() -> None:
-    draft = stack([rebuild(TWO, 0)])
-    draft.tokens[0, 1] = 7
-    checked(draft)
-    assert draft.rows[0].tokens == (1, 7)
-    draft.tokens[0, 1] = 10
-    assert checked(draft).faults
+        with pytest.raises((AttributeError, TypeError)):
+            write()
 
 
 def test_states_that_were_begun_fit_the_target() -> None:
-    good = Resume(boundary=2, states=torch.zeros(1, 3, 4), counts=[3], stamps=[1])
-    assert not checked(replace(TWO, resume=good)).faults
+    good = Resume(boundary=2, states=torch.zeros(3, 4), stamp=1)
+    found = checked(nodes([1, 2], [0, 1], resume=good))
+    assert found.error is None and found.tree.resume is good
     for wrong in (
-        replace(good, states=torch.zeros(2, 3, 4)),
-        replace(good, states=torch.zeros(1, 4, 4)),
-        replace(good, states=torch.zeros(1, 3, 5)),
-        replace(good, states=torch.zeros(1, 3)),
-        replace(good, states=torch.zeros(1, 3, 4, dtype=torch.float64)),
+        replace(good, states=torch.zeros(4, 4)),
+        replace(good, states=torch.zeros(0, 4)),
+        replace(good, states=torch.zeros(3, 5)),
+        replace(good, states=torch.zeros(1, 3, 4)),
+        replace(good, states=torch.zeros(3, 4, dtype=torch.float64)),
         replace(good, boundary=0),
         replace(good, boundary=4),
-        replace(good, counts=[4]),
-        replace(good, counts=[1, 1]),
-        replace(good, stamps=[]),
     ):
+        found = checked(nodes([1, 2], [0, 1], resume=wrong))
+        assert found.tree.size == 0
         with pytest.raises(InvalidDraftError, match="resumes"):
-            checked(replace(TWO, resume=wrong))
-
-
-def test_begun_states_of_the_rows_that_are_left_are_cut_to_their_trees() -> None:
-    """The larger of two trees is left out, with it the nodes that only it had states for."""
-    two = stack([rebuild(TWO, 0), rebuild(chain([1], [0]), 0)])
-    begun = replace(two, resume=Resume(boundary=2, states=torch.ones(2, 3, 4), counts=[3, 2], stamps=[5, 6]))
-    left = gather([([1], select(begun, [1]))], 2)
-    assert left.resume is not None and left.resume.states.shape == (2, 2, 4) and left.size == 1
-    assert list(left.resume.counts) == [0, 2] and list(left.resume.stamps) == [0, 6]
-    assert not checked(left).faults
+            raise found.error or AssertionError

@@ -15,14 +15,13 @@ from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.cascade import CascadeDrafter, DraftTarget
-from forerun.drafters.composing.joining import expected_tokens, join
 from forerun.drafters.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.tree import TokenTree, TreeBuilder, rebuild, stack
-from forerun.types import LAST_HIDDEN, Budget, Draft, Drawn
+from forerun.tree import TokenTree, join
+from forerun.types import LAST_HIDDEN, Budget, Drawn
 from forerun.verify.base import rule_named
 from forerun.verify.enumeration import Drawing, World, branching, exact_law, toy_drafter, toy_laws
 
@@ -53,26 +52,26 @@ class Stub(Drafter):
         self.config, self.asked = config, list[list[int]]()
         self.greedy: list[bool] = []
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self.asked.append(list(context.rows))
         self.greedy = [sampler.greedy for sampler in context.samplers]
         if self.config.fails:
             raise RuntimeError("as planned")
         limits = zip(context.tokens, budget.nodes, budget.depth, strict=True)
-        return stack([self._tree(tokens[-1], min(limit)) for tokens, *limit in limits])
+        return [self._tree(tokens[-1], min(limit)) for tokens, *limit in limits]
 
-    def _tree(self, root: int, limit: int) -> TreeBuilder:
-        builder = TreeBuilder()
+    def _tree(self, root: int, limit: int) -> TokenTree:
+        tree = TokenTree(root)
         for path in self.config.paths.get(root, ()):
             parent = 0
             for token in path[:limit]:
                 if self.config.sampled:
-                    builder.set_law(parent, torch.full((12,), 1 / 12))
+                    tree.set_probs(parent, torch.full((12,), 1 / 12))
                 kind = Drawn.IID if self.config.sampled else Drawn.DETERMINISTIC
-                parent = builder.add(token, parent, drawn=kind, confidence=self.config.confidence)
+                parent = tree.add(token, parent, drawn=kind, confidence=self.config.confidence)
         for token in range(self.config.probes):
-            builder.add(token, 0, probe=True)
-        return builder
+            tree.add(token, 0, probe=True)
+        return tree
 
 
 @pytest.fixture(autouse=True)
@@ -109,9 +108,8 @@ def roomy(rows: int, nodes: int = 32) -> Budget:
     return Budget(nodes=[nodes] * rows, depth=[32] * rows)
 
 
-def paths(draft: Draft, row: int = 0) -> set[tuple[int, ...]]:
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     """The tokens that lead to each node that may be accepted."""
-    tree = rebuild(draft, row).tree(0)
     nodes = (node for node in range(1, tree.size + 1) if node not in tree.probes)
     return {tuple(tree.tokens[step] for step in tree.path(node)) for node in nodes}
 
@@ -126,8 +124,8 @@ def test_a_row_is_drafted_for_by_the_first_that_promises_enough() -> None:
         stub(paths={root: [[7, 7, 7]] for root in range(5)}, confidence=0.1),
         min_tokens=1.0,
     )
-    draft = made.propose(context([1], [2], [3], [1]), roomy(4))
-    assert [paths(draft, row) for row in range(4)] == [
+    trees = made.propose(context([1], [2], [3], [1]), roomy(4))
+    assert [paths(tree) for tree in trees] == [
         {(4,), (4, 4)},
         {(7,), (7, 7), (7, 7, 7)},
         {(7,), (7, 7), (7, 7, 7)},
@@ -138,21 +136,21 @@ def test_a_row_is_drafted_for_by_the_first_that_promises_enough() -> None:
 
 def test_nobody_is_asked_where_nothing_may_be_drafted() -> None:
     made = composed("first_of", stub(), stub())
-    draft = made.propose(context([1], [1]), Budget(nodes=[0, 3], depth=[3, 0]))
-    assert draft.counts.tolist() == [0, 0]
+    trees = made.propose(context([1], [1]), Budget(nodes=[0, 3], depth=[3, 0]))
+    assert [tree.size for tree in trees] == [0, 0]
     assert all(not member.drafter.asked for member in made.members)
 
 
 def test_a_sampled_draft_is_taken_whatever_it_promises() -> None:
     low = stub(paths={1: [[4]]}, confidence=0.01, sampled=True)
     made = composed("first_of", low, stub(paths={1: [[7]]}), min_tokens=5.0)
-    assert paths(made.propose(context([1]), roomy(1))) == {(4,)}
+    assert paths(*made.propose(context([1]), roomy(1))) == {(4,)}
 
 
 def test_a_member_that_raises_loses_its_own_drafts_only() -> None:
     for method in ("first_of", "merge"):
         made = composed(method, stub(fails=True), stub(paths={1: [[7]]}))
-        assert paths(made.propose(context([1]), roomy(1))) == {(7,)}
+        assert paths(*made.propose(context([1]), roomy(1))) == {(7,)}
 
 
 def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> None:
@@ -185,17 +183,17 @@ def test_equal_paths_become_one_and_the_likeliest_nodes_are_kept() -> None:
         stub(paths={1: [[4, 5], [8]]}, confidence=0.7),
         nodes=3,
     )
-    draft = made.propose(context([1]), roomy(1))
-    assert paths(draft) == {(4,), (4, 5), (8,)}
-    assert draft.confidence is not None and draft.confidence[0].tolist() == pytest.approx([0.7, 0.7, 0.7])
+    (tree,) = made.propose(context([1]), roomy(1))
+    assert paths(tree) == {(4,), (4, 5), (8,)}
+    assert tree.confidence == pytest.approx([1, 0.7, 0.7, 0.7])
 
 
 def test_given_nodes_stand_below_the_sampled_node_that_holds_their_token() -> None:
     made = composed("merge", stub(paths={1: [[4, 5], [9]]}), stub(paths={1: [[4]]}, sampled=True), reproducible=False)
-    tree = rebuild(made.propose(context([1], params=SAMPLED), roomy(1)), 0).tree(1)
-    assert tree.tokens == (1, 4, 5, 9)
-    assert tree.parents == (-1, 0, 1, 0)
-    assert tree.drawn[1] is Drawn.IID and 0 in tree.laws
+    (tree,) = made.propose(context([1], params=SAMPLED), roomy(1))
+    assert tree.tokens == [1, 4, 5, 9]
+    assert tree.parents == [-1, 0, 1, 0]
+    assert tree.drawn[1] is Drawn.IID and 0 in tree.draft_probs
 
 
 def test_sampled_nodes_come_from_one_member_and_are_never_pruned() -> None:
@@ -203,29 +201,20 @@ def test_sampled_nodes_come_from_one_member_and_are_never_pruned() -> None:
     for nodes, rest in [(4, (9,)), (8, (9, 9))]:
         other = stub(paths={1: [[6]]}, sampled=True)
         made = composed("merge", stub(paths={1: [[9, 9]]}), sampled, other, nodes=nodes)
-        tree = rebuild(made.propose(context([1], params=SAMPLED), roomy(1)), 0).tree(1)
-        assert tree.tokens == (1, 4, 4, 5, *rest)
+        (tree,) = made.propose(context([1], params=SAMPLED), roomy(1))
+        assert tree.tokens == [1, 4, 4, 5, *rest]
 
 
 def test_scouts_take_what_room_is_left() -> None:
     made = composed("merge", stub(paths={1: [[4, 5]]}, probes=3), stub(paths={1: [[6]]}))
-    draft = made.propose(context([1]), roomy(1, nodes=5))
-    tree = rebuild(draft, 0).tree(1)
-    assert paths(draft) == {(4,), (4, 5), (6,)}
+    (tree,) = made.propose(context([1]), roomy(1, nodes=5))
+    assert paths(tree) == {(4,), (4, 5), (6,)}
     assert tree.probes == {4, 5}
 
 
-def as_builder(tree: TokenTree, confidence: float = 0.5) -> TreeBuilder:
-    builder = TreeBuilder()
-    builder.tokens, builder.parents, builder.drawn = list(tree.tokens[1:]), list(tree.parents[1:]), list(tree.drawn[1:])
-    builder.confidence, builder.probes = [confidence] * tree.size, [False] * tree.size
-    builder.laws = dict(tree.laws)
-    return builder
-
-
-def given_trees() -> list[TreeBuilder]:
+def given_trees() -> list[TokenTree]:
     """What two members copy: branches that agree and disagree with whatever is drawn from three tokens."""
-    first, second = TreeBuilder(), TreeBuilder()
+    first, second = TokenTree(0), TokenTree(0)
     first.add_path([0, 1, 2], confidence=0.8)
     first.add_path([1, 1, 0], confidence=0.4)
     second.add_path([0, 2], confidence=0.6)
@@ -241,8 +230,9 @@ def test_joined_trees_keep_the_law_exactly(shape: Any, drawing: Drawing, room: i
     base = toy_drafter(drafts, shape, drawing)
 
     def draw(rng: Rng) -> TokenTree:
-        builder = as_builder(base(rng))
-        return join(builder, given_trees(), len(builder) + room).tree(0)
+        tree = base(rng)
+        tree.confidence[1:] = [0.5] * tree.size
+        return join(tree, given_trees(), tree.size + room)
 
     single = drawing is Drawing.GREEDY_K or shape in (branching(1), branching(1, 1))
     for name in ("traversal", "greedy_k") if single else ("traversal",):
@@ -255,17 +245,21 @@ def test_a_sampled_node_pruned_for_its_value_would_be_noticed() -> None:
 
     def draw(rng: Rng) -> TokenTree:
         tree = base(rng)
-        return tree if tree.tokens[1] != 0 else join(TreeBuilder(), given_trees(), 3).tree(0)
+        return tree if tree.tokens[1] != 0 else join(TokenTree(0), given_trees(), 3)
 
     assert exact_law(rule_named("traversal"), target, draw, 4).error(target) > 1e-3
 
 
 def test_expected_tokens_are_summed_over_paths() -> None:
-    builder = TreeBuilder()
-    builder.add_path([1, 2], confidence=0.5)
-    builder.add(3, 0, confidence=0.25)
-    builder.add(4, 0, probe=True)
-    assert expected_tokens(builder) == pytest.approx(0.5 + 0.25 + 0.25)
+    tree = TokenTree(0)
+    tree.add_path([1, 2], confidence=0.5)
+    tree.add(3, 0, confidence=0.25)
+    tree.add(4, 0, probe=True)
+    assert tree.survival() == pytest.approx([1, 0.5, 0.25, 0.25, 0])
+    for least, taken in ((0.99, {(1,), (1, 2), (3,)}), (1.01, {(7,)})):  # one token in all
+        made = composed("first_of", stub(), stub(paths={0: [[7]]}), min_tokens=least)
+        made.members[0].drafter._tree = lambda root, limit: tree
+        assert paths(*made.propose(context([0]), roomy(1))) == taken
 
 
 # --- cascade --------------------------------------------------------------------------------------------------------
@@ -337,8 +331,8 @@ def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
     made = build("cascade", cascade().options, setup)
     assert isinstance(made, CascadeDrafter)
     text = list(PROMPTS[0])
-    chain = rebuild(made.propose(context(text), roomy(1)), 0).tokens
-    text += [chain[0], chain[1], (chain[2] + 1) % 12]
+    (tree,) = made.propose(context(text), roomy(1))
+    text += [tree.tokens[1], tree.tokens[2], (tree.tokens[3] + 1) % 12]
     made.extend(replace(context(text), fresh=[3]))
     assert made.model.lengths[0] == len(text) - 1
     assert made._rows[0].text == len(text) - 1, "the last token is news"
@@ -352,10 +346,10 @@ def test_the_tail_goes_on_where_the_chain_ends() -> None:
     setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
     made = build("cascade", cascade(stub(paths=loop), tail=3, num_speculative_tokens=2).options, setup)
     for nodes, size in [(9, 5), (4, 4), (2, 2), (1, 1)]:
-        draft = made.propose(context(PROMPTS[0]), Budget(nodes=[nodes], depth=[9]))
-        assert rebuild(draft, 0).parents == list(range(size))
-    draft = made.propose(context(PROMPTS[0]), Budget(nodes=[9], depth=[3]))
-    assert rebuild(draft, 0).parents == list(range(3))
+        (tree,) = made.propose(context(PROMPTS[0]), Budget(nodes=[nodes], depth=[9]))
+        assert tree.parents == list(range(-1, size))
+    (tree,) = made.propose(context(PROMPTS[0]), Budget(nodes=[9], depth=[3]))
+    assert tree.parents == list(range(-1, 3))
 
 
 def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
@@ -367,8 +361,8 @@ def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
         for made in (speaker, plain):
             made.truncate([0], [0])
             made.prefill([0], [[1, 5]])
-        found = speaker.score([0], [3], stack([TreeBuilder()])).logits[0, 0]
-        wanted = plain.score([0], [3], stack([TreeBuilder()])).logits[0, 0]
+        found = speaker.score([0], [TokenTree(3)]).logits[0, 0]
+        wanted = plain.score([0], [TokenTree(3)]).logits[0, 0]
         assert len(found) == wide
         assert torch.equal(found[:10], wanted[:10]) and bool((found[12:] == -torch.inf).all())
         assert speaker.readable([3, 11, 14]) == [3, 11, 0]

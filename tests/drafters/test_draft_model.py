@@ -18,7 +18,8 @@ from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.types import Budget, Draft, SamplingParams
+from forerun.tree import TokenTree
+from forerun.types import Budget, SamplingParams
 from llamas import tiny_llama
 
 WORDS = 12
@@ -66,7 +67,7 @@ def context(texts: list[list[int]], fresh: list[int], temperature: float = 0.0) 
 
 def propose(
     made: DraftModelDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
-) -> Draft:
+) -> list[TokenTree]:
     budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
     return made.propose(context(texts, [0] * len(texts), temperature), budget)
 
@@ -92,16 +93,16 @@ def counted(made: DraftModelDrafter) -> Iterator[list[int]]:
 @pytest.mark.parametrize("text", [PROMPT, list(range(WORDS)) * 3])
 def test_a_greedy_chain_is_the_draft_models_own_text(text: list[int]) -> None:
     weights = model(seed=3)
-    draft = propose(drafter(weights), [text])
-    assert draft.tokens[0].tolist() == greedy(weights, text, 5)
-    assert draft.laws is None
+    (tree,) = propose(drafter(weights), [text])
+    assert tree.tokens == [text[-1], *greedy(weights, text, 5)]
+    assert not tree.draft_probs and not tree.sampled
 
 
 def test_every_row_drafts_for_itself() -> None:
     weights = model(seed=3)
     texts = [PROMPT, [5, 6], list(range(WORDS)) * 3]
-    draft = propose(drafter(weights, rows=3), texts)
-    assert draft.tokens.tolist() == [greedy(weights, text, 5) for text in texts]
+    trees = propose(drafter(weights, rows=3), texts)
+    assert [tree.tokens[1:] for tree in trees] == [greedy(weights, text, 5) for text in texts]
 
 
 @pytest.mark.parametrize("kept", range(5))
@@ -109,12 +110,12 @@ def test_no_token_is_run_twice(kept: int) -> None:
     weights = model(seed=3)
     made, text = drafter(weights, num_speculative_tokens=4), list(PROMPT)
     made.extend(context([text], [len(text)]))
-    tokens = propose(made, [text]).tokens[0].tolist()
+    tokens = propose(made, [text])[0].tokens[1:]
     other = next(token for token in range(WORDS) if token not in tokens)
     text += [*tokens[:kept], other]
     made.extend(context([text], [kept + 1]))
     with counted(made) as passes:
-        again = propose(made, [text]).tokens[0].tolist()
+        again = propose(made, [text])[0].tokens[1:]
     assert again == greedy(weights, text, 4)
     assert passes == [2 if kept == 4 else 1, 1, 1, 1]
 
@@ -123,15 +124,15 @@ def test_of_a_tree_the_accepted_path_is_kept() -> None:
     weights = model(seed=3)
     made, text = drafter(weights, shape=(2, 2, 1)), list(PROMPT)
     made.extend(context([text], [len(text)]))
-    draft = propose(made, [text])
+    (tree,) = propose(made, [text])
     path = [2, 6]
-    text += [*(int(draft.tokens[0, node - 1]) for node in path), 0]
+    text += [*(tree.tokens[node] for node in path), 0]
     made.extend(context([text], [3]))
     with counted(made) as passes:
-        again = propose(made, [text])
+        (again,) = propose(made, [text])
     assert passes == [1, 2, 4]
-    fresh = propose(drafter(weights, shape=(2, 2, 1)), [text])
-    assert again.tokens.tolist() == fresh.tokens.tolist()
+    (fresh,) = propose(drafter(weights, shape=(2, 2, 1)), [text])
+    assert again.tokens == fresh.tokens
 
 
 def test_truncation_forgets() -> None:
@@ -142,37 +143,36 @@ def test_truncation_forgets() -> None:
     made.truncate([0], [3])
     shorter = [*PROMPT[:3], 9, 9]
     made.extend(context([shorter], [2]))
-    assert propose(made, [shorter]).tokens[0].tolist() == greedy(weights, shorter, 5)
+    assert propose(made, [shorter])[0].tokens[1:] == greedy(weights, shorter, 5)
     made.truncate([0], [0])
     assert made.model.lengths == [0]
 
 
 @pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
 def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert propose(drafter(model()), [PROMPT], nodes=nodes, depth=depth).counts.tolist() == [count]
+    assert propose(drafter(model()), [PROMPT], nodes=nodes, depth=depth)[0].size == count
 
 
 def test_rows_with_different_budgets() -> None:
     made = drafter(model(seed=3), rows=3)
     budget = Budget(nodes=[5, 0, 2], depth=[5, 5, 5])
-    draft = made.propose(context([PROMPT] * 3, [0] * 3), budget)
-    assert draft.counts.tolist() == [5, 0, 2]
-    assert draft.tokens[2, :2].tolist() == draft.tokens[0, :2].tolist()
+    trees = made.propose(context([PROMPT] * 3, [0] * 3), budget)
+    assert [tree.size for tree in trees] == [5, 0, 2]
+    assert trees[2].tokens == trees[0].tokens[:3]
 
 
 def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
     made = drafter(model(positions=16))
-    assert propose(made, [[1] * 14]).counts.tolist() == [2]
-    assert propose(made, [[1] * 16]).counts.tolist() == [0]
+    assert propose(made, [[1] * 14])[0].size == 2
+    assert propose(made, [[1] * 16])[0].size == 0
 
 
 def test_a_sampled_chain_records_the_law_at_the_drafters_own_temperature() -> None:
     weights = model(seed=3)
-    draft = propose(drafter(weights, temperature=2.0), [PROMPT], temperature=1.0)
+    (tree,) = propose(drafter(weights, temperature=2.0), [PROMPT], temperature=1.0)
     with torch.inference_mode():
         logits = weights(torch.tensor([PROMPT])).logits[0, -1]
-    assert draft.laws is not None
-    torch.testing.assert_close(draft.laws[0, 0], (logits / 2).softmax(-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(tree.draft_probs[0], (logits / 2).softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "iid"}, {"draw": "deterministic"}])
@@ -181,10 +181,9 @@ def test_confidence_follows_what_was_kept(options: dict[str, Any]) -> None:
     made.extend(context([text], [len(text)]))
     firsts = []
     for _ in range(25):
-        draft = propose(made, [text], temperature=3.0, depth=1)
-        assert draft.confidence is not None
-        firsts.append(float(draft.confidence[0, 0]))
-        text += [int(draft.tokens[0, 0]), 0]
+        (tree,) = propose(made, [text], temperature=3.0, depth=1)
+        firsts.append(tree.confidence[1])
+        text += [tree.tokens[1], 0]
         made.extend(context([text], [2]))
     assert firsts[-1] > 0.75 > firsts[0]
 
@@ -193,14 +192,14 @@ def test_a_padded_embedding_is_no_other_vocabulary(tmp_path: Path) -> None:
     large = saved(tmp_path / "large", model(16, seed=5), tokenizer())
     for temperature in (0.0, 5.0):
         made = drafter(large, words=tokenizer())
-        assert int(propose(made, [PROMPT], temperature=temperature).tokens.max()) < WORDS
+        assert max(propose(made, [PROMPT], temperature=temperature)[0].tokens) < WORDS
     small = saved(tmp_path / "small", model(WORDS, seed=5), tokenizer())
     made = drafter(small, target=model(16), words=tokenizer())
-    draft = propose(made, [PROMPT], temperature=1.0)
-    assert draft.laws is not None and draft.laws.shape[-1] == 16
-    assert float(draft.laws[..., WORDS:].sum()) == 0
+    (tree,) = propose(made, [PROMPT], temperature=1.0)
+    assert tree.draft_probs and all(len(probs) == 16 for probs in tree.draft_probs.values())
+    assert all(float(probs[WORDS:].sum()) == 0 for probs in tree.draft_probs.values())
     made.truncate([0], [0])
-    assert int(propose(made, [[1, 15, 2]]).counts[0]) == 5, "a token that only the target has"
+    assert propose(made, [[1, 15, 2]])[0].size == 5, "a token that only the target has"
 
 
 @pytest.mark.parametrize(

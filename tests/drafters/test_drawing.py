@@ -17,7 +17,7 @@ from forerun.drafters.base import DraftContext
 from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
 from forerun.drafters.levels import Draws, FixedTree
 from forerun.sampling import Rng, Sampler
-from forerun.tree import TreeBuilder
+from forerun.tree import TokenTree
 from forerun.types import Drawn, SamplingParams
 
 pytestmark = pytest.mark.thorough
@@ -76,8 +76,8 @@ def both(
 
     def path(row: int, node: int) -> list[int]:
         above = [node] if node else []
-        while above and shape.parents[above[0] - 1]:
-            above.insert(0, shape.parents[above[0] - 1])
+        while above and shape.parents[above[0]]:
+            above.insert(0, shape.parents[above[0]])
         return [int(ids[row, one - 1]) for one in above]
 
     for depth, width in enumerate(shape.widths):
@@ -190,12 +190,12 @@ def test_no_level_needs_a_value() -> None:
 
 def grown(
     draw: Draw, context: DraftContext, logits: Callable[[range], Tensor], *, sorts: bool = True
-) -> list[TreeBuilder]:
+) -> list[TokenTree]:
     """The context's trees, at once on the device or (not `sorts`) with one law after the other."""
     tree, rows = FixedTree(shape=SHAPES[1], draw=draw), list(range(len(context.rows)))
     draws = tree.draws(context, rows, CPU, VOCABULARY, recorded=sorts)
     found = tree.grow(context, rows, 15, logits(range(1)), lambda ids, level: logits(level), draws=draws)
-    return [builder for builder, _ in tree.cut(context, rows, found, [15] * len(rows))]
+    return [token_tree for token_tree, _ in tree.cut(context, rows, found, [15] * len(rows))]
 
 
 def context_of(samplers: list[Sampler]) -> DraftContext:
@@ -229,8 +229,10 @@ def test_a_row_without_a_law_has_no_tree(draw: Draw, wrong: float, changes: dict
     for sorts in (True, False):
         context, sound = context_of(samplers), context_of(samplers)
         expected, found = grown(draw, sound, logits, sorts=sorts), grown(draw, context, broken, sorts=sorts)
-        assert [builder.row() for builder in (found[0], found[2])] == [b.row() for b in (expected[0], expected[2])]
-        assert len(expected[1]) > 0 and len(found[1]) == 0 and not sound.failures
+        for kept, wanted in zip((found[0], found[2]), (expected[0], expected[2]), strict=True):
+            assert (kept.tokens, kept.parents, kept.drawn) == (wanted.tokens, wanted.parents, wanted.drawn)
+            assert (kept.confidence, kept.probes) == (wanted.confidence, wanted.probes)
+        assert expected[1].size > 0 and found[1].size == 0 and not sound.failures
         assert list(context.failures) == [8] and "drafter" in str(context.failures[8])
 
 
@@ -247,7 +249,7 @@ def test_below_a_node_without_a_law_there_is_nothing(draw: Draw) -> None:
     for changes in ({}, {"presence_penalty": 1.0}):
         samplers = [Sampler(replace(NEUTRAL, **changes), [1])]
         [whole], [cut] = grown(draw, context_of(samplers), logits), grown(draw, context := context_of(samplers), broken)
-        assert cut.tokens == whole.tokens[: len(cut)] and set(cut.parents) == {0} and len(cut) == 3
+        assert cut.tokens == whole.tokens[: cut.size + 1] and cut.parents == [-1, 0, 0, 0]
         assert not context.failures
 
 
@@ -260,4 +262,4 @@ def test_a_processor_that_raises_costs_its_own_row_its_tree() -> None:
     samplers = [Sampler(replace(NEUTRAL, logits_processors=(process,)), [1]) for process in (lambda _, x: x, panic)]
     context = context_of(samplers)
     first, second = grown(Draw.IID, context, lambda level: random_logits(2, level, VOCABULARY, 1))
-    assert len(first) == 15 and len(second) == 0 and not context.failures
+    assert first.size == 15 and second.size == 0 and not context.failures

@@ -40,11 +40,8 @@ def paths_of(tree: DynamicTree, model: Markov, depth: int, nodes: int) -> list[s
     grown = tree.grow(model.first, model.descend, None, depth)
     found = []
     for row in columns(grown):
-        builder, _ = tree.cut(row, nodes, depth)
-        made: list[tuple[int, ...]] = [()]
-        for token, parent in zip(builder.tokens, builder.parents, strict=True):
-            made.append((*made[parent], token))
-        found.append(set(made[1:]))
+        cut, _ = tree.cut(0, row, nodes, depth)
+        found.append({tuple(cut.tokens[step] for step in cut.path(node)) for node in range(1, cut.size + 1)})
     return found
 
 
@@ -93,8 +90,8 @@ def test_tokens_are_the_targets_and_nodes_are_given() -> None:
 
     tree = DynamicTree(depth=2, top_k=2, nodes=5)
     row = columns(tree.grow(model.first, descend, vocabulary, 2))[0]
-    builder, submitted = tree.cut(row, 5, 2)
-    assert set(builder.tokens) <= set(ids.tolist())
-    assert set(builder.drawn) == {Drawn.DETERMINISTIC}
-    assert submitted.tokens == builder.tokens
+    cut, submitted = tree.cut(7, row, 5, 2)
+    assert cut.tokens[0] == 7 and cut.size == 5 and set(cut.tokens[1:]) <= set(ids.tolist())
+    assert set(cut.drawn) == {Drawn.DETERMINISTIC}
+    assert (submitted.tokens, submitted.parents) == (cut.tokens, cut.parents)
     assert set(submitted.evidence) == set(range(1, 6))

@@ -99,8 +99,8 @@ def test_what_auto_means() -> None:
 
 def test_a_shape_is_numbered_level_by_level() -> None:
     shape = Shape.regular((3, 2, 1))
-    assert shape.parents == (0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
-    assert shape.depths == (1,) * 3 + (2,) * 6 + (3,) * 6
+    assert shape.size == 15 and shape.parents == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
+    assert shape.depths == (0,) + (1,) * 3 + (2,) * 6 + (3,) * 6
     assert not shape.chain and Shape.regular((1, 1)).chain
 
 
@@ -114,11 +114,11 @@ def test_how_much_of_a_shape_fits_a_budget(nodes: int, depth: int, count: int) -
 def test_any_tree_is_a_shape() -> None:
     parents = (0, 0, 0, 1, 1, 3, 5)
     shape = Shape.of(parents)
-    assert shape.parents == parents and shape.ranks == (0, 1, 2, 0, 1, 0, 0)
-    assert shape.depths == (1, 1, 1, 2, 2, 2, 3) and shape.widths == (3, 2, 1)
+    assert shape.parents == (-1, *parents) and shape.ranks == (0, 0, 1, 2, 0, 1, 0, 0)
+    assert shape.depths == (0, 1, 1, 1, 2, 2, 2, 3) and shape.size == 7 and shape.widths == (3, 2, 1)
     assert [shape.chosen(depth) for depth in range(3)] == [None, [0, 1, 4], [1]]
     assert shape.within(99, 2) == 6 and shape.within(4, 9) == 4
-    assert Shape.of(Shape.regular((3, 2, 1)).parents) == Shape.regular((3, 2, 1))
+    assert Shape.of(Shape.regular((3, 2, 1)).parents[1:]) == Shape.regular((3, 2, 1))
     for wrong in ((1,), (0, 0, 3), (0, 1, 0)):
         with pytest.raises(ArgumentError, match="level by level"):
             Shape.of(wrong)

@@ -12,8 +12,8 @@ import pytest
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
 from forerun.sampling import Rng, Sampler
-from forerun.tree import TreeBuilder, stack
-from forerun.types import Budget, CommittedTokens, Draft, SamplingParams, Source, Verdict
+from forerun.tree import TokenTree
+from forerun.types import Budget, CommittedTokens, SamplingParams, Source, Verdict
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -44,12 +44,12 @@ class Noting(Drafter):
     def extend(self, context: DraftContext) -> None:
         self._note("extend", context.rows)
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._note("propose", context.rows)
-        builders = [TreeBuilder() for _ in context.rows]
-        for row, builder in zip(context.rows, builders, strict=True):
-            builder.add_path([row + 1] * self.nodes)
-        return stack(builders)
+        trees = context.trees()
+        for row, tree in zip(context.rows, trees, strict=True):
+            tree.add_path([row + 1] * self.nodes)
+        return trees
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Any) -> None:
         assert [verdict.next_token for verdict in verdicts] == list(context.rows) == list(scores)
@@ -85,8 +85,8 @@ def context(rows: Sequence[int], fresh: int = 1, length: int = 3) -> DraftContex
 
 def drafted(made: Guarded, rows: Sequence[int], nodes: int = 2) -> list[tuple[int, ...]]:
     """The tokens proposed for each row."""
-    draft = made.propose(context(rows, fresh=0), Budget(nodes=[nodes] * len(rows), depth=[nodes] * len(rows)))
-    return [row.tokens for row in draft.rows]
+    trees = made.propose(context(rows, fresh=0), Budget(nodes=[nodes] * len(rows), depth=[nodes] * len(rows)))
+    return [tuple(tree.tokens[1:]) for tree in trees]
 
 
 def observed(made: Guarded, rows: Sequence[int]) -> None:
@@ -151,15 +151,15 @@ def test_what_is_wrong_in_one_row_costs_the_others_nothing() -> None:
     drafter = Noting()
     drafter.nodes = 2
     made = guarded(drafter)
-    draft = made.propose(context([0, 1, 2], fresh=0), Budget(nodes=[2, 1, 2], depth=[2, 2, 2]))
-    assert [row.tokens for row in draft.rows] == [(1, 1), (2,), (3, 3)], "what was drawn first is submitted"
+    trees = made.propose(context([0, 1, 2], fresh=0), Budget(nodes=[2, 1, 2], depth=[2, 2, 2]))
+    assert [tree.tokens[1:] for tree in trees] == [(1, 1), (2,), (3, 3)], "what was drawn first is submitted"
     assert counted(made) == {1: 1}
     assert drafted(made, [0, 1, 2]) == [(1, 1), (), (3, 3)]
 
 
 def test_a_row_that_it_gives_up_itself_is_closed() -> None:
     class Giving(Noting):
-        def propose(self, context: DraftContext, budget: Budget) -> Draft:
+        def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             context.fail(0, ArithmeticError("NaN"))
             return super().propose(context, budget)
 

@@ -146,10 +146,10 @@ def test_the_engine_drafts_with_the_window_and_answers_the_same(options: dict[st
     propose = active.drafter.propose
 
     def watched(context: Any, budget: Any) -> Any:
-        draft = propose(context, budget)
-        if int(draft.counts[0]):
-            seen.append((list(context.tokens[0]), int(draft.tokens[0, 0])))
-        return draft
+        trees = propose(context, budget)
+        if trees[0].size:
+            seen.append((list(context.tokens[0]), trees[0].tokens[1]))
+        return trees
 
     active.drafter.propose = watched
     assert llm.generate({"prompt_token_ids": prompt}, ask)[0].outputs[0].token_ids == plain

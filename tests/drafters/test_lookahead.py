@@ -15,11 +15,10 @@ from forerun import SamplingParams
 from forerun.drafters.base import DraftContext
 from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter
 from forerun.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool
-from forerun.drafters.looking_ahead.paths import Paths
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
-from forerun.tree import TokenTree, TreeBuilder, ancestor_mask, rebuild, token_trees
-from forerun.types import Budget, Draft, Source, Verdict
+from forerun.tree import TokenTree, ancestor_mask
+from forerun.types import Budget, Source, Verdict
 
 ROOMY = Budget(nodes=[200], depth=[64])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
@@ -52,9 +51,10 @@ class Choices:
         return choice([tree.tokens[0], *(tree.tokens[step] for step in tree.path(node))])
 
 
-def taught(made: LookaheadDrafter | JacobiDrafter, text: list[int], draft: Draft, emitted: Sequence[int]) -> None:
-    """The step that scored `draft` commits `emitted` to `text`."""
-    trees = token_trees(draft, [text[-1]], 1000)
+def taught(
+    made: LookaheadDrafter | JacobiDrafter, text: list[int], trees: list[TokenTree], emitted: Sequence[int]
+) -> None:
+    """The step that scored `trees` commits `emitted` to `text`."""
     text.extend(emitted)
     verdict = Verdict(path=tuple(range(len(emitted) - 1)), next_token=emitted[-1], kind=Source.BONUS)
     made.observe(context(text), [verdict], Choices(trees))  # type: ignore[arg-type]
@@ -98,23 +98,21 @@ def test_mask_and_positions_are_the_published_ones(sizes: tuple[int, int, int]) 
     made = lookahead(text, window=window, level=level, guesses=max(guesses, 1), copy_text=False)
     for guess in range(guesses):
         made._rows[0].pool.add(5, tuple(100 + 10 * guess + place for place in range(level - 1)))
-    draft = made.propose(context(text), ROOMY)
+    (tree,) = made.propose(context(text), ROOMY)
     found = cells(window, level, guesses)
     wanted = torch.tensor([[sees(viewer, seen) for seen in found] for viewer in found])
-    mask = ancestor_mask(draft.parents)[0]
+    mask = ancestor_mask(torch.tensor([tree.parents[1:]]))[0]
     assert torch.equal(mask, wanted)
     positions = [row + column if kind == "window" else row + 1 for kind, row, column in found]
-    assert (mask.sum(-1) - 1).tolist() == positions
-    probes = [kind == "window" for kind, _, _ in found[1:]]
-    assert (draft.probes[0].tolist() if draft.probes is not None else [False] * len(probes)) == probes
+    assert (mask.sum(-1) - 1).tolist() == positions == tree.depths
+    assert tree.probes == {node for node, (kind, _, _) in enumerate(found) if kind == "window" and node}
 
 
 def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
     made = lookahead([5, 1, 2, 3], window=3, level=3, guesses=3, copy_text=False)
     for rest in ((1, 2), (1, 4), (6, 2)):
         made._rows[0].pool.add(3, rest)
-    builder = rebuild(made.propose(context([5, 1, 2, 3]), ROOMY), 0)
-    tree = builder.tree(3)
+    (tree,) = made.propose(context([5, 1, 2, 3]), ROOMY)
     accepted = [
         [tree.tokens[n] for n in tree.path(node)] for node in range(1, tree.size + 1) if node not in tree.probes
     ]
@@ -125,9 +123,8 @@ def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3, 4, 9])
 def test_the_budget_is_kept_by_scouts_too(nodes: int, depth: int) -> None:
     text = [1, 2, 3, 4, 5, 6] * 4
-    draft = lookahead(text).propose(context(text), Budget(nodes=[nodes], depth=[depth]))
-    assert int(draft.counts) <= nodes
-    tree = rebuild(draft, 0).tree(6)
+    (tree,) = lookahead(text).propose(context(text), Budget(nodes=[nodes], depth=[depth]))
+    assert tree.size <= nodes
     assert max(tree.depths) <= depth
     assert bool(tree.size) == (nodes > 0 and depth > 0)
 
@@ -136,7 +133,7 @@ def test_the_window_shrinks_before_the_guesses() -> None:
     text = [1, 2, 3, 4, 5, 6] * 4
     counts = {}
     for nodes in (31, 15, 6):
-        tree = rebuild(lookahead(text).propose(context(text), Budget(nodes=[nodes], depth=[64])), 0).tree(6)
+        (tree,) = lookahead(text).propose(context(text), Budget(nodes=[nodes], depth=[64]))
         counts[nodes] = (tree.size - len(tree.probes), len(tree.probes))
     assert counts == {31: (4, 27), 15: (4, 11), 6: (3, 3)}, "(guesses, probes); a column is left room for"
 
@@ -181,15 +178,15 @@ class Naive:
 def test_the_window_moves_as_published(width: int, level: int) -> None:
     rng, text = random.Random(width), [9, 8, 7, 6, 5, 4]
     made = lookahead(text, window=width, level=level, guesses=64, copy_text=False)
-    draft = made.propose(context(text), ROOMY)
+    trees = made.propose(context(text), ROOMY)
     window = made._rows[0].window
     naive, collected = Naive(window.columns, len(text)), set[tuple[int, ...]]()
     for _ in range(12):
         emitted = [rng.randrange(900) for _ in range(rng.choice([1, 1, 2, 3]))]
         collected |= set(naive.step(width, emitted))
-        taught(made, text, draft, emitted)
+        taught(made, text, trees, emitted)
         kept = width - len(emitted) + 1
-        draft = made.propose(context(text), ROOMY)
+        trees = made.propose(context(text), ROOMY)
         assert naive.agrees(window.columns, kept)
         naive.fill(window.columns)
     pool = made._rows[0].pool
@@ -199,20 +196,19 @@ def test_the_window_moves_as_published(width: int, level: int) -> None:
 def test_a_tree_that_was_numbered_anew_or_cut_is_read_by_its_tokens() -> None:
     window = Window(level=3)
     window.fit([4, 5, 6], 3)
-    builder, other = TreeBuilder(), TreeBuilder()
-    window.plant(builder)
-    other.add(77, other.add(99, 0))
-    shift = len(other)
-    for token, parent, probe in zip(builder.tokens, builder.parents, builder.probes, strict=True):
-        other.add(token, parent + shift if parent else 0, probe=probe)
+    planted, tree = TokenTree(6), TokenTree(6)
+    window.plant(planted)
+    tree.add(77, tree.add(99, 0))
+    shift = tree.size
+    for node in range(1, planted.size + 1):
+        token, parent = planted.tokens[node], planted.parents[node]
+        tree.add(token, parent + shift if parent else 0, probe=node in planted.probes)
     columns = [list(column) for column in window.columns]
     heads = [column[0] for column in columns]
     wanted = [choice([*heads[: j + 1], *column[1:]]) for j, column in enumerate(columns)]
-    tree = other.tree(6)
-    assert window.read(Paths(tree), lambda node: Choices([tree]).raw_argmax(0, node)) == wanted
-    last = tree.size - 1
-    cut = TokenTree(tokens=tree.tokens[: last + 1], parents=tree.parents[: last + 1], drawn=tree.drawn, laws={})
-    assert window.read(Paths(cut), lambda node: Choices([cut]).raw_argmax(0, node)) == wanted[:2]
+    assert window.read(tree, lambda node: Choices([tree]).raw_argmax(0, node)) == wanted
+    cut = tree.only(range(1, tree.size))
+    assert window.read(cut, lambda node: Choices([cut]).raw_argmax(0, node)) == wanted[:2]
 
 
 def test_a_window_that_was_not_scored_keeps_its_place() -> None:
@@ -251,7 +247,7 @@ def test_the_texts_own_n_grams_are_guessed_once_each() -> None:
     text = [1, 2, 3, 9, 9, 1]
     made = lookahead(text[:4], level=3)
     made.extend(context(text, 2))
-    tree = rebuild(made.propose(context(text), ROOMY), 0).tree(1)
+    (tree,) = made.propose(context(text), ROOMY)
     assert [tree.tokens[node] for node in range(1, tree.size + 1) if node not in tree.probes] == [2, 3]
     assert len(made._rows[0].pool) == 4
 
@@ -262,9 +258,8 @@ def test_a_freed_row_remembers_nothing_but_what_is_shared(shared: bool) -> None:
     made.truncate([0], [0])
     assert not made._rows
     made.extend(context([1], 1))
-    draft = made.propose(context([1]), ROOMY)
-    guesses = int(draft.counts) - int(draft.probes.sum()) if draft.probes is not None else int(draft.counts)
-    assert guesses == (2 if shared else 0)
+    (tree,) = made.propose(context([1]), ROOMY)
+    assert tree.size - len(tree.probes) == (2 if shared else 0)
 
 
 # --- on a model -----------------------------------------------------------------------------------------------------
@@ -300,19 +295,19 @@ def test_scouts_count_neither_as_drafted_nor_as_depth() -> None:
 def test_a_jacobi_chain_is_the_targets_choice_after_the_last_one_moved_up() -> None:
     made = JacobiDrafter(JacobiConfig(num_speculative_tokens=4), setup=None)  # type: ignore[arg-type]
     text = [3, 1, 4, 1, 5]
-    draft = made.propose(context(text), ROOMY)
-    chain = [text[-1], *draft.tokens[0].tolist()]
-    taught(made, text, draft, [chain[1], 70])
+    trees = made.propose(context(text), ROOMY)
+    chain = trees[0].tokens
+    taught(made, text, trees, [chain[1], 70])
     refined = [choice(chain[: length + 1]) for length in range(len(chain))]
-    assert made.propose(context(text), ROOMY).tokens[0].tolist()[:3] == refined[2:]
+    assert made.propose(context(text), ROOMY)[0].tokens[1:4] == refined[2:]
 
 
 def test_jacobi_keeps_the_budget_and_frees_rows() -> None:
     made = JacobiDrafter(JacobiConfig(), setup=None)  # type: ignore[arg-type]
     text = list(range(VOCABULARY))
     for nodes, depth, wanted in [(3, 9, 3), (9, 2, 2), (0, 5, 0), (5, 0, 0)]:
-        draft = made.propose(context(text), Budget(nodes=[nodes], depth=[depth]))
-        assert draft.counts.tolist() == [wanted]
+        (tree,) = made.propose(context(text), Budget(nodes=[nodes], depth=[depth]))
+        assert tree.size == wanted
     made.truncate([0], [0])
     assert not made._rows
 

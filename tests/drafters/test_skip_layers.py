@@ -25,8 +25,8 @@ from forerun.errors import ArgumentError, DataError
 from forerun.sampling import Rng, Sampler
 from forerun.step import Row, Scores
 from forerun.target import Target
-from forerun.tree import TreeBuilder
-from forerun.types import Budget, Draft
+from forerun.tree import TokenTree
+from forerun.types import Budget
 from llamas import tiny_llama
 
 LAYERS = 5
@@ -47,7 +47,7 @@ def drafter(weights: LlamaForCausalLM | None = None, *, rows: int = 1, **options
 
 def propose(
     made: SkipLayersDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
-) -> Draft:
+) -> list[TokenTree]:
     """A proposal for rows whose texts are prefilled here, but for the root."""
     made.target.truncate(range(len(texts)), [0] * len(texts))
     made.target.prefill(range(len(texts)), [text[:-1] for text in texts])
@@ -92,10 +92,10 @@ def naive(weights: LlamaForCausalLM, text: list[int], tokens: list[int]) -> torc
 
 def test_a_draft_pass_is_the_model_with_these_sublayers_cut_out() -> None:
     weights = deep()
-    draft = propose(drafter(weights, num_speculative_tokens=5), [TEXT], temperature=1.0)
-    assert draft.laws is not None
-    wanted = naive(weights, TEXT, draft.tokens[0].tolist()).softmax(-1)
-    torch.testing.assert_close(draft.laws[0, :5], wanted, atol=1e-5, rtol=1e-4)
+    (tree,) = propose(drafter(weights, num_speculative_tokens=5), [TEXT], temperature=1.0)
+    wanted = naive(weights, TEXT, tree.tokens[1:]).softmax(-1)
+    drawn_from = torch.stack([tree.draft_probs[node] for node in range(5)])
+    torch.testing.assert_close(drawn_from, wanted, atol=1e-5, rtol=1e-4)
     with torch.inference_mode():
         whole = weights(torch.tensor([TEXT])).logits[0, -1].softmax(-1)
     assert float((whole - wanted[0]).abs().max()) > 0.01
@@ -103,10 +103,10 @@ def test_a_draft_pass_is_the_model_with_these_sublayers_cut_out() -> None:
 
 def test_every_row_drafts_for_itself() -> None:
     weights, texts = deep(), [TEXT, [3, 8], [4, 9] * 6]
-    together = propose(drafter(weights, rows=3, num_speculative_tokens=4), texts).tokens.tolist()
-    for tokens, text in zip(together, texts, strict=True):
-        assert tokens == naive(weights, text, tokens).argmax(-1).tolist()
-        assert propose(drafter(weights, num_speculative_tokens=4), [text]).tokens[0].tolist() == tokens
+    together = propose(drafter(weights, rows=3, num_speculative_tokens=4), texts)
+    for tree, text in zip(together, texts, strict=True):
+        assert tree.size == 4 and tree.tokens[1:] == naive(weights, text, tree.tokens[1:]).argmax(-1).tolist()
+        assert propose(drafter(weights, num_speculative_tokens=4), [text])[0].tokens == tree.tokens
 
 
 @contextmanager
@@ -146,33 +146,31 @@ def test_a_drafted_token_runs_the_kept_sublayers_once_and_no_other() -> None:
 
 @pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
 def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth).counts.tolist() == [count]
+    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth)[0].size == count
 
 
 def test_a_row_at_the_end_of_the_context_does_not_cost_the_others_their_draft() -> None:
     made = drafter(rows=2, num_speculative_tokens=6)
-    assert propose(made, [[1] * 94, TEXT]).counts.tolist() == [2, 6]
+    assert [tree.size for tree in propose(made, [[1] * 94, TEXT])] == [2, 6]
 
 
 def test_drafting_stops_behind_the_first_unlikely_token() -> None:
-    whole = propose(drafter(num_speculative_tokens=8), [TEXT])
-    raw = naive(deep(), TEXT, whole.tokens[0].tolist()).softmax(-1).amax(-1).tolist()
+    (whole,) = propose(drafter(num_speculative_tokens=8), [TEXT])
+    raw = naive(deep(), TEXT, whole.tokens[1:]).softmax(-1).amax(-1).tolist()
     least = sorted(raw)[2]
-    stopped = propose(drafter(num_speculative_tokens=8, stop_below=least + 1e-4), [TEXT])
+    (stopped,) = propose(drafter(num_speculative_tokens=8, stop_below=least + 1e-4), [TEXT])
     first = next(index for index, confidence in enumerate(raw) if confidence <= least)
     assert 0 < first + 1 < 8, "this text has to stop in the middle"
-    assert stopped.counts.tolist() == [first + 1]
-    assert stopped.tokens[0].tolist() == whole.tokens[0, : first + 1].tolist()
+    assert stopped.size == first + 1
+    assert stopped.tokens == whole.tokens[: first + 2]
 
 
 def test_rows_stop_for_themselves() -> None:
     texts = [TEXT, [4, 9, 4, 9], [11, 0, 7, 6], [2, 2, 2]]
-    alone = [propose(drafter(stop_below=0.4), [text]) for text in texts]
+    alone = [propose(drafter(stop_below=0.4), [text])[0] for text in texts]
     together = propose(drafter(rows=4, stop_below=0.4), texts)
-    counts = [int(one.counts[0]) for one in alone]
-    assert together.counts.tolist() == counts and len(set(counts)) > 1
-    for row, (one, count) in enumerate(zip(alone, counts, strict=True)):
-        assert together.tokens[row, :count].tolist() == one.tokens[0].tolist()
+    assert [tree.tokens for tree in together] == [tree.tokens for tree in alone]
+    assert len({tree.size for tree in alone}) > 1
 
 
 def test_the_threshold_follows_acceptance() -> None:
@@ -198,7 +196,7 @@ def test_an_adapted_threshold_belongs_to_a_request() -> None:
 
 
 def test_agreement_counts_every_node_that_was_asked() -> None:
-    tree, other = TreeBuilder(), TreeBuilder()
+    tree, other = TokenTree(1), TokenTree(1)
     tree.add_path([3, 4])
     other.add(5, 0)
     logits = torch.zeros(2, 3, VOCABULARY)
@@ -215,7 +213,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
         )
         for row in range(2)
     ]
-    scores = Scores(logits, rows, [tree.tree(1), other.tree(1)], ["argmax_walk"] * 2)
+    scores = Scores(logits, rows, [tree, other], ["argmax_walk"] * 2)
     assert [agreement(scores, index) for index in range(2)] == [(1, 2), (1, 1)]
 
 
@@ -250,8 +248,9 @@ def written(path: Path, **changes: Any) -> Path:
 
 
 def test_a_tuned_file_is_as_good_as_its_list(tmp_path: Path) -> None:
-    found = propose(drafter(skip=str(written(tmp_path / "skip.json"))), [TEXT])
-    assert found.tokens.tolist() == propose(drafter(), [TEXT]).tokens.tolist()
+    (found,) = propose(drafter(skip=str(written(tmp_path / "skip.json"))), [TEXT])
+    (named,) = propose(drafter(), [TEXT])
+    assert found.size and found.tokens == named.tokens
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from forerun.drafters.translation import Spelling
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.types import Budget, Draft
+from forerun.tree import TokenTree
+from forerun.types import Budget
 from llamas import tiny_llama
 
 ROUND = "abcdefghijklmnopqrstuvwx"
@@ -100,7 +101,7 @@ def context(texts: list[list[int]], fresh: list[int]) -> DraftContext:
     )
 
 
-def propose(made: SlemDrafter, texts: list[list[int]], nodes: int = 64, depth: int = 64) -> Draft:
+def propose(made: SlemDrafter, texts: list[list[int]], nodes: int = 64, depth: int = 64) -> list[TokenTree]:
     budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
     return made.propose(context(texts, [0] * len(texts)), budget)
 
@@ -109,16 +110,16 @@ def pairs(*pieces: str) -> list[int]:
     return [PAIRS.index(piece) for piece in pieces]
 
 
-def drafted(draft: Draft, row: int = 0) -> list[int]:
-    count = int(draft.counts[row])
-    assert draft.parents[row, :count].tolist() == list(range(count)) and not draft.drawn.any()
-    return draft.tokens[row, :count].tolist()
+def drafted(trees: Sequence[TokenTree], row: int = 0) -> list[int]:
+    tree = trees[row]
+    assert list(tree.parents) == list(range(-1, tree.size)) and not any(one.sampled for one in trees)
+    return list(tree.tokens[1:])
 
 
 def test_the_drafted_text_comes_in_the_targets_tokens() -> None:
-    draft = propose(rounds(num_speculative_tokens=3), [pairs("ab", "cd"), pairs("x")])
-    assert drafted(draft) == pairs("ef", "gh", "i"), "the draft model wrote e, f, ghi"
-    assert drafted(draft, 1) == pairs("ab", "cd", "ef"), "three tokens, nine letters: ab, cd, ef, gh, i"
+    trees = propose(rounds(num_speculative_tokens=3), [pairs("ab", "cd"), pairs("x")])
+    assert drafted(trees) == pairs("ef", "gh", "i"), "the draft model wrote e, f, ghi"
+    assert drafted(trees, 1) == pairs("ab", "cd", "ef"), "three tokens, nine letters: ab, cd, ef, gh, i"
 
 
 def test_a_border_inside_a_token_drafts_nothing() -> None:
@@ -131,17 +132,15 @@ def test_confidence_is_the_probability_of_what_a_token_is_made_of() -> None:
     with torch.inference_mode():
         sure = float(model(torch.tensor([[0]])).logits.softmax(-1).max())
     assert 0.2 < sure < 0.99
-    draft = propose(rounds(num_speculative_tokens=3), [pairs("ab", "cd")])
-    assert draft.confidence is not None
-    assert draft.confidence[0].tolist() == pytest.approx([sure**2, sure, 1.0], abs=1e-3), "e and f; ghi; its rest"
+    (tree,) = propose(rounds(num_speculative_tokens=3), [pairs("ab", "cd")])
+    assert tree.confidence[1:] == pytest.approx([sure**2, sure, 1.0], abs=1e-3), "e and f; ghi; its rest"
 
 
 def test_confidence_follows_what_was_kept() -> None:
     made, text, seen = rounds(num_speculative_tokens=4), pairs("ab"), list[float]()
     for _ in range(20):
-        draft = propose(made, [text])
-        assert draft.confidence is not None
-        seen.append(float(draft.confidence[0, 0]))
+        (tree,) = propose(made, [text])
+        seen.append(tree.confidence[1])
         text = text[:1]
         made.extend(context([[*text, *pairs("x", "x")]], [2]))
         made.truncate([0], [1])

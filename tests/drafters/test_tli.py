@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from forerun.drafters.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.types import Budget, Draft
+from forerun.tree import TokenTree
+from forerun.types import Budget
 from forerun.types import SamplingParams as Params
 
 SHARED = [token for token, piece in enumerate(WORDS) if piece in OTHERS]
@@ -61,9 +63,14 @@ GREEDY, SAMPLED = Params(temperature=0.0), Params(temperature=0.7, top_k=0)
 
 def propose(
     made: TliDrafter, texts: list[list[int]], params: Params = GREEDY, nodes: int = 64, depth: int = 64
-) -> Draft:
+) -> list[TokenTree]:
     budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
     return made.propose(context(texts, [0] * len(texts), params), budget)
+
+
+def tokens_of(trees: Sequence[TokenTree]) -> list[list[int]]:
+    """By row, the root first."""
+    return [list(tree.tokens) for tree in trees]
 
 
 def logits_after(draft: LlamaForCausalLM, text: list[int]) -> torch.Tensor:
@@ -75,24 +82,24 @@ def logits_after(draft: LlamaForCausalLM, text: list[int]) -> torch.Tensor:
 
 def test_a_greedy_chain_is_the_likeliest_shared_tokens() -> None:
     made, text = drafter(num_speculative_tokens=4), list(TEXT)
-    draft = propose(made, [TEXT])
-    for token in draft.tokens[0].tolist():
+    (tree,) = propose(made, [TEXT])
+    assert tree.size == 4
+    for token in tree.tokens[1:]:
         assert token == SHARED[int(logits_after(weights(), text).argmax())]
         text.append(token)
 
 
 def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens() -> None:
-    draft = propose(drafter(num_speculative_tokens=2), [TEXT], SAMPLED)
-    assert draft.laws is not None
+    (tree,) = propose(drafter(num_speculative_tokens=2), [TEXT], SAMPLED)
     wanted = torch.zeros(12)
     wanted[SHARED] = (logits_after(weights(), TEXT) / 0.7).softmax(-1)
-    torch.testing.assert_close(draft.laws[0, 0], wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(tree.draft_probs[0], wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_what_the_target_kept_is_not_run_again() -> None:
     made, text = drafter(num_speculative_tokens=4), list(TEXT)
     made.extend(context([text], [len(text)], GREEDY))
-    tokens = propose(made, [text]).tokens[0].tolist()
+    tokens = tokens_of(propose(made, [text]))[0][1:]
     text += [*tokens[:2], WORDS.index("bc")]
     made.extend(context([text], [3], GREEDY))
     passes = list[int]()
@@ -101,7 +108,7 @@ def test_what_the_target_kept_is_not_run_again() -> None:
     again = propose(made, [text])
     assert passes == [2, 1, 1, 1], "the root is two tokens of the draft model"
     assert made.reading(0) == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
-    assert again.tokens.tolist() == propose(drafter(num_speculative_tokens=4), [text]).tokens.tolist()
+    assert tokens_of(again) == tokens_of(propose(drafter(num_speculative_tokens=4), [text]))
 
 
 def test_truncation_forgets() -> None:
@@ -112,7 +119,7 @@ def test_truncation_forgets() -> None:
     assert made.model.lengths[0] == 3, "a and ab"
     other = [*text[:2], 7, 4]
     made.extend(context([other], [2], GREEDY))
-    assert propose(made, [other]).tokens.tolist() == propose(drafter(), [other]).tokens.tolist()
+    assert tokens_of(propose(made, [other])) == tokens_of(propose(drafter(), [other]))
     made.truncate([0], [0])
     assert made.model.lengths[0] == 0 and made.reading(0) == []
 
@@ -128,7 +135,7 @@ def test_a_pruned_head_drafts_what_the_whole_one_does(monkeypatch: pytest.Monkey
     whole = drafter(draft)
     for ours, params in zip(drafts, (GREEDY, SAMPLED), strict=True):
         other = propose(whole, [TEXT, [5]], params)
-        assert ours.tokens.tolist() == other.tokens.tolist()
+        assert tokens_of(ours) == tokens_of(other)
     assert whole.model.head(torch.zeros(1, 1, 32)).shape[-1] == 12
     assert pruned.memory_bytes() > whole.memory_bytes()
 
@@ -146,7 +153,7 @@ def test_a_head_that_does_more_than_a_linear_layer_is_not_pruned() -> None:
     draft.__class__ = Ranked
     made = drafter(draft, num_speculative_tokens=2)
     assert made.model.head(torch.zeros(1, 1, 32)).shape[-1] == 12
-    assert propose(made, [TEXT]).tokens.tolist() == propose(drafter(num_speculative_tokens=2), [TEXT]).tokens.tolist()
+    assert tokens_of(propose(made, [TEXT])) == tokens_of(propose(drafter(num_speculative_tokens=2), [TEXT]))
 
 
 def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobody() -> None:
@@ -154,21 +161,21 @@ def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobod
     banned = Params(temperature=0.7, top_k=0, allowed_token_ids=[WORDS.index("ab"), WORDS.index("cd")])
     both = context([TEXT, TEXT], [0, 0], SAMPLED)
     both.samplers[0] = Sampler(banned, TEXT[:1])  # type: ignore[index]
-    draft = made.propose(both, Budget(nodes=[4, 4], depth=[4, 4]))
-    assert draft.counts.tolist() == [0, 2]
+    trees = made.propose(both, Budget(nodes=[4, 4], depth=[4, 4]))
+    assert [tree.size for tree in trees] == [0, 2]
 
 
 @pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
 def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth).counts.tolist() == [count]
+    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth)[0].size == count
 
 
 def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
     made = drafter()
     long = [WORDS.index("ab")] * 63
-    assert propose(made, [long]).counts.tolist() == [2], "126 of 128 positions are read"
+    assert propose(made, [long])[0].size == 2, "126 of 128 positions are read"
     made.truncate([0], [0])
-    assert propose(made, [[*long, 3]]).counts.tolist() == [0]
+    assert propose(made, [[*long, 3]])[0].size == 0
 
 
 @pytest.mark.parametrize(
