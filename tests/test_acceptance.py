@@ -48,7 +48,7 @@ def test_memory_and_fading_weigh_what_is_old_less() -> None:
 
 def test_a_text_decides_on_every_node_whose_parent_it_holds() -> None:
     """Siblings 5 and 7, below the second 9 and 6, below the 9 a 4, of which the text does not tell yet."""
-    tokens, parents = [5, 7, 9, 6, 4, 3], [0, 0, 2, 2, 3, 1]
+    tokens, parents = [2, 5, 7, 9, 6, 4, 3], [-1, 0, 0, 2, 2, 3, 1]
     assert list(compared(tokens, parents, [7, 9])) == [(1, False), (2, True), (3, True), (4, False)]
     assert list(compared(tokens, parents, [8])) == [(1, False), (2, False)]
     assert not list(compared(tokens, parents, []))
@@ -57,5 +57,5 @@ def test_a_text_decides_on_every_node_whose_parent_it_holds() -> None:
 def test_a_proposal_teaches_what_was_submitted_only() -> None:
     acceptance = Acceptance()
     evidence = {1: Evidence("first", 0.5), 3: Evidence("third", 0.5)}
-    Proposal(acceptance=acceptance, tokens=[5, 7, 9], parents=[0, 1, 2], evidence=evidence).learn([5, 7, 8])
+    Proposal(acceptance=acceptance, tokens=[2, 5, 7, 9], parents=[-1, 0, 1, 2], evidence=evidence).learn([5, 7, 8])
     assert acceptance.counts("first") == (1.0, 1.0) and acceptance.counts("third") == (0.0, 1.0)

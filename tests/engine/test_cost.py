@@ -23,7 +23,7 @@ from forerun.engine.costs import CostModel, DraftCost, Point, load_or_measure, r
 from forerun.errors import ArgumentError
 from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
 from forerun.target import Buckets, Target
-from forerun.types import empty_draft
+from forerun.tree import TokenTree
 
 PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
 
@@ -54,7 +54,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     timed: list[Point] = []
     clock = [0.0]
 
-    def run(_target: Target, _rows: object, point: Point, _drafts: object) -> float:
+    def run(_target: Target, _rows: object, point: Point) -> float:
         timed.append(point)
         clock[0] += worth(point)
         return worth(point)
@@ -127,10 +127,10 @@ class TestMeasure:
     def test_other_rows_stay_as_they_were(self) -> None:
         target = target_of(rows=3)
         target.prefill([1], [harness.PROMPT[:-1]])
-        before = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
+        before = target.score([1], [TokenTree(harness.PROMPT[-1])]).logits
         cost = load_or_measure(target, rows=(1, 2), nodes=(1, 2, 4), contexts=(8, 60), repeats=2, seconds=60)
         assert target.lengths == [0, len(harness.PROMPT) - 1, 0]
-        after = target.score([1], [harness.PROMPT[-1]], empty_draft(1)).logits
+        after = target.score([1], [TokenTree(harness.PROMPT[-1])]).logits
         assert torch.equal(before, after)
         assert (cost.nodes, cost.rows, cost.contexts) == ((1, 2, 4), (1, 2), (8, 60)) and not cost.stairs
 

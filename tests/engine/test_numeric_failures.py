@@ -18,8 +18,8 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
 from forerun.target import Plan
 from forerun.target.kernels.compiling import CompiledForward
-from forerun.tree import TreeBuilder, stack
-from forerun.types import LAST_HIDDEN, Budget, Draft
+from forerun.tree import TokenTree
+from forerun.types import LAST_HIDDEN, Budget
 
 pytestmark = pytest.mark.thorough
 
@@ -83,26 +83,24 @@ class Poisonous(Drafter):
     def __init__(self, config: Any, setup: DrafterSetup) -> None:
         self.target = setup.target
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        builders = [TreeBuilder() for _ in context.rows]
-        for builder, tokens, start, room in zip(
-            builders, context.tokens, context.prompt_lengths, budget.depth, strict=True
-        ):
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for tree, tokens, start, room in zip(trees, context.tokens, context.prompt_lengths, budget.depth, strict=True):
             right = self.answers[tokens[0]][len(tokens) - start :][: min(room, 3)]
             wrong = [POISON] * min(room, 2)
             paths = {"sibling": [wrong, right], "behind": [[*right, POISON][:room]], "alone": [wrong]}
             for path in paths.get(self.form, []):
-                builder.add_path(path)
+                tree.add_path(path)
         if self.form == "run":
             self._run_early(context)
-        return stack(builders)
+        return trees
 
     def _run_early(self, context: DraftContext) -> None:
         """As a method that drafts with the target's own layers, and then thinks better of it."""
-        builder = TreeBuilder()
-        builder.add_path([POISON] * 3)
-        draft = stack([builder] * len(context.rows))
-        self.target.run(context.rows, [tokens[-1] for tokens in context.tokens], draft, Plan(stop=1))
+        trees = context.trees()
+        for tree in trees:
+            tree.add_path([POISON] * 3)
+        self.target.run(context.rows, trees, Plan(stop=1))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

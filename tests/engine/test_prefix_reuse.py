@@ -15,7 +15,8 @@ from forerun import LLM
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
 from forerun.engine.core import BLOCK, Busy, Prefixes, Wish
-from forerun.types import LAST_HIDDEN, RequestOutput, empty_draft
+from forerun.tree import TokenTree
+from forerun.types import LAST_HIDDEN, RequestOutput
 
 pytestmark = pytest.mark.thorough
 
@@ -127,7 +128,7 @@ def test_a_row_that_was_written_to_serves_nobody(checkpoint: Path) -> None:
     llm = engine(checkpoint)
     expected = llm.generate(TEXT, greedy())[0].outputs[0]
     for row in range(llm.target.rows):
-        llm.target.score([row], [7], empty_draft(1))
+        llm.target.score([row], [TokenTree(7)])
         llm.target.truncate([row], [0])
     [again] = llm.generate(TEXT, greedy())
     assert again.num_cached_tokens == 0

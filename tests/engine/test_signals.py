@@ -15,8 +15,8 @@ from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.step import Scores
-from forerun.tree import TreeBuilder, stack
-from forerun.types import LAST_HIDDEN, Budget, Draft, Signal, Verdict
+from forerun.tree import TokenTree
+from forerun.types import LAST_HIDDEN, Budget, Signal, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +48,12 @@ class _Listener(Drafter):
                 assert place not in notes, "a state came twice"
                 notes[place] = {signal: context.signals[signal][index, entry] for signal in self.requires}
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        trees = []
-        for tokens, depth in zip(context.tokens, budget.depth, strict=True):
-            tree = TreeBuilder()
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for tree, tokens, depth in zip(trees, context.tokens, budget.depth, strict=True):
             tree.add_path(list(tokens[:3])[:depth])
             tree.add_path(list(tokens[-3:])[:depth])
-            trees.append(tree)
-        return stack(trees)
+        return trees
 
 
 def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,13 +85,11 @@ class _Onlooker(Drafter):
     def __init__(self, config: _Config, setup: DrafterSetup) -> None:
         pass
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        trees = []
-        for tokens, depth in zip(context.tokens, budget.depth, strict=True):
-            tree = TreeBuilder()
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for tree, tokens, depth in zip(trees, context.tokens, budget.depth, strict=True):
             tree.add_path([(tokens[-1] + step) % 250 for step in range(1, 4)][:depth])
-            trees.append(tree)
-        return stack(trees)
+        return trees
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):

@@ -21,8 +21,8 @@ from forerun.engine.costs import DraftCost, PassShape, StepCosts
 from forerun.engine.policy.policy import Arm, Policy
 from forerun.engine.policy.settings import SETTINGS
 from forerun.step import Emitted, Group, Row, context_for
-from forerun.tree import TreeBuilder, gather, stack
-from forerun.types import Budget, Draft, Drawn, Source, StepTrace, empty_draft
+from forerun.tree import TokenTree
+from forerun.types import Budget, Drawn, Source, StepTrace
 
 VOCABULARY = 16
 UNIFORM = torch.full((VOCABULARY,), 1 / VOCABULARY)
@@ -67,13 +67,13 @@ class Simulated(Drafter):
             self.shown[row] = len(tokens)
             self.read += fresh if fresh >= SETTINGS.reading else 0
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self.proposals += 1
         if self.fails_at is not None and self.step >= self.fails_at:
             raise RuntimeError("simulated failure")
-        builders = []
-        for row, tokens, nodes, depth in zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True):
-            builder, parent, alpha = TreeBuilder(), 0, self.alpha(self.step, row)
+        trees, budgets = context.trees(), zip(budget.nodes, budget.depth, strict=True)
+        for row, tokens, tree, (nodes, depth) in zip(context.rows, context.tokens, trees, budgets, strict=True):
+            parent, alpha = 0, self.alpha(self.step, row)
             self.asked += 1
             if nodes and depth:
                 assert self.shown[row] == len(tokens), "asked before it was shown the text"
@@ -81,10 +81,9 @@ class Simulated(Drafter):
                 right = self.random.random() < alpha
                 token = truth(len(tokens) + place) if right else (truth(len(tokens) + place) + 1) % VOCABULARY
                 if self.drawn is not Drawn.DETERMINISTIC:
-                    builder.set_law(parent, UNIFORM)
-                parent = builder.add(token, parent, drawn=self.drawn, confidence=alpha)
-            builders.append(builder)
-        return stack(builders)
+                    tree.set_probs(parent, UNIFORM)
+                parent = tree.add(token, parent, drawn=self.drawn, confidence=alpha)
+        return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row in rows:
@@ -205,25 +204,26 @@ class World:
         asked = -self._lookup_ms()
         groups = self.policy.plan(self.rows, members, [None] * len(members), awaited=self.awaited)
         asked += self._lookup_ms()
-        drafts, spent = [], asked - self._reading()
+        trees, spent = [TokenTree(row.tokens[-1]) for row in self.rows], asked - self._reading()
         for group in groups:
             spec = next(spec for spec in self.specs if spec.name == group.name)
             if group.members:
-                drafts.append((group.members, self._propose(group)))
+                for index, tree in zip(group.members, self._propose(group), strict=True):
+                    trees[index] = tree
                 spent += 0.0 if spec.copies else spec.cost.ms(max(group.depths))
         spent += sum(spec.cost.ms(1) for spec in self.specs if spec.copies) + self._reading()
-        draft = self.policy.admit(gather(drafts, len(members)) if drafts else empty_draft(len(members)))
-        shape = self.policy.costs.shape
-        nodes = shape.nodes(shape.size(draft.counts.tolist()), len(members))
+        trees = self.policy.admit(trees)
+        shape, counts = self.policy.costs.shape, [tree.size for tree in trees]
+        nodes = shape.nodes(shape.size(counts), len(members))
         verify = self.passes.pass_ms(1 + nodes, len(members))
-        emitted = [self._emit(index, draft, spent, verify) for index in members]
+        emitted = [self._emit(index, trees[index], spent, verify) for index in members]
         self._teach(groups, emitted)
         self.policy.learn(emitted)
         for row in self.rows:
             row.drafter_errors += self._failures.take(row.row)
         names = {index: group.name for group in groups for index in group.members}
         self.steps.names.append([names.get(index) for index in members])
-        self.steps.depths.append(draft.counts.tolist())
+        self.steps.depths.append(counts)
         self.steps.times.append(spent + verify)
         self.steps.tokens.append(sum(len(one.tokens) for one in emitted))
         self.count += 1
@@ -236,16 +236,14 @@ class World:
         """What asking has taken so far, ms."""
         return sum(spec.lookup_ms * drafter.asked for spec, drafter in zip(self.specs, self.drafters, strict=True))
 
-    def _propose(self, group: Group) -> Draft:
-        if group.draft is not None:
-            return group.draft
+    def _propose(self, group: Group) -> Sequence[TokenTree]:
+        if group.trees is not None:
+            return group.trees
         budget = Budget(nodes=[group.nodes] * len(group.members), depth=group.depths)
         return group.drafter.propose(context_for(self.rows, group.members, [0] * len(group.members), {}), budget)
 
-    def _emit(self, index: int, draft: Draft, spent: float, verify: float) -> Emitted:
-        row, count = self.rows[index], int(draft.counts[index])
-        drafted = draft.tokens[index, :count].tolist()
-        accepted = 0
+    def _emit(self, index: int, tree: TokenTree, spent: float, verify: float) -> Emitted:
+        row, count, drafted, accepted = self.rows[index], tree.size, tree.tokens[1:], 0
         while accepted < count and drafted[accepted] == truth(len(row.tokens) + accepted):
             accepted += 1
         tokens = [truth(len(row.tokens) + place) for place in range(accepted + 1)]

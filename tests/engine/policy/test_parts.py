@@ -31,13 +31,13 @@ from forerun.engine.policy.policy import (
     choose,
     policy_for,
 )
-from forerun.engine.policy.ranking import Confidence, RankedTree, prunable, prune
+from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
-from forerun.tree import TreeBuilder, rebuild, stack
-from forerun.types import Budget, Draft, DraftRow, Drawn, Signal
+from forerun.tree import Resume, TokenTree
+from forerun.types import Budget, Drawn, Signal
 
-LAW = torch.full((4,), 0.25)
+PROBS = torch.full((4,), 0.25)
 
 
 class Passes:
@@ -57,37 +57,20 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "policy_for", controlled)
 
 
-def given(*nodes: tuple[int, int, float]) -> TreeBuilder:
-    builder = TreeBuilder()
+def given(*nodes: tuple[int, int, float], root: int = 0) -> TokenTree:
+    """(token, parent, confidence) of node 1, 2, ..."""
+    tree = TokenTree(root)
     for token, parent, confidence in nodes:
-        builder.add(token, parent, confidence=confidence)
-    return builder
+        tree.add(token, parent, confidence=confidence)
+    return tree
 
 
-def sampled(*tokens: int) -> TreeBuilder:
-    builder, parent = TreeBuilder(), 0
+def sampled(*tokens: int) -> TokenTree:
+    tree, parent = TokenTree(0), 0
     for token in tokens:
-        builder.set_law(parent, LAW)
-        parent = builder.add(token, parent, drawn=Drawn.IID, confidence=0.01)
-    return builder
-
-
-def test_the_best_prefix_is_a_subtree_ranked_by_path() -> None:
-    draft = stack([given((1, 0, 0.5), (2, 0, 0.4), (3, 1, 0.9), (1, 2, 0.1), (2, 3, 0.9))])
-    tree = RankedTree.of(draft, 0, lambda holders, stated: stated)
-    assert tree.order == (1, 3, 5, 2, 4)
-    assert tree.worth == pytest.approx((0, 0.5, 0.95, 1.355, 1.755, 1.795))
-    kept = rebuild(prune(draft, {0: tree.order[:3]}), 0)
-    assert (kept.tokens, kept.parents) == ([1, 3, 2], [0, 1, 2])
-
-
-def test_siblings_are_not_worth_more_than_their_parent() -> None:
-    draft = stack([given((1, 0, 0.8), (2, 0, 0.7), (3, 0, 0.6))])
-    assert RankedTree.of(draft, 0, lambda holders, stated: stated).worth[-1] == pytest.approx(1.0)
-
-
-def drafted(*nodes: tuple[int, int, float]) -> DraftRow:
-    return given(*nodes).row()
+        tree.set_probs(parent, PROBS)
+        parent = tree.add(token, parent, drawn=Drawn.IID, confidence=0.01)
+    return tree
 
 
 def surest(holders: int, stated: float) -> float:
@@ -95,88 +78,114 @@ def surest(holders: int, stated: float) -> float:
     return stated
 
 
+def test_the_best_prefix_is_a_subtree_ranked_by_path() -> None:
+    tree = given((1, 0, 0.5), (2, 0, 0.4), (3, 1, 0.9), (1, 2, 0.1), (2, 3, 0.9))
+    ranking = Ranking.of(tree, surest)
+    assert ranking.order == (1, 3, 5, 2, 4)
+    assert ranking.survival == pytest.approx((1, 0.5, 0.4, 0.45, 0.04, 0.405)) and ranking.holders == (0,) * 6
+    assert ranking.worth == pytest.approx((0, 0.5, 0.95, 1.355, 1.755, 1.795))
+    (kept,) = prune([tree], {0: ranking.order[:3]})
+    assert (kept.tokens, kept.parents) == ((0, 1, 3, 2), (-1, 0, 1, 2))
+
+
+def test_siblings_are_not_worth_more_than_their_parent() -> None:
+    tree = given((1, 0, 0.8), (2, 0, 0.7), (3, 0, 0.6))
+    assert Ranking.of(tree, surest).worth[-1] == pytest.approx(1.0)
+
+
 def test_copies_are_joined_path_by_path() -> None:
     """A path that two drafters hold is one path, as likely as the likelier of them says; the rest stands beside it."""
-    first = drafted((5, 0, 0.6), (6, 1, 0.5))
-    second = drafted((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
-    tree = RankedTree.merged({0: first, 2: second}, 8, surest)
-    paths = {}
-    for node, (token, parent, _) in enumerate(tree.nodes, start=1):
-        paths[node] = (*paths.get(parent, ()), token)
-    alive = {paths[node]: tree.survival[node] for node in paths}
+    first = given((5, 0, 0.6), (6, 1, 0.5))
+    second = given((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
+    ranking = Ranking.merged({0: first, 2: second}, 8, surest)
+    tree = ranking.tree
+    paths = {node: tuple(tree.tokens[step] for step in tree.path(node)) for node in range(1, tree.size + 1)}
+    alive = {paths[node]: ranking.survival[node] for node in paths}
     assert alive == pytest.approx({(5,): 0.8, (5, 6): 0.3, (5, 7): 0.4, (9,): 0.1})
-    assert [paths[node] for node in tree.order] == [(5,), (5, 7), (5, 6), (9,)]
-    assert tree.worth == pytest.approx((0, 0.8, 1.2, 1.5, 1.6))
-    builder = tree.builder()
-    assert [round(stated, 6) for stated in builder.confidence] == [round(s, 6) for _, _, s in tree.nodes]
-    held = {paths[node]: holders for node, holders in enumerate(tree.holders, start=1)}
+    assert [paths[node] for node in ranking.order] == [(5,), (5, 7), (5, 6), (9,)]
+    assert ranking.worth == pytest.approx((0, 0.8, 1.2, 1.5, 1.6))
+    assert tree.survival() == pytest.approx(ranking.survival), "what is stated is what the surest say"
+    held = {paths[node]: ranking.holders[node] for node in paths}
     assert held == {(5,): 0b101, (5, 6): 0b101, (5, 7): 0b100, (9,): 0b100}
 
 
 def test_what_a_joined_node_is_worth_depends_on_who_holds_it() -> None:
     """Of a text in which only what both proposed was ever right: the rest loses its place, children with parents."""
-    trees = {0: drafted((5, 0, 0.6), (6, 1, 0.5)), 1: drafted((9, 0, 0.6), (5, 0, 0.5), (8, 1, 0.9))}
+    trees = {0: given((5, 0, 0.6), (6, 1, 0.5)), 1: given((9, 0, 0.6), (5, 0, 0.5), (8, 1, 0.9))}
     agreement = Confidence()
     for _ in range(200):
-        tree = RankedTree.merged(trees, 8, surest)
-        agreement.learn(0, tree, [5, 7])
-    tree = RankedTree.merged(trees, 8, agreement.of(3))
-    named = zip(tree.nodes, tree.holders, tree.survival[1:], strict=True)
-    alive = {(node[0], holders): survival for node, holders, survival in named}
+        agreement.learn(0, Ranking.merged(trees, 8, surest), [5, 7])
+    ranking = Ranking.merged(trees, 8, agreement.of(3))
+    named = zip(ranking.tree.tokens, ranking.holders, ranking.survival, strict=True)
+    alive = {(token, holders): survival for token, holders, survival in named}
     assert alive[5, 0b11] > 0.9
     assert alive[9, 0b10] < 0.1 and alive[8, 0b10] < alive[9, 0b10]
     assert alive[6, 0b01] < 0.1
-    assert RankedTree.merged(trees, 8, surest).nodes == tree.nodes, "what is learned from stays what was stated"
+    stated = Ranking.merged(trees, 8, surest).tree
+    assert (stated.tokens, stated.parents) == (ranking.tree.tokens, ranking.tree.parents)
+    assert stated.confidence == ranking.tree.confidence, "what is learned from stays what was stated"
 
 
 def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> None:
-    first, second = drafted((1, 0, 0.3), (2, 1, 0.9)), drafted((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
-    tree = RankedTree.merged({0: first, 1: second}, 3, surest)
-    assert [(token, parent) for token, parent, _ in tree.nodes] == [(1, 0), (3, 0), (4, 2)]
-    alone = RankedTree.merged({1: second}, 8, surest)
-    of_it = RankedTree.of(stack([given((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))]), 0, surest)
-    assert [node[:2] for node in alone.nodes] == [node[:2] for node in of_it.nodes], "one tree stays what it is"
+    first, second = given((1, 0, 0.3), (2, 1, 0.9)), given((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
+    tree = Ranking.merged({0: first, 1: second}, 3, surest).tree
+    assert (tree.tokens, tree.parents) == ((0, 1, 3, 4), (-1, 0, 0, 2))
+    alone = Ranking.merged({1: second}, 8, surest)
+    of_it = Ranking.of(given((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1)), surest)
+    assert list(alone.tree.tokens) == of_it.tree.tokens, "one tree stays what it is"
+    assert list(alone.tree.parents) == of_it.tree.parents
     assert alone.worth == pytest.approx(of_it.worth)
+
+
+def test_what_is_joined_or_pruned_begins_with_the_same_root() -> None:
+    first, second = given((1, 0, 0.3), root=7), given((3, 0, 0.6), (4, 1, 0.9), root=7)
+    ranking = Ranking.merged({0: first, 1: second}, 2, surest)
+    assert ranking.tree.tokens == (7, 3, 4) and ranking.holders == (0, 0b10, 0b10)
+    assert prune([first, ranking.tree], {1: (1,)})[1].tokens == (7, 3)
 
 
 def test_who_holds_what_of_a_merged_tree() -> None:
     """By this what copies save is shared out: both hold the first node, one the second, and only the best two count."""
-    found = {0: drafted((5, 0, 0.6), (6, 1, 0.5)), 3: drafted((5, 0, 0.5), (7, 1, 0.1))}
-    tree = RankedTree.merged(found, 8, surest)
-    assert tree.held(0, 2) == pytest.approx(0.6 + 0.3) and tree.held(3, 2) == pytest.approx(0.6)
-    assert tree.held(0, 0) == 0.0
+    found = {0: given((5, 0, 0.6), (6, 1, 0.5)), 3: given((5, 0, 0.5), (7, 1, 0.1))}
+    ranking = Ranking.merged(found, 8, surest)
+    assert ranking.held(0, 2) == pytest.approx(0.6 + 0.3) and ranking.held(3, 2) == pytest.approx(0.6)
+    assert ranking.held(0, 0) == 0.0
 
 
 def test_a_sampled_node_cannot_be_pruned() -> None:
     mixed = given((1, 0, 0.9))
-    mixed.set_law(1, LAW)
+    mixed.set_probs(1, PROBS)
     mixed.add(2, 1, drawn=Drawn.WITHOUT_REPLACEMENT)
     scouting = given((1, 0, 0.9))
     scouting.add(2, 0, probe=True)
-    draft = stack([sampled(1, 2), mixed, scouting, given((1, 0, 0.9))])
-    assert [prunable(draft, row) for row in range(4)] == [False, False, False, True]
-    for row in range(3):
+    begun = given((1, 0, 0.9))
+    begun.resume = Resume(boundary=1, states=torch.zeros(1, 4), stamp=0)
+    trees = [sampled(1, 2), mixed, scouting, begun, given((1, 0, 0.9))]
+    assert [tree.prunable for tree in trees] == [False, False, False, False, True]
+    for row in range(4):
         with pytest.raises(AssertionError, match="only deterministic nodes"):
-            RankedTree.of(draft, row, lambda holders, stated: stated)
+            Ranking.of(trees[row], surest)
         with pytest.raises(AssertionError, match="only deterministic nodes"):
-            prune(draft, {row: ()})
+            prune(trees, {row: ()})
         with pytest.raises(AssertionError, match="only deterministic nodes"):
-            RankedTree.merged({0: draft.rows[row]}, 8, surest)
+            Ranking.merged({0: trees[row]}, 8, surest)
 
 
-def test_pruning_one_row_leaves_the_others_and_their_laws() -> None:
-    draft = stack([sampled(1, 2), given((1, 0, 0.9), (2, 1, 0.1))])
-    found = prune(draft, {1: (1,)})
-    assert found.counts.tolist() == [2, 1]
-    assert found.laws is not None and torch.equal(found.laws[0, 0], LAW)
-    assert rebuild(found, 0).drawn == [Drawn.IID, Drawn.IID]
+def test_pruning_one_row_leaves_the_others_and_their_draft_probs() -> None:
+    trees = [sampled(1, 2), given((1, 0, 0.9), (2, 1, 0.1))]
+    found = prune(trees, {1: (1,)})
+    assert found[0] is trees[0] and [tree.size for tree in found] == [2, 1]
+    assert torch.equal(found[0].draft_probs[0], PROBS)
+    assert found[0].drawn == [Drawn.DETERMINISTIC, Drawn.IID, Drawn.IID]
+    assert trees[1].size == 2, "what was proposed stays what it was"
 
 
 def test_what_decides_before_drawing_never_sees_a_draft() -> None:
     for module in (explore, costs):
-        assert not [name for name, value in vars(module).items() if value is Draft or value is RankedTree]
+        assert not [name for name, value in vars(module).items() if value is TokenTree or value is Ranking]
     for function in (best_depth, choose):
-        assert not [hint for hint in inspect.get_annotations(function).values() if "Draft" in hint]
+        hints = inspect.get_annotations(function).values()
+        assert not [hint for hint in hints if "Tree" in hint or "Ranking" in hint]
 
 
 def taking(*ms: float) -> Times:
@@ -314,8 +323,8 @@ class Heard(Drafter):
         states = [context.signals[3][i, :count, 0].tolist() for i, count in enumerate(counts)]
         self.calls.append((list(context.rows), list(context.fresh), states))
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
-        return stack([TreeBuilder() for _ in context.rows])
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        return context.trees()
 
 
 def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
@@ -424,11 +433,11 @@ class Failing(Drafter):
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
         self.proposals = 0
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self.proposals += 1
         if self.proposals > 2:
             raise RuntimeError("out of ideas")
-        return stack([given((1, 0, 0.5)) for _ in context.rows])
+        return [given((1, 0, 0.5), root=tokens[-1]) for tokens in context.tokens]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
