@@ -43,7 +43,8 @@ from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.target import Target
 from forerun.target.swapping import Weights, exchange, ready
-from forerun.types import Budget, Draft
+from forerun.tree import TokenTree
+from forerun.types import Budget
 
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]
 
@@ -53,15 +54,15 @@ class Fickle(AdaptedDrafter):
 
     other: Weights | None = None
 
-    def propose(self, context: DraftContext, budget: Budget) -> Draft:
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         assert self.other is not None
         if self.settled:
             self.offer(self.other)
-        draft = super().propose(context, budget)
+        trees = super().propose(context, budget)
         assert self._former is not None
         self.other = self._former
         self.watch.rolled_back()  # nothing is watched: the weights shall go on changing
-        return draft
+        return trees
 
 
 def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: Any) -> tuple[LLM, AdaptedDrafter]:
