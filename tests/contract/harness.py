@@ -36,7 +36,7 @@ from forerun.drafters.datastore import write as write_datastore
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.sampling import Sampler
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 from forerun.tree import TokenTree, token_trees
 from forerun.types import LAST_HIDDEN, Budget, Draft, DraftKind, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
-from forerun.training.loop import Parallel
+from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import read_recipe
 from forerun.training.run import load_target
 from ports import free_ports

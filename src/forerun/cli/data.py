@@ -17,9 +17,8 @@ from forerun.errors import ArgumentError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from forerun.training.data.endpoint import Generation
     from forerun.training.data.prepare import Prepared
-    from forerun.training.data.regenerate import Plan, Regenerated
+    from forerun.training.data.regenerate import Generation, Plan, Regenerated
 
 LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
 
@@ -62,9 +61,9 @@ def prepare(
     json
         One JSON line on stdout instead of words.
     """
-    from forerun.training.data.identity import TokenizerIdentity
     from forerun.training.data.prepare import PrepareOptions
     from forerun.training.data.prepare import prepare as convert
+    from forerun.training.data.store import TokenizerIdentity
 
     options = PrepareOptions(
         max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only
@@ -90,7 +89,7 @@ def prepare(
 
 
 def _coverage(done: Prepared, size: int) -> float:
-    from forerun.training.data.vocabulary import coverage, draft_vocabulary, token_counts
+    from forerun.training.data.store import coverage, draft_vocabulary, token_counts
 
     counts = token_counts(done.data, done.data.tokenizer.vocab_size)
     return round(coverage(counts, draft_vocabulary(counts, size)), 6)
@@ -171,9 +170,7 @@ def regenerate(
         One JSON line on stdout instead of words.
     """
     _check_who(target, endpoint, model, concurrency)
-    from forerun.training.data.endpoint import Endpoint, Generation
-    from forerun.training.data.regenerate import plan, with_endpoint
-    from forerun.training.data.scripts import Director
+    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint
 
     generation = Generation(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     tokenizer = None if target is None else _tokenizer(target)

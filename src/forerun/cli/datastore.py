@@ -46,7 +46,7 @@ def build(
         A JSON object on stdout instead of words.
     """
     from forerun.drafters import datastore as stores
-    from forerun.training.data.read import BadRecords
+    from forerun.training.data.prepare import BadRecords
 
     name = tokenizer or target
     if name is None or (tokenizer and target):

@@ -17,7 +17,7 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from forerun.training.features.extract import Documents, Source
     from forerun.training.features.manifest import FeatureManifest
-    from forerun.training.features.probe import ProbeReport
+    from forerun.training.features.online import ProbeReport
 
 GIB = 2**30
 
@@ -232,8 +232,7 @@ def _extract(
 def _source(plan: _Plan, prepared: Documents) -> Iterator[tuple[Source, ProbeReport | None]]:
     """The loaded source and, if wished, how it compares with the target's own hidden states."""
     from forerun.training.features import extract
-    from forerun.training.features.online import OnlineFeatures
-    from forerun.training.features.probe import compare, probe, reference_states
+    from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
 
     tokens = [extract.sample(prepared)]
     if plan.wish.source == "transformers":
@@ -241,8 +240,7 @@ def _source(plan: _Plan, prepared: Documents) -> Iterator[tuple[Source, ProbeRep
         online = OnlineFeatures(model, plan.boundaries)
         yield online, probe(model, online.documents, tokens) if plan.wish.probing else None
         return
-    from forerun.training.features.final_norm import FinalNorm
-    from forerun.training.features.vllm_source import VllmFeatures, require_vllm
+    from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
     # The reference is computed and forgotten before vLLM takes the device.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forerun.drafters.skipping.file import SkipFile
     from forerun.drafters.skipping.measure import Worth
     from forerun.drafters.skipping.tuning import Tuned
-    from forerun.training.data.read import Record
+    from forerun.training.data.prepare import Record
 
 tune = App(name="tune", help="Find settings for a model by measuring it.")
 
@@ -142,7 +142,7 @@ def _questions(setting: _Setting) -> list[Record]:
     """The records of the prompt file; none where the shipped prompts are meant."""
     if setting.prompts is None:
         return []
-    from forerun.training.data.read import BadRecords, read_records
+    from forerun.training.data.prepare import BadRecords, read_records
 
     found = list(itertools.islice(read_records(setting.prompts, BadRecords(skip=False)), setting.limit))
     if not found:

@@ -27,19 +27,19 @@ from forerun.errors import ArgumentError
 from forerun.target.load import LoadOptions, open_model, read_config
 from forerun.target.parts import base_of, layers_of
 from forerun.target.support import text_config
-from forerun.training.batch import FeatureBatch
-from forerun.training.data.packing import PackedWindows
-from forerun.training.data.store import PreparedData
-from forerun.training.data.vocabulary import draft_vocabulary, token_counts
+from forerun.training.batch import FeatureBatch, Objective
+from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
 from forerun.training.evaluate import Evaluation
 from forerun.training.features.extract import wanted_manifest
 from forerun.training.features.manifest import loaded_from, target_hash
 from forerun.training.features.offline import OfflineFeatures
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore
-from forerun.training.loop import Objective, Parallel, state, tracker, train
-from forerun.training.loop.distributed import spread
-from forerun.training.loop.gradient import backward
+from forerun.training.loop import checkpoint
+from forerun.training.loop.distributed import Parallel, spread
+from forerun.training.loop.trackers import tracker
+from forerun.training.loop.trainer import train
+from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, TrainRecipe, flat, to_plain
@@ -191,7 +191,7 @@ class Run:
     def export(self, weights: Path) -> Path:
         """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
         head = type(self.head)(self.head.config)  # ours may be spread over several processes
-        state.load_weights(weights, head)
+        checkpoint.load_weights(weights, head)
         head.to(self.model.dtype)
         folder = Path(self.recipe.output) / "head"
         facts = TargetFacts.of(self.model.config, self.recipe.target)

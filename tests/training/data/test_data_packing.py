@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data import packing
-from forerun.training.data.packing import PackedWindows, Piece
-from forerun.training.data.store import PreparedData
+from forerun.training.data import store as prepared
+from forerun.training.data.store import PackedWindows, Piece, PreparedData
 from training.data.conftest import random_documents, store
 
 LENGTH = 16
@@ -97,7 +96,7 @@ def test_fewer_windows_than_a_batch_are_repeated(tmp_path: Path) -> None:
 def test_windows_are_well_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = store(tmp_path / "data", random_documents(1, 400, LENGTH))
     assert windows(data).fill > 0.97
-    monkeypatch.setattr(packing, "BUCKET", 1)
+    monkeypatch.setattr(prepared, "BUCKET", 1)
     alone = windows(data)
     assert len(alone) == 400 and alone.fill == pytest.approx(data.num_tokens / (400 * LENGTH))
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from forerun.training.batch import TokenBatch
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 from forerun.training.features.manifest import FeatureManifest
 from target.families import random_tokens
 

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.training.features import vllm_source
-from forerun.training.features.final_norm import FinalNorm
-from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.probe import compare, probe, reference_states
-from forerun.training.features.vllm_source import VllmFeatures
+from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
+from forerun.training.features.vllm_source import FinalNorm, VllmFeatures
 from forerun.types import LAST_HIDDEN
 from target.families import make, random_tokens
 

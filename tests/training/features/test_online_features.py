@@ -11,8 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import TokenBatch
-from forerun.training.features.online import OnlineFeatures, batch_of
-from forerun.training.features.probe import reference_states
+from forerun.training.features.online import OnlineFeatures, batch_of, reference_states
 from forerun.types import LAST_HIDDEN
 from target.families import WINDOW, make
 from training.features.conftest import Documents, Piece, Windows

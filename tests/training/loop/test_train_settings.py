@@ -7,8 +7,7 @@ import math
 import pytest
 
 from forerun.errors import ArgumentError
-from forerun.training.loop import TrainSettings
-from forerun.training.loop.settings import CHECKS
+from forerun.training.loop.settings import CHECKS, TrainSettings
 from forerun.training.loop.trainer import rate_factor
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 from forerun.training.features.manifest import FeatureManifest, checkpoint_directory, dtype_named, target_hash
 from forerun.training.features.store import FeatureWriter
 from forerun.types import LAST_HIDDEN, Signal

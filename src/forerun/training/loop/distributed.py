@@ -21,8 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from forerun.errors import ArgumentError, ForerunError
-from forerun.training.batch import FeatureBatch
-from forerun.training.loop.objective import Objective
+from forerun.training.batch import FeatureBatch, Objective
 
 Mode = Literal["single", "ddp", "fsdp"]
 Result = TypeVar("Result")

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.medusa import MedusaHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, working_dtype
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.loop.objective import LossReport
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, counted
 
 
