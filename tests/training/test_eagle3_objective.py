@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.training.objectives import eagle3 as attention
 from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import Divergence
+from forerun.training.objectives import eagle3 as attention
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN

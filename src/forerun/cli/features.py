@@ -15,9 +15,10 @@ from forerun.cli import console
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
-    from forerun.training.features.extract import Documents, Source
+    from forerun.training.data.store import PreparedData
     from forerun.training.features.manifest import FeatureManifest
     from forerun.training.features.online import ProbeReport
+    from forerun.training.features.store import Source
 
 GIB = 2**30
 
@@ -117,7 +118,7 @@ def features(
     return _done(output, manifest, report, json=json)
 
 
-def open_data(directory: Path) -> Documents:
+def open_data(directory: Path) -> PreparedData:
     """The prepared data in a directory.
 
     Raises:
@@ -141,7 +142,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
 
 
-def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest, _Plan]:
+def _look(wish: _Wish, prepared: PreparedData, dtype: str) -> tuple[FeatureManifest, _Plan]:
     """Everything that can be refused before a weight is loaded."""
     from transformers import AutoTokenizer
 
@@ -150,8 +151,7 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
     from forerun.drafters.heads.eagle import default_boundaries
     from forerun.target.load import LoadOptions, read_config
     from forerun.target.support import context_length
-    from forerun.training.features import extract
-    from forerun.training.features.manifest import checkpoint_directory
+    from forerun.training.features.manifest import check_lengths, checkpoint_directory, describe
     from forerun.training.features.online import check_boundaries
 
     quiet_libraries()
@@ -159,11 +159,11 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
     chosen = check_boundaries(default_boundaries(layers) if wish.boundaries is None else wish.boundaries, layers)
-    lengths = extract.document_lengths(prepared)
+    lengths = prepared.lengths.tolist()
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    extract.check_lengths(lengths, context_length(text) - (2 if wish.source == "vllm" else 0))
+    check_lengths(lengths, context_length(text) - (2 if wish.source == "vllm" else 0))
     directory = checkpoint_directory(wish.target)
-    manifest = extract.describe(
+    manifest = describe(
         directory,
         wish.target,
         AutoTokenizer.from_pretrained(directory),
@@ -208,10 +208,9 @@ def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:
 
 
 def _extract(
-    plan: _Plan, prepared: Documents, manifest: FeatureManifest, output: Path, shard_bytes: int
+    plan: _Plan, prepared: PreparedData, manifest: FeatureManifest, output: Path, shard_bytes: int
 ) -> ProbeReport | None:
-    from forerun.training.features import extract
-    from forerun.training.features.store import FeatureWriter
+    from forerun.training.features.store import FeatureWriter, extract
 
     with FeatureWriter(output, manifest, shard_bytes=shard_bytes) as writer:
         if len(writer.done) == manifest.documents:
@@ -221,7 +220,7 @@ def _extract(
                 report.require()
             try:
                 with _bar(writer.tokens, manifest.tokens) as progress:
-                    extract.extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=progress)
+                    extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=progress)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -229,12 +228,12 @@ def _extract(
 
 
 @contextmanager
-def _source(plan: _Plan, prepared: Documents) -> Iterator[tuple[Source, ProbeReport | None]]:
+def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, ProbeReport | None]]:
     """The loaded source and, if wished, how it compares with the target's own hidden states."""
-    from forerun.training.features import extract
     from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
+    from forerun.training.features.store import sample
 
-    tokens = [extract.sample(prepared)]
+    tokens = [sample(prepared)]
     if plan.wish.source == "transformers":
         model = _load(plan, plan.wish.device)
         online = OnlineFeatures(model, plan.boundaries)

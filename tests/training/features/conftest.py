@@ -31,6 +31,10 @@ class Documents:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        return np.array([len(tokens) for tokens in self.tokens], np.int64)
+
     def document(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         return self.tokens[index], np.ones(len(self.tokens[index]), np.uint8)
 

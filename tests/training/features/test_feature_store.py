@@ -17,11 +17,17 @@ from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.target.headers import read_header
 from forerun.training.features import manifest as manifests
-from forerun.training.features.extract import check_lengths, describe, extract, passes, wanted_manifest
-from forerun.training.features.manifest import FeatureManifest, bytes_needed, check_room, target_hash
-from forerun.training.features.offline import OfflineFeatures
+from forerun.training.features.manifest import (
+    FeatureManifest,
+    bytes_needed,
+    check_lengths,
+    check_room,
+    describe,
+    target_hash,
+    wanted_manifest,
+)
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, FeatureWriter
+from forerun.training.features.store import FeatureStore, FeatureWriter, OfflineFeatures, extract, passes
 from forerun.types import LAST_HIDDEN
 from target.families import make
 from training.features.conftest import LENGTHS, Documents, Piece, Windows, manifest_of

@@ -1,6 +1,7 @@
-"""Where numbers go: a JSONL file and the console always, TensorBoard, W&B and trackio by name.
+"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name.
 
-Knows steps and names of values; not where they come from.
+accelerate's trackers are not used: each of their calls needs accelerate's global `PartialState`, which sets the number
+of threads, the device and environment variables of the process that logs, and so the bits of what it computes.
 """
 
 from __future__ import annotations
@@ -157,11 +158,14 @@ def _import(module: str, package: str) -> Any:
         ) from error
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
 def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, project: str = "forerun") -> Tracker:
     """A tracker by name, for the `trackers` of `train`; open it on the first process only.
 
     Args:
-        name: "tensorboard", "wandb" or "trackio".
+        name: one of `TRACKERS`.
         output: directory of the run; its name becomes the run's, and event files go to ``output/tensorboard``.
         config: settings shown beside the run.
         project: of wandb or trackio.
@@ -169,9 +173,9 @@ def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, pr
     Raises:
         ArgumentError: an unknown name, or its package is not installed.
     """
+    if name not in TRACKERS:
+        hint = nearest(name, TRACKERS)
+        raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")
     if name == "tensorboard":
         return TensorBoard(output / "tensorboard")
-    if name in ("wandb", "trackio"):
-        return Remote(name, project, output.name, config or {})
-    known = ("tensorboard", "wandb", "trackio")
-    raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(known)}.{nearest(name, known)}")
+    return Remote(name, project, output.name, config or {})
