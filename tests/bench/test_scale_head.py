@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM
 from bench.heads import head
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
-from forerun.demo.scale import ScaledModel, scale_model
-from forerun.demo.scale_head import multiplications, scale_config, scale_head, scaled_head_folder
+from forerun.demo.scale import ScaledModel, multiplications, scale_config, scale_head, scale_model, scaled_head_folder
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.target import Target

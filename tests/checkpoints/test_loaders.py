@@ -14,13 +14,11 @@ from transformers import AutoConfig
 
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
 from forerun.checkpoints import HeadCheckpoint, differences, format_named, read_head, write_head
-from forerun.checkpoints.diagnose import diagnose, diagnose_files
+from forerun.checkpoints.eagle import respelled, to_file
 from forerun.checkpoints.eagle_engines import DESTINATIONS, LOADERS, adapted, mismatches
-from forerun.checkpoints.export import export_head
-from forerun.checkpoints.files import parse, read_files
-from forerun.checkpoints.findings import ENGINES, Finding, worst
+from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.checkpoints.flat import write_flat
-from forerun.checkpoints.names import respelled, to_file
+from forerun.checkpoints.formats import parse, read_files
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 

@@ -28,8 +28,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
-from forerun.certify import Plan
-from forerun.certify.chi_square import draws_for
+from forerun.certify.checks import Plan, draws_for
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.datastore import write as write_datastore

@@ -18,15 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.checkpoints.engines import DRAFTED, Destination, Engines, Launch
-from forerun.checkpoints.findings import ENGINES, Finding, Severity, all_engines, degrades, fails, ok
+from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
+from forerun.checkpoints.eagle import IDS, is_default, respelled, to_file, to_outputs
+from forerun.checkpoints.engines import (
+    DRAFTED,
+    ENGINES,
+    Destination,
+    Engines,
+    Finding,
+    Launch,
+    Severity,
+    all_engines,
+    degrades,
+    fails,
+    ok,
+)
 from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM, write_flat
 from forerun.checkpoints.keys import NESTED
-from forerun.checkpoints.layer_ids import IDS, is_default, to_outputs
-from forerun.checkpoints.names import respelled, to_file
 from forerun.checkpoints.speculators import KIND, LAYERS
-from forerun.checkpoints.tensors import Shape, expected_shapes, some
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.types import LAST_HIDDEN
 

@@ -12,12 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
+from forerun.checkpoints.eagle import (
+    FIRST,
+    IDS,
+    MIDLAYER,
+    WINDOW_NOTE,
+    agreed,
+    make_config,
+    read_layers,
+    to_canonical,
+    to_file,
+    to_outputs,
+    write_layers,
+)
 from forerun.checkpoints.keys import NESTED, Keys
-from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
-from forerun.checkpoints.names import FIRST, MIDLAYER, to_canonical, to_file
-from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN

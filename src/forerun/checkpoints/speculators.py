@@ -11,12 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
+from forerun.checkpoints.eagle import (
+    IDS,
+    WINDOW_NOTE,
+    agreed,
+    make_config,
+    read_layers,
+    to_canonical,
+    to_file,
+    to_outputs,
+    write_layers,
+)
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
-from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
-from forerun.checkpoints.names import to_canonical, to_file
-from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"

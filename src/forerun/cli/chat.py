@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.cli import console, show
+from forerun.cli import console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, LoadOptions, SamplingOptions, SpeculationOptions
 from forerun.errors import ArgumentError, ForerunError, nearest
 
@@ -54,7 +54,7 @@ def chat(
     log = console.log()
     log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))
     if show_draft:
-        log.print(show.legend(log))
+        log.print(session.legend(log))
     while (line := _ask()) is not None:
         try:
             if not talk.handle(line):
@@ -129,7 +129,7 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.total.add(answer.speculation)
         self.answers += 1
-        console.log().print(show.statistics_line(output), soft_wrap=True)
+        console.log().print(session.statistics_line(output), soft_wrap=True)
 
     def _reset(self, _: str) -> None:
         self.messages = list(self.beginning)

@@ -19,7 +19,7 @@ from forerun.cli import console
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
-    from forerun.checkpoints.findings import Finding, Severity
+    from forerun.checkpoints.engines import Finding, Severity
 
 PACKAGES = (
     "forerun",
@@ -81,9 +81,8 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.working("reading the head"):
         from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.diagnose import diagnose, diagnose_files
-        from forerun.checkpoints.files import parse, read_files
-        from forerun.checkpoints.findings import ENGINES, worst
+        from forerun.checkpoints.engines import ENGINES, diagnose, diagnose_files, worst
+        from forerun.checkpoints.formats import parse, read_files
 
         unknown = [name for name in engines if name not in ENGINES]
         if unknown:

@@ -40,7 +40,7 @@ def export(
     """
     with console.working("exporting"):
         from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.export import export_head
+        from forerun.checkpoints.engines import export_head
 
         done = export_head(head, TargetFacts.read(target), to, output, force=force)
     if json:

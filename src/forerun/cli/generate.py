@@ -55,19 +55,19 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     config, params = speculation.config(), sampling.params()
     expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
-    from forerun.cli import session, show
+    from forerun.cli import session
 
     llm = session.load(model, loading, config or ({"method": "prediction"} if expected else None), max_num_seqs=1)
     given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
     if json:
         output = llm.generate([{**given, **expected}], params)[0]
-        console.write_json(show.answer_record(output, output.outputs[0], with_tokens=show_draft))
+        console.write_json(session.answer_record(output, output.outputs[0], with_tokens=show_draft))
         return 0
     chunks = llm.stream({**given, **expected}, params)
     finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)
     log = console.log()
     if show_draft:
-        log.print(show.legend(log))
+        log.print(session.legend(log))
     if finished is not None:
-        log.print(show.statistics_line(finished), soft_wrap=True)
+        log.print(session.statistics_line(finished), soft_wrap=True)
     return 0

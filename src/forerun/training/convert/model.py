@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
-from forerun.checkpoints.export import Exported, export_head
+from forerun.checkpoints.engines import Exported, export_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.parts import device_of

@@ -306,7 +306,7 @@ def _check_kind(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
 
 def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
     """From ModelOpt's 0-based layers, whose outputs are meant; empty: our default."""
-    from forerun.checkpoints.layer_ids import from_outputs
+    from forerun.checkpoints.eagle import from_outputs
 
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong:

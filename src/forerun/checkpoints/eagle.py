@@ -1,19 +1,166 @@
-"""The keys of a head's decoder layers, named as in transformers. Flat or nested, all formats share them.
+"""What the formats of EAGLE heads share: tensor names, layer ids, and the keys of their decoder layers.
 
-Knows nothing of features, boundaries or draft vocabularies.
+Our layer ids are boundaries: b is the state after b layers. Top-level lists (vLLM, EAGLE, speculators) mean the same.
+Lists inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) and TensorRT-LLM's YAML name the 0-based layer whose output
+is read, one less. Taking one for the other costs most of the acceptance and raises no error anywhere.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from forerun.checkpoints.keys import Keys
-from forerun.drafters.heads.eagle import EagleConfig, Rotary
+from forerun.checkpoints.base import HeadCheckpoint, target_mask
+from forerun.checkpoints.keys import NESTED, Keys
+from forerun.drafters.heads.eagle import EagleConfig, Rotary, default_boundaries
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.masks import FULL, SLIDING
+from forerun.types import LAST_HIDDEN
+
+MIDLAYER, FIRST = "midlayer.", "layers.0."
+ALIASES = {f"aux_norm_{where}.weight": f"fc_norm.{i}.weight" for i, where in enumerate(("low", "mid", "high"))}
+"""SGLang's earlier names of the norms before ``fc``."""
+UPPER_HIDDEN_NORM = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
+
+
+def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
+
+    Layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``; either name is
+    taken, both if they are equal.
+
+    Raises:
+        CheckpointError: a tensor is there under two names.
+    """
+    found = respelled(tensors)
+    for name in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
+        _merge_upper_norm(found, name)
+    return found
+
+
+def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `to_canonical`, but both names of a norm above the first layer stay."""
+    found: dict[str, Tensor] = {}
+    for stored, tensor in tensors.items():
+        if stored.endswith("rotary_emb.inv_freq"):
+            continue
+        name = FIRST + stored.removeprefix(MIDLAYER) if stored.startswith(MIDLAYER) else ALIASES.get(stored, stored)
+        if name in found:
+            raise CheckpointError(f"the tensor {name} is stored twice, once as {stored}; remove one of them")
+        found[name] = tensor
+    return found
+
+
+def _merge_upper_norm(tensors: dict[str, Tensor], hidden_norm: str) -> None:
+    ours = hidden_norm.replace("hidden_norm", "input_layernorm")
+    tensor = tensors.pop(hidden_norm)
+    if ours in tensors and not torch.equal(tensors[ours], tensor):
+        raise CheckpointError(
+            f"{ours} and {hidden_norm} differ: vLLM reads the first, SGLang and TensorRT-LLM the second, and nothing "
+            "says which one the head was trained with; remove the other"
+        )
+    tensors.setdefault(ours, tensor)
+
+
+def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
+    """Under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
+
+    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids.
+    """
+    config = checkpoint.config
+    tensors = dict(checkpoint.tensors)
+    d2t = tensors.pop("d2t")
+    for layer in range(1, config.num_hidden_layers) if config.generation == 3 else ():
+        norm = tensors[f"layers.{layer}.input_layernorm.weight"]
+        tensors[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
+    tensors = {_renamed(name, first): tensor for name, tensor in tensors.items()}
+    if config.reduced_vocabulary or bool(d2t.any()):
+        tensors["d2t"] = d2t
+        if t2d:
+            tensors["t2d"] = target_mask(d2t, config.vocab_size)
+    return tensors
+
+
+def _renamed(name: str, first: str) -> str:
+    return first + name.removeprefix(FIRST) if name.startswith(FIRST) else name
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+"""The key's name, at the top and in `NESTED`."""
+
+
+def to_outputs(boundaries: Sequence[int]) -> list[int]:
+    """0-based layers whose outputs are these boundaries.
+
+    Raises:
+        CheckpointError: one is the state after the final norm, which no format has an id for.
+    """
+    if LAST_HIDDEN in boundaries:
+        raise CheckpointError(
+            "the head reads the target's state after the final norm; no format of EAGLE-3 heads has a layer id for "
+            "that. Train the head on boundaries instead."
+        )
+    return [boundary - 1 for boundary in boundaries]
+
+
+def from_outputs(layers: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries after these 0-based layers."""
+    return tuple(layer + 1 for layer in layers)
+
+
+def agreed(
+    top: Sequence[int] | None, nested: Sequence[int] | None, *, count: int | None, num_layers: int | None
+) -> tuple[int, ...]:
+    """The boundaries that a file means.
+
+    Args:
+        top: boundary ids, if the file has them.
+        nested: ids of 0-based layers, if the file has them.
+        count: how many hidden states the file says that the head reads.
+        num_layers: of the target; needed where the file has no ids, to know the default.
+
+    Raises:
+        CheckpointError: the lists contradict each other or `count`, or there are none and `num_layers` is unknown.
+    """
+    if top is not None and nested is not None and tuple(top) != from_outputs(nested):
+        raise CheckpointError(
+            f"config.json contradicts itself about the target's layers: {IDS} {list(top)} counts boundaries, "
+            f"{NESTED}.{IDS} {list(nested)} counts layers from 0 and so means the boundaries "
+            f"{list(from_outputs(nested))}. Find out which ones the head was trained on and correct the other."
+        )
+    if top is not None:
+        found = tuple(top)
+    elif nested is not None:
+        found = from_outputs(nested)
+    else:
+        found = _default(num_layers)
+    if count is not None and count != len(found):
+        raise CheckpointError(f"num_aux_hidden_states is {count}, but {IDS} means {len(found)} boundaries {found}")
+    return found
+
+
+def is_default(boundaries: Sequence[int], num_layers: int) -> bool:
+    """Whether engines that are told no ids would read these boundaries of such a target."""
+    return tuple(boundaries) == (2, num_layers // 2, num_layers - 3)
+
+
+def _default(num_layers: int | None) -> tuple[int, ...]:
+    if num_layers is None:
+        raise CheckpointError(
+            f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "
+            "layers: name the target"
+        )
+    try:
+        return default_boundaries(num_layers)
+    except ArgumentError as error:
+        raise CheckpointError(str(error)) from error
+
 
 ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 WINDOW_NOTE = (
