@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +13,6 @@ from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOp
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from forerun.training.data.prepare import Prepared
     from forerun.training.data.regenerate import Generation, Plan, Regenerated
 
@@ -61,6 +57,7 @@ def prepare(
     json
         One JSON line on stdout instead of words.
     """
+    from forerun.cli import session
     from forerun.training.data.prepare import PrepareOptions
     from forerun.training.data.prepare import prepare as convert
     from forerun.training.data.store import TokenizerIdentity
@@ -68,13 +65,13 @@ def prepare(
     options = PrepareOptions(
         max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only
     )
-    tokenizer = _tokenizer(target)
+    tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
         raise ArgumentError(f"--draft-vocab-size must be 1 to {known}, the target's vocabulary, got {draft_vocab_size}")
-    with _progress("preparing") as advance:
+    with console.progress_bar("preparing") as update:
         done = convert(
-            files, tokenizer, output, options=options, name=target, on_record=lambda count: advance(count, None)
+            files, tokenizer, output, options=options, name=target, on_record=lambda count: update(completed=count)
         )
     summary = done.summary()
     if draft_vocab_size is not None:
@@ -170,15 +167,18 @@ def regenerate(
         One JSON line on stdout instead of words.
     """
     _check_who(target, endpoint, model, concurrency)
+    from forerun.cli import session
     from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint
 
     generation = Generation(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    tokenizer = None if target is None else _tokenizer(target)
+    tokenizer = None if target is None else session.load_tokenizer(target)
     director = Director(tokenizer=tokenizer, prompt_tokens=prompt_tokens, seed=seed)
-    with _progress("regenerating") as advance:
-        todo = plan(
-            file, output, director, limit=limit, skip_bad=skip_bad, tell=lambda done: advance(done.done, done.total)
-        )
+    with console.progress_bar("regenerating") as update:
+
+        def tell(progress: Regenerated) -> None:
+            update(completed=progress.done, total=progress.total)
+
+        todo = plan(file, output, director, limit=limit, skip_bad=skip_bad, tell=tell)
         try:
             if endpoint is not None:
                 place = Endpoint(url=endpoint, model=str(model), generation=generation)
@@ -229,43 +229,3 @@ def _report(progress: Regenerated, *, as_json: bool) -> None:
     )
     if progress.failed or progress.skipped:
         console.out().print(f"{progress.failed:,} records failed, {progress.skipped:,} bad entries skipped")
-
-
-def _tokenizer(target: str) -> PreTrainedTokenizerBase:
-    with console.working(f"loading the tokenizer of {target}"):
-        from forerun.cli import session
-        from forerun.demo import resolve
-        from forerun.engine.loading import load_tokenizer
-
-        session.quiet_libraries()
-        tokenizer = load_tokenizer(resolve(target), None)
-    assert tokenizer is not None, "a name always leads to a tokenizer or an error"
-    return tokenizer
-
-
-@contextmanager
-def _progress(doing: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar on stderr, told how many records are done, of how many if that is known."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    log = console.log()
-    if not log.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=log, transient=True) as progress:
-        task = progress.add_task(doing, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -11,8 +11,6 @@ from forerun.cli import console
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from forerun.drafters.datastore import Manifest
 
 datastore = App(name="datastore", help="Make a corpus searchable for the drafter `rest`, or say what is in one.")
@@ -45,13 +43,14 @@ def build(
     json
         A JSON object on stdout instead of words.
     """
+    from forerun.cli import session
     from forerun.drafters import datastore as stores
     from forerun.training.data.prepare import BadRecords
 
     name = tokenizer or target
     if name is None or (tokenizer and target):
         raise ArgumentError("whose token ids? give either --target MODEL or --tokenizer MODEL")
-    loaded, bad = _tokenizer(name), BadRecords(skip=skip_bad)
+    loaded, bad = session.load_tokenizer(name), BadRecords(skip=skip_bad)
     with console.telling("building a datastore") as tell:
         manifest = stores.build(files, loaded, output, name=name, bad=bad, tell=tell)
     for complaint in bad.examples:
@@ -88,7 +87,7 @@ def info(
 
     store = Datastore.open(directory)
     if verify:
-        with console.working("comparing checksums"):
+        with console.telling("comparing checksums"):
             store.verify()
     if json:
         console.write_json(_summary(directory, store.manifest))
@@ -117,15 +116,3 @@ def _show(folder: Path, manifest: Manifest) -> None:
         f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}, "
         f"{size / 2**20:,.1f} MiB"
     )
-
-
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with console.working(f"loading the tokenizer of {name}"):
-        from forerun.cli import session
-        from forerun.demo import resolve
-        from forerun.engine.loading import load_tokenizer
-
-        session.quiet_libraries()
-        loaded = load_tokenizer(resolve(name), None)
-    assert loaded is not None, "a name always leads to a tokenizer or an error"
-    return loaded

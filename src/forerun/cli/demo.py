@@ -134,7 +134,7 @@ def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, 
     """
     from forerun.demo.scale import scale_model
 
-    with console.working(f"enlarging {model} to {billions:g} B parameters"):
+    with console.telling(f"enlarging {model} to {billions:g} B parameters"):
         scaled = scale_model(shipped.resolve(model), billions=billions)
         return str(scaled.path), _with_heads_for(scaled, config), scaled.note
 

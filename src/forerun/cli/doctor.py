@@ -62,7 +62,7 @@ def doctor(
         return _examine_head(head, target, engine, json)
     if target is not None or engine:
         raise ArgumentError("--target and --engine belong to a head; name its directory first: forerun doctor HEAD")
-    with console.working("looking around"):
+    with console.telling("looking around"):
         found = examine()
     if json:
         console.write_json(found)
@@ -79,7 +79,7 @@ def doctor(
 def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json: bool) -> int:
     if target is None:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
-    with console.working("reading the head"):
+    with console.telling("reading the head"):
         from forerun.checkpoints.base import TargetFacts
         from forerun.checkpoints.engines import ENGINES, diagnose, diagnose_files, worst
         from forerun.checkpoints.formats import parse, read_files

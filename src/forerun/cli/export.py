@@ -38,7 +38,7 @@ def export(
     json
         One JSON object on stdout instead of the launch line.
     """
-    with console.working("exporting"):
+    with console.telling("exporting"):
         from forerun.checkpoints.base import TargetFacts
         from forerun.checkpoints.engines import export_head
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ def features(
         batch_tokens=batch_tokens,
         probing=probe,
     )
-    with console.working("looking at the data and the target"):
+    with console.telling("looking at the data and the target"):
         prepared = open_data(data)
         manifest, plan = _look(wish, prepared, dtype)
     if not _agreed(manifest, output, yes=yes):
@@ -219,8 +219,12 @@ def _extract(
             if report is not None:
                 report.require()
             try:
-                with _bar(writer.tokens, manifest.tokens) as progress:
-                    extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=progress)
+                with console.progress_bar("tokens", manifest.tokens, writer.tokens) as update:
+
+                    def tell(count: int) -> None:
+                        update(advance=count)
+
+                    extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=tell)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -262,20 +266,8 @@ def _load(plan: _Plan, device: str | None) -> Any:
     from forerun.target.load import LoadOptions, open_model
 
     options = LoadOptions(dtype=plan.wish.dtype, device=device)
-    with console.working(f"loading {plan.wish.target}"):
+    with console.telling(f"loading {plan.wish.target}"):
         return open_model(plan.directory, options, plan.config, quiet=True)
-
-
-@contextmanager
-def _bar(done: int, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of tokens on stderr; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    log = console.log()
-    with Progress(*columns, console=log, disable=not log.is_terminal) as progress:
-        task = progress.add_task("tokens", total=total, completed=done)
-        yield lambda count: progress.advance(task, count)
 
 
 def _done(output: Path, manifest: FeatureManifest, report: ProbeReport | None, *, json: bool) -> int:

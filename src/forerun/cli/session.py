@@ -13,6 +13,8 @@ from forerun.cli.options import LoadOptions
 from forerun.types import CompletionOutput, OutputToken, RequestOutput, Source, SpeculationStats
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from forerun import LLM
     from forerun.types import StreamChunk
 
@@ -126,9 +128,21 @@ def quiet_libraries() -> None:
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory, a hub id or a shipped model, with a spinner on stderr while it loads."""
+    with console.telling(f"loading the tokenizer of {name}"):
+        from forerun.demo import resolve
+        from forerun.engine.loading import load_tokenizer
+
+        quiet_libraries()
+        loaded = load_tokenizer(resolve(name), None)
+    assert loaded is not None, "a name always leads to a tokenizer or an error"
+    return loaded
+
+
 def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **more: Any) -> LLM:
     """The model behind the Python API, with a spinner on stderr while it loads. An unknown rule is refused first."""
-    with console.working(f"loading {model}"):
+    with console.telling(f"loading {model}"):
         quiet_libraries()
         from forerun import LLM, SpeculativeConfig
         from forerun.verify import rule_named

@@ -327,7 +327,7 @@ def _into_zeros(old: Tensor | None, shape: tuple[int | None, int], dtype: torch.
     return new
 
 
-def _into_noise(old: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, name: str) -> Tensor:
+def _into_noise(old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
     """`old` in the upper left corner of noise: what only meets zeros, before or after.
 
     Noise and not zeros, because a processor may multiply zeros faster.
@@ -423,13 +423,6 @@ def scale_config(config: EagleConfig, scaled: ScaledModel) -> EagleConfig:
     )
 
 
-def multiplications(config: EagleConfig) -> int:
-    """Of one drafted token: the layers and the output head, attention over the context and the fusion left out."""
-    shapes = expected_shapes(config)
-    skipped = ("fc.weight", "embed_tokens.weight")
-    return sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in skipped)
-
-
 def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: EagleConfig, wide: EagleConfig) -> Tensor:
     """`old`, cut into the hidden states that it reads, each at the start of the wide one that takes its place."""
     if old.shape == shape:
@@ -456,14 +449,12 @@ def _blocks(name: str, config: EagleConfig) -> int:
 
 
 def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros where the hidden state is written, ones in norms, else noise: a processor may multiply zeros faster."""
+    """Zeros where the hidden state is written, ones in norms, else noise."""
     if _is_norm(name):
         return torch.ones(shape, dtype=dtype)
     if len(shape) == 1 or any(name.split(".")[-2] == writer for writer in _WRITERS):
         return torch.zeros(shape, dtype=dtype)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    noise = torch.empty(shape).uniform_(-0.03, 0.03, generator=torch.Generator().manual_seed(seed))
-    return noise.to(dtype)
+    return _into_noise(None, shape, dtype, name)
 
 
 def _is_norm(name: str) -> bool:
