@@ -150,16 +150,16 @@ def chi_square_check(
         answers, stats = draw(llm, prompt, setting, params, samples, plan.seed)
     statistic, freedom = pearson(cells, count(cells, answers), samples)
     chance = survival(statistic, freedom)
-    judged = stats.num_draft_tokens > 0
+    verified = stats.num_draft_tokens > 0
     check = Check(
         name=f"sampled distribution, {setting.name}",
-        passed=chance >= level and judged,
+        passed=chance >= level and verified,
         summary=(
             f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {level:.1g}); "
             f"{samples} answers detect a total variation of {plan.detect:.3g} over {possible} cells with "
             f"{plan.power:.0%}; {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted, "
             f"drafts up to {len(stats.drafted_per_depth)} deep"
-            + ("" if judged else "; nothing was drafted, so nothing was proved")
+            + ("" if verified else "; nothing was drafted, so nothing was proved")
         ),
         figures={
             "chi_square": statistic,
@@ -280,7 +280,7 @@ def count(cells: Mapping[Outcome, float], answers: Iterable[Outcome]) -> Counter
 
 
 def pearson(cells: dict[Outcome, float], counts: Counter[Outcome], samples: int) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; infinite if an answer came that the law excludes."""
+    """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
     statistic, used = 0.0, 0
     for outcome, chance in cells.items():
         expected = chance * samples
@@ -485,14 +485,14 @@ def _text_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
     for temperature in subject.plan.temperatures:
         if temperature == 0:
             subject.progress("greedy text against plain decoding")
-            found, judges = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
-            rules |= judges
+            found, more = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
+            rules |= more
             checks += found
         else:
             subject.progress(f"sampled text for a seed, T = {temperature:g}")
-            check, judges = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
+            check, more = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
             checks += [check] if check is not None else []
-            rules |= judges
+            rules |= more
     return checks, rules
 
 
@@ -514,16 +514,16 @@ def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
     for index, setting in enumerate(settings):
         prompt = subject.prompts[index % len(subject.prompts)][: plan.sample_prompt_tokens]
         subject.progress(f"sampled answers against the exact distribution, {setting.name}")
-        check, judges = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
+        check, more = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
         checks.append(check)
-        rules |= judges
+        rules |= more
     return checks, rules
 
 
 def _rule_checks(subject: _Subject, rules: set[str]) -> list[Check]:
     checks = []
     for name in sorted(rules):
-        subject.progress(f"the exact law of the rule {name}")
+        subject.progress(f"the exact distributions of the rule {name}")
         if not rule_named(name).lossless:
             checks.append(
                 Check(name=f"rule {name}", passed=False, summary="this rule is not lossless, by its own account")

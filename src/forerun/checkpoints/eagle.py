@@ -38,13 +38,13 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is there under two names.
     """
-    found = respelled(tensors)
+    found = canonical_names(tensors)
     for name in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
         _merge_upper_norm(found, name)
     return found
 
 
-def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As `to_canonical`, but both names of a norm above the first layer stay."""
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():

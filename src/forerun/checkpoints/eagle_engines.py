@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
-from forerun.checkpoints.eagle import IDS, is_default, respelled, to_file, to_outputs
+from forerun.checkpoints.eagle import IDS, canonical_names, is_default, to_file, to_outputs
 from forerun.checkpoints.engines import (
     DRAFTED,
     ENGINES,
@@ -239,7 +239,7 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     for engine in LOADERS if config.generation == 3 else ("vllm", "sglang"):
         wanted, overrides = adapted(head, engine)
         keys = {**write_flat(wanted), **overrides}
-        yield from mismatches(engine, wanted.config, keys, respelled(to_file(wanted)))
+        yield from mismatches(engine, wanted.config, keys, canonical_names(to_file(wanted)))
 
 
 def _variants(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -380,7 +380,7 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
     if KIND in keys:
         engines, keys = ["vllm"], {**keys[LAYERS], **keys}
     for engine in engines:
-        for found in mismatches(engine, head.config, keys, respelled(stored.tensors)):
+        for found in mismatches(engine, head.config, keys, canonical_names(stored.tensors)):
             if (engine, found.what) not in known:
                 yield _finding(engine, found.severity, found.what, found.why)
 

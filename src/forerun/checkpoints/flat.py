@@ -83,7 +83,7 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
     found = with_vocabulary(found, fields["vocab_size"], draft_vocab_size)
     declared_bias, tied = keys.get("bias"), keys.flag("tie_word_embeddings")
     architectures = keys.get("architectures") or []
-    unread = nested.rest()
+    rest = nested.rest()
     head = make_config(
         **fields,
         generation=generation,
@@ -92,7 +92,7 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
         qk_norm=QWEN3 in architectures or "layers.0.self_attn.q_norm.weight" in found,
         own_embedding="embed_tokens.weight" in found,
         own_lm_head="lm_head.weight" in found,
-        extra=keys.rest() | ({NESTED: unread} if unread else {}),
+        extra=keys.rest() | ({NESTED: rest} if rest else {}),
     )
     counted = generation == 3 and keys.integers(IDS) is None and nested.integers(IDS) is not None
     unlisted = head.sliding_window is not None and keys.get("layer_types") is None

@@ -144,7 +144,7 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
 
 
 def read_files(path: str | Path) -> StoredFiles:
-    """Configuration and tensors of a directory or hub id, unread; errors as `read_head`."""
+    """Configuration and tensors of a directory or hub id, as stored; errors as `read_head`."""
     directory = _directory(path)
     config = _read_config(directory)
     try:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def certify(
     prompts: int = 6,
     max_tokens: int = 96,
     detect: float = 0.1,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def prepare(
     target: str,
     output: Path,
     max_length: int = 2048,
-    split_long: Annotated[bool, Parameter(negative="")] = False,
-    skip_bad: Annotated[bool, Parameter(negative="")] = False,
-    last_turn_only: Annotated[bool, Parameter(negative="")] = False,
+    split_long: Flag = False,
+    skip_bad: Flag = False,
+    last_turn_only: Flag = False,
     draft_vocab_size: int | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Tokenize data files, mark what the assistant wrote, and store both for training.
 
@@ -128,8 +128,8 @@ def regenerate(
     seed: int | None = None,
     prompt_tokens: int = 64,
     limit: int | None = None,
-    skip_bad: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    skip_bad: Flag = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ def build(
     target: str | None = None,
     tokenizer: str | None = None,
     output: Path,
-    skip_bad: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    skip_bad: Flag = False,
+    json: Flag = False,
 ) -> int:
     """Tokenize data files and sort them, so that what followed any words is found at once.
 
@@ -69,8 +70,8 @@ def info(
     directory: Path,
     /,
     *,
-    verify: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    verify: Flag = False,
+    json: Flag = False,
 ) -> int:
     """Say what is in a datastore and whose token ids it holds.
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def demo(
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
     repeats: int = 3,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:

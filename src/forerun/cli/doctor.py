@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def doctor(
     *,
     target: str | None = None,
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 
 
 def export(
@@ -18,8 +17,8 @@ def export(
     to: str,
     target: str,
     output: str,
-    force: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    force: Flag = False,
+    json: Flag = False,
 ) -> int:
     """Write a draft head as a serving engine reads it, and prove what was written.
 

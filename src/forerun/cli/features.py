@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Wish:
+class _Options:
     """What was asked for."""
 
     target: str
@@ -40,7 +41,7 @@ class _Wish:
 class _Plan:
     """What is known before a weight is loaded."""
 
-    wish: _Wish
+    options: _Options
     directory: Path
     """Of the target."""
     config: Any
@@ -64,7 +65,7 @@ def features(
     device: str | None = None,
     probe: bool = True,
     yes: Annotated[bool, Parameter(negative="", alias="-y")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
 
@@ -100,7 +101,7 @@ def features(
     """
     if shard_gib <= 0 or batch_tokens < 1:
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {shard_gib} and {batch_tokens}")
-    wish = _Wish(
+    options = _Options(
         target=target,
         boundaries=_numbers(boundaries),
         source=source,
@@ -111,7 +112,7 @@ def features(
     )
     with console.telling("looking at the data and the target"):
         prepared = open_data(data)
-        manifest, plan = _look(wish, prepared, dtype)
+        manifest, plan = _look(options, prepared, dtype)
     if not _agreed(manifest, output, yes=yes):
         return 0
     report = _extract(plan, prepared, manifest, output, max(1, int(shard_gib * GIB)))
@@ -142,7 +143,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
 
 
-def _look(wish: _Wish, prepared: PreparedData, dtype: str) -> tuple[FeatureManifest, _Plan]:
+def _look(options: _Options, prepared: PreparedData, dtype: str) -> tuple[FeatureManifest, _Plan]:
     """Everything that can be refused before a weight is loaded."""
     from transformers import AutoTokenizer
 
@@ -155,26 +156,26 @@ def _look(wish: _Wish, prepared: PreparedData, dtype: str) -> tuple[FeatureManif
     from forerun.training.features.online import check_boundaries
 
     quiet_libraries()
-    config = read_config(demo.resolve(wish.target), LoadOptions())
+    config = read_config(demo.resolve(options.target), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    chosen = check_boundaries(default_boundaries(layers) if wish.boundaries is None else wish.boundaries, layers)
+    chosen = check_boundaries(default_boundaries(layers) if options.boundaries is None else options.boundaries, layers)
     lengths = prepared.lengths.tolist()
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    check_lengths(lengths, context_length(text) - (2 if wish.source == "vllm" else 0))
-    directory = checkpoint_directory(wish.target)
+    check_lengths(lengths, context_length(text) - (2 if options.source == "vllm" else 0))
+    directory = checkpoint_directory(options.target)
     manifest = describe(
         directory,
-        wish.target,
+        options.target,
         AutoTokenizer.from_pretrained(directory),
         prepared,
         chosen,
         hidden_size=text.hidden_size,
         dtype=dtype,
-        source=wish.source,
+        source=options.source,
     )
     plan = _Plan(
-        wish=wish,
+        options=options,
         directory=directory,
         config=config,
         num_layers=layers,
@@ -224,7 +225,7 @@ def _extract(
                     def tell(count: int) -> None:
                         update(advance=count)
 
-                    extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=tell)
+                    extract(source, prepared, writer, batch_tokens=plan.options.batch_tokens, progress=tell)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -238,24 +239,24 @@ def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, Probe
     from forerun.training.features.store import sample
 
     tokens = [sample(prepared)]
-    if plan.wish.source == "transformers":
-        model = _load(plan, plan.wish.device)
+    if plan.options.source == "transformers":
+        model = _load(plan, plan.options.device)
         online = OnlineFeatures(model, plan.boundaries)
-        yield online, probe(model, online.documents, tokens) if plan.wish.probing else None
+        yield online, probe(model, online.documents, tokens) if plan.options.probing else None
         return
     from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
     # The reference is computed and forgotten before vLLM takes the device.
-    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.wish.probing else None
+    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.options.probing else None
     engine = VllmFeatures(
         str(plan.directory),
         plan.boundaries,
         FinalNorm(plan.directory, plan.config),
         num_layers=plan.num_layers,
         max_tokens=plan.longest,
-        batch_tokens=plan.wish.batch_tokens,
-        engine_options={"dtype": plan.wish.dtype},
+        batch_tokens=plan.options.batch_tokens,
+        engine_options={"dtype": plan.options.dtype},
     )
     with ExitStack() as stack:
         stack.callback(engine.close)
@@ -265,8 +266,8 @@ def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, Probe
 def _load(plan: _Plan, device: str | None) -> Any:
     from forerun.target.load import LoadOptions, open_model
 
-    options = LoadOptions(dtype=plan.wish.dtype, device=device)
-    with console.telling(f"loading {plan.wish.target}"):
+    options = LoadOptions(dtype=plan.options.dtype, device=device)
+    with console.telling(f"loading {plan.options.target}"):
         return open_model(plan.directory, options, plan.config, quiet=True)
 
 

@@ -18,11 +18,14 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from forerun.types import SamplingParams
 
+Flag = Annotated[bool, Parameter(negative="")]
+"""A switch without a ``--no-...`` form."""
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationOptions:
-    """What drafts, how much, and who judges it."""
+    """What drafts, how much, and which rule verifies it."""
 
     drafter: str | None = None
     """Name of the drafter, see `forerun drafters`; none decodes plainly."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
@@ -170,7 +170,7 @@ def plan(
     max_tokens: int = 96,
     limit: int = 8,
     plot: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     acceptance: AcceptanceOptions = ACCEPTANCE,
     roofline: RooflineOptions = ROOFLINE,
     speculation: SpeculationOptions = SPECULATION,
@@ -407,7 +407,7 @@ def _measured(asked: Asked, llm: LLM, cost: CostModel, tell: Any) -> Shown:
     config = SpeculativeConfig.parse(asked.speculation.config())
     assert config is not None
     found = measured.measure_drafter(llm, config, answers, tell)
-    measured.keep(llm, cost, config, found.draft)
+    measured.save_draft_cost(llm, cost, config, found.draft)
     return _from_measured(asked, cost, found, [])
 
 
@@ -467,7 +467,7 @@ class Shown:
     @property
     def title(self) -> str:
         """For plots and tables."""
-        what = self.measured.name if self.measured is not None else f"first token kept: {self.load.survival[0]:.0%}"
+        what = self.measured.name if self.measured is not None else f"first token accepted: {self.load.survival[0]:.0%}"
         where = f", {self.roofline.tp} x {self.roofline.device.name}" if self.roofline is not None else ""
         return f"{what}, batch {self.load.rows}{where}"
 
@@ -560,7 +560,7 @@ def _length_table(shown: Shown) -> Table:
 def _ranking_table(shown: Shown) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="candidates, the fastest first")
     table.title_justify = "left"
-    for title in ("draft model", "first token kept", "tokens per pass", "c per level", "best K", "speed-up"):
+    for title in ("draft model", "first token accepted", "tokens per pass", "c per level", "best K", "speed-up"):
         table.add_column(title, justify="left" if title == "draft model" else "right")
     for one, line in shown.ranking:
         first = one.trial.survival[0] if one.trial.survival else 0.0

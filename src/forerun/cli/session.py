@@ -81,7 +81,7 @@ def statistics_line(output: RequestOutput) -> Text:
     stats = answer.speculation
     if stats.num_spec_steps:
         parts.append(f"{stats.mean_acceptance_length:.2f} tokens per target pass")
-        parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens kept")
+        parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
     parts.append(f"ended by {answer.finish_reason}")
     return Text(" · ".join(parts), "dim")
 
@@ -147,9 +147,9 @@ def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | 
         from forerun import LLM, SpeculativeConfig
         from forerun.verify import rule_named
 
-        wish = SpeculativeConfig.parse(speculative_config)
-        if wish is not None and wish.rule is not None:
-            rule_named(wish.rule)
+        config = SpeculativeConfig.parse(speculative_config)
+        if config is not None and config.rule is not None:
+            rule_named(config.rule)
 
         return LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
 

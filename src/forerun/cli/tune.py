@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, LoadOptions
+from forerun.cli.options import LOADING, Flag, LoadOptions
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def skip_layers(
     iterations: int | None = None,
     budget_s: float | None = None,
     seed: int = 0,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     loading: LoadOptions = LOADING,
 ) -> int:
     """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far.

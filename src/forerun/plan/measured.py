@@ -214,8 +214,8 @@ def rank_models(
     return found, refused
 
 
-def keep(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft: DraftCost) -> CostModel:
-    """Add a drafter's cost to what is kept for the target."""
+def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft: DraftCost) -> CostModel:
+    """Add a drafter's cost to the target's saved cost model."""
     known = cost.with_draft(config.key, draft)
     save(llm.target, known)
     return known

@@ -73,7 +73,7 @@ def device_named(name: str) -> Device:
 
 
 def dtype_named(name: str) -> str:
-    """One of `BYTES`, from its usual spellings.
+    """One of `BYTES`, from its usual names.
 
     Raises:
         ArgumentError: it is none.

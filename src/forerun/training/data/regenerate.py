@@ -132,21 +132,21 @@ class Director:
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
     """The messages before the first that calls a tool or reports from one."""
-    kept: list[Message] = []
+    found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") or message.get("function_call"):
             break
         if message["role"] == "tool":
             # Whoever spoke before it called it, in a way that this format does not mark.
-            while kept and kept[-1]["role"] == "assistant":
-                kept.pop()
+            while found and found[-1]["role"] == "assistant":
+                found.pop()
             break
-        kept.append(message)
+        found.append(message)
     else:
-        return kept
-    while kept and kept[-1]["role"] != "assistant":
-        kept.pop()
-    return kept
+        return found
+    while found and found[-1]["role"] != "assistant":
+        found.pop()
+    return found
 
 
 def _offsets(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
@@ -261,7 +261,7 @@ class Endpoint:
 
     def _body(self, question: Question) -> dict[str, Any]:
         generation = self.generation
-        wishes: dict[str, Any] = {
+        options: dict[str, Any] = {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "seed": question.seed,
@@ -270,7 +270,7 @@ class Endpoint:
         said: dict[str, Any] = (
             {"messages": list(question.messages)} if question.messages else {"prompt": question.prompt}
         )
-        given = {key: value for key, value in wishes.items() if value is not None}
+        given = {key: value for key, value in options.items() if value is not None}
         return {"model": self.model, "max_tokens": generation.max_tokens, **said, **given}
 
     async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
@@ -590,7 +590,7 @@ class Lines:
             self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, at once and in one piece.
+        """Append one record, at once and as a whole.
 
         Raises:
             OSError: the disk is full; what the file had before is still whole.

@@ -315,11 +315,11 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
 
 
 BUCKET = 2048
-"""Pieces that are sorted and packed together: large enough to fill windows, small enough to stay random."""
+"""Segments that are sorted and packed together: large enough to fill windows, small enough to stay random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class Segment:
     """Where a run of a batch's tokens came from."""
 
     row: int
@@ -345,11 +345,11 @@ class PackedWindows:
         length: S, tokens per window.
         rows: B, windows per process and step.
         seed: of the packing and of every epoch's order.
-        min_tokens: leave out pieces with fewer tokens to learn than this.
+        min_tokens: leave out segments with fewer tokens to learn than this.
 
     Raises:
         ArgumentError: `length` below 2, `rows` or `min_tokens` below 1.
-        DataError: no piece has enough tokens to learn.
+        DataError: no segment has enough tokens to learn.
     """
 
     def __init__(self, data: PreparedData, *, length: int, rows: int, seed: int, min_tokens: int = 1) -> None:
@@ -359,13 +359,13 @@ class PackedWindows:
                 f"got {length}, {rows}, {min_tokens}, {seed}"
             )
         self.data, self.length, self.rows, self.seed = data, length, rows, seed
-        self._pieces = _cut(data, length, min_tokens)
-        if not len(self._pieces):
+        self._segments = _cut(data, length, min_tokens)
+        if not len(self._segments):
             raise DataError(
                 f"no document of {data.folder} has {min_tokens} tokens to learn within a window of {length}; "
                 "use longer windows or a smaller min_tokens"
             )
-        self._windows = _pack(self._pieces[:, 2], length, np.random.default_rng([seed, 0]))
+        self._windows = _pack(self._segments[:, 2], length, np.random.default_rng([seed, 0]))
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -375,13 +375,13 @@ class PackedWindows:
     @property
     def fill(self) -> float:
         """Share of the windows' places, in (0, 1], that hold tokens."""
-        return float(self._pieces[:, 2].sum()) / (len(self) * self.length)
+        return float(self._segments[:, 2].sum()) / (len(self) * self.length)
 
     def steps_per_epoch(self, world: int = 1) -> int:
         """Steps in which every window is seen at least once; the last is filled up with the epoch's first windows."""
         return -(-len(self) // (self.rows * world))
 
-    def pieces(self, step: int, rank: int = 0, world: int = 1) -> list[Piece]:
+    def segments(self, step: int, rank: int = 0, world: int = 1) -> list[Segment]:
         """What the rows of ``batch(step, rank, world)`` are made of, row by row, left to right.
 
         Raises:
@@ -393,15 +393,15 @@ class PackedWindows:
         for row, window in enumerate(self._share(step, rank, world)):
             column = 0
             for number in self._windows[window]:
-                document, offset, length = (int(value) for value in self._pieces[number])
-                found.append(Piece(row=row, column=column, document=document, offset=offset, length=length))
+                document, offset, length = (int(value) for value in self._segments[number])
+                found.append(Segment(row=row, column=column, document=document, offset=offset, length=length))
                 column += length
         return found
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
         """One process's rows of a step, B = `rows`, S = `length`.
 
-        A piece's first token never counts: nothing before it may predict it.
+        A segment's first token never counts: nothing before it may predict it.
 
         Raises:
             ArgumentError: a negative step, or no such rank.
@@ -410,16 +410,16 @@ class PackedWindows:
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask, documents = np.zeros(shape, bool), np.full(shape, -1, np.int64)
         numbers = [0] * self.rows
-        for piece in self.pieces(step, rank, world):
-            ids, counted = self.data.document(piece.document)
-            source = slice(piece.offset, piece.offset + piece.length)
-            place = (piece.row, slice(piece.column, piece.column + piece.length))
+        for segment in self.segments(step, rank, world):
+            ids, counted = self.data.document(segment.document)
+            source = slice(segment.offset, segment.offset + segment.length)
+            place = (segment.row, slice(segment.column, segment.column + segment.length))
             tokens[place] = ids[source]
             mask[place] = counted[source]
-            mask[piece.row, piece.column] = False
-            documents[place] = numbers[piece.row]
-            positions[place] = np.arange(piece.length)
-            numbers[piece.row] += 1
+            mask[segment.row, segment.column] = False
+            documents[place] = numbers[segment.row]
+            positions[place] = np.arange(segment.length)
+            numbers[segment.row] += 1
         return TokenBatch(
             tokens=torch.from_numpy(tokens),
             loss_mask=torch.from_numpy(mask),
@@ -438,40 +438,40 @@ class PackedWindows:
 
 
 def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
-    """(pieces, 3) int64: document, offset, length. Only what is longer than the window is split."""
-    pieces = []
+    """(segments, 3) int64: document, offset, length. Only what is longer than the window is split."""
+    segments = []
     for document, tokens in enumerate(data.lengths.tolist()):
         start = int(data.offsets[document])
         for offset in range(0, tokens, length):
             size = min(length, tokens - offset)
             first = start + offset
             if np.count_nonzero(data.mask[first + 1 : first + size]) >= min_tokens:
-                pieces.append((document, offset, size))
-    return np.array(pieces, np.int64).reshape(-1, 3)
+                segments.append((document, offset, size))
+    return np.array(segments, np.int64).reshape(-1, 3)
 
 
 def _pack(lengths: NDArray[np.int64], capacity: int, random: np.random.Generator) -> list[list[int]]:
-    """Windows as lists of piece numbers: within shuffled buckets the longest first, each where least room is left."""
+    """Windows as lists of segment numbers: within shuffled buckets the longest first, each where least room is left."""
     windows: list[list[int]] = []
     order = random.permutation(len(lengths))
     for start in range(0, len(order), BUCKET):
         bucket = order[start : start + BUCKET]
         bucket = bucket[np.argsort(-lengths[bucket], kind="stable")]
-        windows.extend(_best_fit([(int(piece), int(lengths[piece])) for piece in bucket], capacity))
+        windows.extend(_best_fit([(int(segment), int(lengths[segment])) for segment in bucket], capacity))
     return windows
 
 
-def _best_fit(pieces: Sequence[tuple[int, int]], capacity: int) -> list[list[int]]:
+def _best_fit(segments: Sequence[tuple[int, int]], capacity: int) -> list[list[int]]:
     windows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     """(room left, window), ascending."""
-    for piece, length in pieces:
+    for segment, length in segments:
         place = bisect.bisect_left(rooms, (length, 0))
         if place == len(rooms):
-            windows.append([piece])
+            windows.append([segment])
             bisect.insort(rooms, (capacity - length, len(windows) - 1))
             continue
         room, window = rooms.pop(place)
-        windows[window].append(piece)
+        windows[window].append(segment)
         bisect.insort(rooms, (room - length, window))
     return windows

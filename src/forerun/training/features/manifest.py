@@ -309,12 +309,12 @@ def target_hash(directory: Path) -> str:
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in weight_files(directory):
         digest.update(path.name.encode())
-        for piece in _pieces(path):
-            digest.update(piece)
+        for sample in _samples(path):
+            digest.update(sample)
     return digest.hexdigest()
 
 
-def _pieces(path: Path) -> Iterable[bytes]:
+def _samples(path: Path) -> Iterable[bytes]:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)

@@ -100,13 +100,13 @@ class OnlineFeatures:
             last: Tensor = self._base(**inputs).last_hidden_state
             return last
         # FSDP gathers the embedding in the root's forward; the base alone would see its shards.
-        kept: list[Tensor] = []
-        handle = self._base.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state))
+        states: list[Tensor] = []
+        handle = self._base.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
         try:
             self.model(**inputs, logits_to_keep=1)
         finally:
             handle.remove()
-        return kept[0]
+        return states[0]
 
 
 def check_boundaries(boundaries: Sequence[Signal], num_layers: int) -> tuple[Signal, ...]:
@@ -202,7 +202,7 @@ class BoundaryCheck:
     cosine: float
     """Mean over the tokens."""
     lowest: float
-    """Cosine of the worst token; told, not judged."""
+    """Cosine of the worst token; reported, not tested."""
     scale: float
     """Length of the features over the length of the target's states, mean over the tokens."""
     nearest: Signal

@@ -371,9 +371,9 @@ def _is_full(error: BaseException) -> bool:
 class OfflineFeatures:
     """Reads packed windows' features from a store.
 
-    Features were extracted from whole documents. A piece that begins within its document (offset > 0) therefore gets
-    states that saw everything before it, where `OnlineFeatures` would only see the piece: nearer to what the head
-    meets when it drafts, and why the two agree exactly only for pieces with offset 0.
+    Features were extracted from whole documents. A segment that begins within its document (offset > 0) therefore gets
+    states that saw everything before it, where `OnlineFeatures` would only see the segment: nearer to what the head
+    meets when it drafts, and why the two agree exactly only for segments with offset 0.
     """
 
     def __init__(self, store: FeatureStore, windows: PackedWindows, *, dtype: torch.dtype | None = None) -> None:
@@ -393,21 +393,21 @@ class OfflineFeatures:
         """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU.
 
         Raises:
-            DataError: a piece is not in the store, or reaches beyond its document's features.
+            DataError: a segment is not in the store, or reaches beyond its document's features.
         """
         batch = self.windows.batch(step, rank, world)
         rows, size = batch.tokens.shape
         found: dict[Signal, torch.Tensor] = {}
-        for piece in self.windows.pieces(step, rank, world):
-            if piece.column < 0 or piece.column + piece.length > size or not 0 <= piece.row < rows:
-                raise DataError(f"step {step}: a piece of document {piece.document} lies outside the batch")
-            states = self.store.read(piece.document, piece.offset, piece.length, dtype=self._dtype)
+        for segment in self.windows.segments(step, rank, world):
+            if segment.column < 0 or segment.column + segment.length > size or not 0 <= segment.row < rows:
+                raise DataError(f"step {step}: a segment of document {segment.document} lies outside the batch")
+            states = self.store.read(segment.document, segment.offset, segment.length, dtype=self._dtype)
             for signal, values in states.items():
                 if signal not in found:
                     found[signal] = values.new_zeros(rows, size, values.shape[-1])
-                found[signal][piece.row, piece.column : piece.column + piece.length] = values
+                found[signal][segment.row, segment.column : segment.column + segment.length] = values
         if LAST_HIDDEN not in found:
-            raise DataError(f"step {step}: no piece of any document is in the batch")
+            raise DataError(f"step {step}: no segment of any document is in the batch")
         return FeatureBatch(batch=batch, features=found)
 
 
@@ -442,7 +442,7 @@ def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterato
         stretch = [index for index in range(start, min(start + STRETCH, len(lengths))) if index not in done]
         group: list[int] = []
         for index in sorted(stretch, key=lambda index: (lengths[index], index)):
-            # Ascending lengths: the newcomer is the longest.
+            # Lengths ascend: this document is the longest of the group.
             if group and (len(group) + 1) * lengths[index] > batch_tokens:
                 yield group
                 group = []

@@ -89,7 +89,7 @@ CPU_CONNECTOR = {
 CPU_OPTIONS: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 30}
 """Defaults of the engine on the CPU: no compiler is needed, and a cache (bytes) for a pass or two. vLLM's own default
 takes 92 % of the memory, and stops where that is not free."""
-PATIENCE = 120.0
+WRITE_TIMEOUT_S = 120.0
 """Seconds that a prompt's states may take to be written once vLLM has answered."""
 
 
@@ -246,7 +246,7 @@ def _wait_for_writer(lock: Path) -> None:
     Raises:
         DataError: it does not.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
     with lock.open() as file:
         while True:
             try:
@@ -255,8 +255,8 @@ def _wait_for_writer(lock: Path) -> None:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise DataError(
-                        f"vLLM answered {PATIENCE:.0f} s ago and has not written its states. In one process with its "
-                        "engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
+                        f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process "
+                        "with its engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
                         "--source transformers"
                     ) from None
                 time.sleep(0.005)

@@ -275,8 +275,8 @@ def train(
     try:
         reason = loop.run()
     finally:
-        for talker in loop.trackers:
-            talker.close()
+        for tracker in loop.trackers:
+            tracker.close()
     return loop.result(reason)
 
 

@@ -90,7 +90,7 @@ class Eagle3Objective:
         drafted = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
         survives = drafted.float()
         for step, agrees, overlap in zip(steps, found.agrees, found.overlap, strict=True):
-            # A chain that begins before the answer has steps that nobody judged: it is no chain that was drafted.
+            # A chain that begins before the answer has steps that are not counted: no such chain is drafted.
             drafted, survives = drafted & step.counted, survives * agrees
             metrics[f"acceptance_{step.step}"] = (survives.sum(), drafted.sum().float())
             metrics[f"overlap_{step.step}"] = (overlap.sum(), step.counted.sum().float())
@@ -161,7 +161,7 @@ class Eagle3Objective:
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
         """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht).
 
-        Arranged by the predicted token: there all steps follow the same law of the target.
+        Arranged by the predicted token: there all steps follow the same distribution of the target.
         """
         teacher = self.target.teacher(last, self.head.token_ids if self.head.config.reduced_vocabulary else None)
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
@@ -255,8 +255,8 @@ class _TttAttention(torch.autograd.Function):
         lines = _lines(grouped, own[::2])
         output, weights = torch.empty_like(grouped), torch.empty_like(lines)
         for block in blocks:
-            law, weights[..., block.queries, :] = _law(grouped, key, lines, block)
-            output[..., block.queries, :] = _times(law.to(value.dtype), value[:, :, block.keys])
+            probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
+            output[..., block.queries, :] = _times(probs.to(value.dtype), value[:, :, block.keys])
         for weight, line_value in zip(weights.to(value.dtype).unsqueeze(-2).unbind(-1), own[1::2], strict=True):
             output.addcmul_(weight, line_value.unsqueeze(2))
         context.blocks = blocks
@@ -273,11 +273,11 @@ class _TttAttention(torch.autograd.Function):
         wide = torch.promote_types(key.dtype, torch.float32)  # many blocks add to the same keys
         key_grad, value_grad = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for block in context.blocks:
-            law, weights[..., block.queries, :] = _law(grouped, key, lines, block)
+            probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
             part, flow = grouped[..., block.queries, :], gradient[..., block.queries, :]
-            value_grad[:, :, block.keys] += _folded(law.to(value.dtype)).transpose(-1, -2) @ _folded(flow)
+            value_grad[:, :, block.keys] += _folded(probs.to(value.dtype)).transpose(-1, -2) @ _folded(flow)
             pull = _times(flow, value[:, :, block.keys].transpose(-1, -2)).float()
-            pull = pull.sub_(inner[..., block.queries, :]).mul_(law).to(key.dtype)
+            pull = pull.sub_(inner[..., block.queries, :]).mul_(probs).to(key.dtype)
             query_grad[..., block.queries, :] = _times(pull, key[:, :, block.keys])
             key_grad[:, :, block.keys] += _folded(pull).transpose(-1, -2) @ _folded(part)
         own_grad: list[Tensor] = []
@@ -295,13 +295,13 @@ class _TttAttention(torch.autograd.Function):
         )
 
 
-def _law(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Probabilities of a block's queries, float32: (B, groups, R, n, m) over step 0, (.., t) over their own line."""
     scores = _times(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
     scores = scores.masked_fill_(block.hidden[:, None, None], -torch.inf)
     seen = scores.shape[-1]
-    law = torch.softmax(torch.cat([scores, lines[..., block.queries, :]], -1), -1)
-    return law[..., :seen], law[..., seen:]
+    probs = torch.softmax(torch.cat([scores, lines[..., block.queries, :]], -1), -1)
+    return probs[..., :seen], probs[..., seen:]
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:

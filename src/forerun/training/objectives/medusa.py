@@ -67,7 +67,7 @@ class MedusaObjective:
             found = hard_loss(states.flatten(0, 1), output, shares.flatten(), wanted.flatten())
             losses.append(found.loss)
             weights.append(found.weights.sum())
-            # A chain that begins before the answer has depths that nobody judged: it is no chain that was drafted.
+            # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
             drafted, survives = drafted & counts, survives * found.agrees.view_as(survives)
             metrics[f"acceptance_{depth}"] = (survives.sum(), drafted.sum().float())
         return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
