@@ -23,6 +23,8 @@ from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Of `EagleConfig`: how features are normed."""
 MIDLAYER, FIRST = "midlayer.", "layers.0."
 ALIASES = {f"aux_norm_{where}.weight": f"fc_norm.{i}.weight" for i, where in enumerate(("low", "mid", "high"))}
 """SGLang's earlier names of the norms before ``fc``."""
@@ -162,6 +164,12 @@ def _default(num_layers: int | None) -> tuple[int, ...]:
         raise CheckpointError(str(error)) from error
 
 
+SAME_NAME = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
+    "initializer_range",
+)  # fmt: skip
+"""Keys of a file that `EagleConfig` calls the same."""
 ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 WINDOW_NOTE = (
     "sliding_window without layer_types is read as the window of every layer, which is how the head is drafted with. "
@@ -210,22 +218,10 @@ def write_layers(config: EagleConfig) -> dict[str, Any]:
     """The keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true would hide the output head."""
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name) for name in SAME_NAME},
         # The names that transformers 4 and 5 both understand.
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else dict(config.rope_scaling),
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "initializer_range": config.initializer_range,
         "tie_word_embeddings": False,
         **_write_window(config),
     }

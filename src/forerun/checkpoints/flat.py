@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
 from forerun.checkpoints.eagle import (
     FIRST,
+    FLAGS,
     IDS,
     MIDLAYER,
     WINDOW_NOTE,
@@ -36,7 +37,6 @@ OTHER_KINDS = re.compile(r"PEagle|DeepseekV[23]|DFlash|DSpark|Medusa", re.IGNORE
 """Heads that are no EAGLE head as we know it, by their architecture."""
 POST_NORM = "return_hidden_post_norm"
 """TensorRT-LLM's name of ``norm_output``, inside ``eagle_config``."""
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FEEDBACK_NOTE = (
     "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
     "to 0.2 wrote the same key for a norm before lm_head only; if this head is from there, set norm_output to false."

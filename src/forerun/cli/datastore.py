@@ -66,13 +66,7 @@ def build(
 
 
 @datastore.command
-def info(
-    directory: Path,
-    /,
-    *,
-    verify: Flag = False,
-    json: Flag = False,
-) -> int:
+def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int:
     """Say what is in a datastore and whose token ids it holds.
 
     Parameters

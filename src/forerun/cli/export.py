@@ -10,16 +10,7 @@ from forerun.cli import console
 from forerun.cli.options import Flag
 
 
-def export(
-    head: str,
-    /,
-    *,
-    to: str,
-    target: str,
-    output: str,
-    force: Flag = False,
-    json: Flag = False,
-) -> int:
+def export(head: str, /, *, to: str, target: str, output: str, force: Flag = False, json: Flag = False) -> int:
     """Write a draft head as a serving engine reads it, and prove what was written.
 
     Parameters

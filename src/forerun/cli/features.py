@@ -25,23 +25,15 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Options:
-    """What was asked for."""
+class _Plan:
+    """What was asked for, and what is known before a weight is loaded."""
 
     target: str
-    boundaries: tuple[int, ...] | None
     source: str
     dtype: str
     device: str | None
     batch_tokens: int
     probing: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """What is known before a weight is loaded."""
-
-    options: _Options
     directory: Path
     """Of the target."""
     config: Any
@@ -101,18 +93,12 @@ def features(
     """
     if shard_gib <= 0 or batch_tokens < 1:
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {shard_gib} and {batch_tokens}")
-    options = _Options(
-        target=target,
-        boundaries=_numbers(boundaries),
-        source=source,
-        dtype=target_dtype,
-        device=device,
-        batch_tokens=batch_tokens,
-        probing=probe,
-    )
+    asked = {"target": target, "source": source, "dtype": target_dtype, "device": device}
     with console.telling("looking at the data and the target"):
         prepared = open_data(data)
-        manifest, plan = _look(options, prepared, dtype)
+        manifest, plan = _look(
+            prepared, _numbers(boundaries), dtype, {**asked, "batch_tokens": batch_tokens, "probing": probe}
+        )
     if not _agreed(manifest, output, yes=yes):
         return 0
     report = _extract(plan, prepared, manifest, output, max(1, int(shard_gib * GIB)))
@@ -143,7 +129,9 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
 
 
-def _look(options: _Options, prepared: PreparedData, dtype: str) -> tuple[FeatureManifest, _Plan]:
+def _look(
+    prepared: PreparedData, boundaries: tuple[int, ...] | None, dtype: str, asked: dict[str, Any]
+) -> tuple[FeatureManifest, _Plan]:
     """Everything that can be refused before a weight is loaded."""
     from transformers import AutoTokenizer
 
@@ -156,31 +144,26 @@ def _look(options: _Options, prepared: PreparedData, dtype: str) -> tuple[Featur
     from forerun.training.features.online import check_boundaries
 
     quiet_libraries()
-    config = read_config(demo.resolve(options.target), LoadOptions())
+    config = read_config(demo.resolve(asked["target"]), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    chosen = check_boundaries(default_boundaries(layers) if options.boundaries is None else options.boundaries, layers)
+    chosen = check_boundaries(default_boundaries(layers) if boundaries is None else boundaries, layers)
     lengths = prepared.lengths.tolist()
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    check_lengths(lengths, context_length(text) - (2 if options.source == "vllm" else 0))
-    directory = checkpoint_directory(options.target)
+    check_lengths(lengths, context_length(text) - (2 if asked["source"] == "vllm" else 0))
+    directory = checkpoint_directory(asked["target"])
     manifest = describe(
         directory,
-        options.target,
+        asked["target"],
         AutoTokenizer.from_pretrained(directory),
         prepared,
         chosen,
         hidden_size=text.hidden_size,
         dtype=dtype,
-        source=options.source,
+        source=asked["source"],
     )
     plan = _Plan(
-        options=options,
-        directory=directory,
-        config=config,
-        num_layers=layers,
-        longest=max(lengths),
-        boundaries=chosen,
+        **asked, directory=directory, config=config, num_layers=layers, longest=max(lengths), boundaries=chosen
     )
     return manifest, plan
 
@@ -225,7 +208,7 @@ def _extract(
                     def tell(count: int) -> None:
                         update(advance=count)
 
-                    extract(source, prepared, writer, batch_tokens=plan.options.batch_tokens, progress=tell)
+                    extract(source, prepared, writer, batch_tokens=plan.batch_tokens, progress=tell)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -239,24 +222,24 @@ def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, Probe
     from forerun.training.features.store import sample
 
     tokens = [sample(prepared)]
-    if plan.options.source == "transformers":
-        model = _load(plan, plan.options.device)
+    if plan.source == "transformers":
+        model = _load(plan, plan.device)
         online = OnlineFeatures(model, plan.boundaries)
-        yield online, probe(model, online.documents, tokens) if plan.options.probing else None
+        yield online, probe(model, online.documents, tokens) if plan.probing else None
         return
     from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
     # The reference is computed and forgotten before vLLM takes the device.
-    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.options.probing else None
+    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.probing else None
     engine = VllmFeatures(
         str(plan.directory),
         plan.boundaries,
         FinalNorm(plan.directory, plan.config),
         num_layers=plan.num_layers,
         max_tokens=plan.longest,
-        batch_tokens=plan.options.batch_tokens,
-        engine_options={"dtype": plan.options.dtype},
+        batch_tokens=plan.batch_tokens,
+        engine_options={"dtype": plan.dtype},
     )
     with ExitStack() as stack:
         stack.callback(engine.close)
@@ -266,8 +249,8 @@ def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, Probe
 def _load(plan: _Plan, device: str | None) -> Any:
     from forerun.target.load import LoadOptions, open_model
 
-    options = LoadOptions(dtype=plan.options.dtype, device=device)
-    with console.telling(f"loading {plan.options.target}"):
+    options = LoadOptions(dtype=plan.dtype, device=device)
+    with console.telling(f"loading {plan.target}"):
         return open_model(plan.directory, options, plan.config, quiet=True)
 
 

@@ -239,13 +239,7 @@ def on_paper(asked: Asked) -> Shown:
     notes += about
     if asked.acceptance.draft_cost is None and asked.acceptance.draft_params is None:
         notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
-    load = Load(
-        survival=survival,
-        cost=cost,
-        draft=_draft(asked, cost),
-        rows=asked.batch,
-        context=asked.context or 0,
-    )
+    load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
     return _shown(asked, load, notes, roofline=cost if isinstance(cost, Roofline) else None)
 
 
@@ -396,11 +390,7 @@ def _measured(asked: Asked, llm: LLM, cost: CostModel, tell: Any) -> Shown:
 
     assert asked.prompts is not None
     answers = measured.Answers.of(
-        llm,
-        read_prompts(asked.prompts),
-        temperature=asked.temperature,
-        max_tokens=asked.max_tokens,
-        limit=asked.limit,
+        llm, read_prompts(asked.prompts), temperature=asked.temperature, max_tokens=asked.max_tokens, limit=asked.limit
     )
     if asked.candidates:
         return _ranked(asked, llm, cost, answers, tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -156,13 +157,10 @@ def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | 
 
 def loading_arguments(options: LoadOptions) -> dict[str, Any]:
     """The options as `LLM` and `AsyncLLM` take them."""
-    return {
-        "dtype": options.dtype,
-        "device": options.device,
-        "max_model_len": options.max_model_len,
-        "reproducible": options.reproducible,
-        **({"compile": True} if options.compile else {}),
-    }
+    arguments = asdict(options)
+    if not options.compile:
+        del arguments["compile"]  # left to the engine
+    return arguments
 
 
 class Printer:

@@ -44,6 +44,11 @@ class FeatureBatch:
     features: Mapping[Signal, Tensor]
     """boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm, from which the target's logits come."""
 
+    def to(self, device: torch.device | str) -> FeatureBatch:
+        """The same on another device."""
+        features = {boundary: states.to(device) for boundary, states in self.features.items()}
+        return FeatureBatch(batch=self.batch.to(device), features=features)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossReport:

@@ -28,8 +28,8 @@ BLOCK_ELEMENTS = 1 << 18
 class Divergence(StrEnum):
     """How far the student's probabilities q are from the target's p.
 
-    KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p renormalised over the student's
-    tokens. The acceptance a is of p as it is.
+    KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p renormalised over the
+    student's tokens. The acceptance a is of p as it is.
     """
 
     CROSS_ENTROPY = "cross_entropy"

@@ -139,8 +139,7 @@ class Run:
     def plan(self, place: Parallel) -> dict[str, Any]:
         """What the run will take: parameters, bytes, steps, and the time of a step, measured. Trains nothing.
 
-        Args:
-            place: this process among all; every one must call it.
+        Every process must call it.
         """
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.head.trainable().values())
@@ -224,9 +223,7 @@ class OfflineBatches:
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step."""
-        found = self.source.features(step, rank, world)
-        features = {boundary: states.to(self.device) for boundary, states in found.features.items()}
-        return FeatureBatch(batch=found.batch.to(self.device), features=features)
+        return self.source.features(step, rank, world).to(self.device)
 
 
 def assemble(recipe: TrainRecipe[Any], place: Parallel) -> Run:
@@ -292,13 +289,9 @@ def _batches(
 ) -> OnlineBatches | OfflineBatches:
     epoch = windows.steps_per_epoch(world)
     if recipe.mode == "online":
-        source = OnlineFeatures(model, head.config.boundaries)
+        source, together = OnlineFeatures(model, head.config.boundaries), recipe.target_parallel == "tp"
         return OnlineBatches(
-            windows=windows,
-            source=source,
-            device=model.device,
-            steps_per_epoch=epoch,
-            together=recipe.target_parallel == "tp",
+            windows=windows, source=source, device=model.device, steps_per_epoch=epoch, together=together
         )
     assert recipe.features is not None
     wanted = wanted_manifest(
@@ -369,12 +362,9 @@ class Evaluation:
 
 
 def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, and write the finished head; what came out, for a report.
+    """Train, take the best weights, and write the finished head; every process must call it. The outcome, for a report.
 
-    Args:
-        run: from `assemble`, on every process.
-        place: this process among all.
-        allow_changes: go on from a checkpoint that was trained under another recipe.
+    With `allow_changes` it goes on from a checkpoint that was trained under another recipe.
     """
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
@@ -390,14 +380,6 @@ def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dic
         allow_changes=allow_changes,
     )
     weights = output / "best" if result.best is not None else result.checkpoint
-    outcome: dict[str, Any] = {
-        "reason": result.reason,
-        "steps": result.steps,
-        "tokens": result.tokens,
-        "loss": result.loss,
-        "best": result.best,
-        "best_step": result.best_step,
-        "seconds": result.seconds,
-        "interrupted": result.interrupted,
-    }
+    told = ("reason", "steps", "tokens", "loss", "best", "best_step", "seconds", "interrupted")
+    outcome = {name: getattr(result, name) for name in told}
     return outcome | {"head": place.on_first(lambda: str(run.export(weights)))}

@@ -310,11 +310,7 @@ class EagleModel:
     def _eagle_objective(self, *, checkpointing: bool) -> Eagle3Objective:
         # Made anew: whoever moves or shards the model replaces the tensors that it would hold.
         given, target = self._eagle_settings, FrozenTarget.of(self)
-        common: dict[str, Any] = {
-            "steps": given.steps,
-            "decay": given.decay,
-            "gradient_checkpointing": checkpointing,
-        }
+        common: dict[str, Any] = {"steps": given.steps, "decay": given.decay, "gradient_checkpointing": checkpointing}
         if self.eagle_module.config.generation == 3:
             return Eagle3Objective(self.eagle_module, target, Eagle3Settings(**common))
         # ModelOpt pulls features only on request, and reads them as they are.

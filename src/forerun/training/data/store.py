@@ -173,11 +173,8 @@ class PreparedData:
 class PreparedWriter:
     """Writes a prepared directory; a context manager. Nothing appears under the final name unless `finish` was called.
 
-    Args:
-        folder: where the data goes; must not exist, or be an empty directory.
-
     Raises:
-        DataError: there is something already.
+        DataError: there is something in `folder` already.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -220,9 +217,7 @@ class PreparedWriter:
     def finish(self, tokenizer: TokenizerIdentity, about: Mapping[str, Any]) -> PreparedData:
         """Write the manifest, give the directory its name, and open it.
 
-        Args:
-            tokenizer: whose ids these are.
-            about: further entries of the manifest; its ``counts`` are completed here.
+        `about` has further entries of the manifest; its ``counts`` are completed here.
         """
         for file in self._files.values():
             file.flush()
@@ -268,9 +263,7 @@ _BLOCK = 1 << 22
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
     """(V,) int64: how often each token counts, prompts and templates left out.
 
-    Args:
-        data: prepared with the target's tokenizer.
-        vocab_size: V, the rows of the target's head (it may be larger than the tokenizer's vocabulary).
+    V is `vocab_size`, the rows of the target's head; it may be larger than the tokenizer's vocabulary.
 
     Raises:
         ArgumentError: the data holds a token id of V or more.
@@ -291,12 +284,8 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
     """(size,) int64, ascending: the ids of the most frequent tokens.
 
-    Of equally frequent tokens the lower id comes first; with fewer different tokens than `size`, the lowest unused ids
-    fill up.
-
-    Args:
-        counts: (V,) int64, from `token_counts`.
-        size: of the draft vocabulary.
+    `counts` (V,) are those of `token_counts`. Of equally frequent tokens the lower id comes first; with fewer different
+    tokens than `size`, the lowest unused ids fill up.
 
     Raises:
         ArgumentError: `size` is below 1 or above V.

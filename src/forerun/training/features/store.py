@@ -29,12 +29,7 @@ from forerun.errors import ArgumentError, DataError, NumericError
 from forerun.manifests import read_sealed, write_sealed
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.store import PackedWindows, PreparedData
-from forerun.training.features.manifest import (
-    DTYPES,
-    SCALE_BYTES,
-    FeatureManifest,
-    human,
-)
+from forerun.training.features.manifest import DTYPES, SCALE_BYTES, FeatureManifest, human
 from forerun.types import LAST_HIDDEN, Signal
 
 SHARD_BYTES = 1 << 30

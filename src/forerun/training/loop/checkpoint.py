@@ -23,10 +23,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from forerun.errors import CheckpointError
-from forerun.training.loop.distributed import Parallel
+from forerun.training.loop.distributed import Parallel, shard_like
 from forerun.writing import remove_folder, written_folder
 
 FORMAT = 1
@@ -104,15 +104,7 @@ def save(
     parallel: Parallel,
     notes: Mapping[str, Any],
 ) -> Path:
-    """Write ``output/checkpoint-<step>``; all processes must call it.
-
-    Args:
-        output: directory of the run.
-        module: what is trained, sharded or not.
-        optimizers: theirs too.
-        progress: where training stands.
-        parallel: the first process writes.
-        notes: plain values kept in ``state.json``: the recipe.
+    """Write ``output/checkpoint-<step>``, with `notes` (the recipe) in its ``state.json``; all processes must call it.
 
     Raises:
         CheckpointError: the disk is full, or refuses; earlier checkpoints are intact.
@@ -200,7 +192,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
         if value.ndim and value.shape != parameter.shape:
             shapes = f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
             raise CheckpointError(f"{path / OPTIMIZER}: {name} has shape {shapes}.")
-        by_parameter.setdefault(id(parameter), {})[kind] = _like(value, parameter)
+        by_parameter.setdefault(id(parameter), {})[kind] = shard_like(value, parameter) if value.ndim else value
     for optimizer in optimizers:
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {index: by_parameter.pop(id(p)) for index, p in enumerate(owned) if id(p) in by_parameter}
@@ -218,14 +210,6 @@ def _refuse_other_kinds(path: Path, optimizer: torch.optim.Optimizer, states: It
             f"{path} was trained with another optimizer than the settings say; set optimizer to the former one, "
             "or begin a new output directory."
         )
-
-
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of the full `value` if `parameter` is sharded; counters (no dimension) stay whole."""
-    if not isinstance(parameter, DTensor) or value.ndim == 0:
-        return value
-    value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _shared(path: Path, parallel: Parallel) -> dict[str, Tensor]:

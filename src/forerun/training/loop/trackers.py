@@ -36,7 +36,7 @@ class Tracker(Protocol):
         ...
 
 
-class JsonLines:
+class JsonLines(Tracker):
     """One JSON object per call in a file; values that are not finite become null."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
@@ -63,7 +63,6 @@ class JsonLines:
             raise CheckpointError(message) from error
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -74,7 +73,7 @@ def _upto(line: str, step: int) -> bool:
         return False  # a line that a kill cut short
 
 
-class Bar:
+class Bar(Tracker):
     """A progress bar on stderr: loss, learning rate, tokens per second, time left; plain lines if no terminal."""
 
     def __init__(self, total: int, step: int = 0, console: Console | None = None) -> None:
@@ -93,7 +92,6 @@ class Bar:
         self._bar.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Move the bar, or write a line if the last one is old."""
         text = _brief(values)
         if "loss" not in values:
             self._console.print(f"step {step}: {text}", highlight=False)
@@ -104,7 +102,6 @@ class Bar:
             self._console.print(f"step {step}/{self._total}  {text}", highlight=False)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
         self._bar.stop()
 
 
@@ -117,23 +114,21 @@ def _brief(values: Mapping[str, float]) -> str:
     )
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one scalar per value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out the events."""
         self._writer.close()
 
 
-class Remote:
+class Remote(Tracker):
     """wandb, or trackio, which has the same functions."""
 
     def __init__(self, package: str, project: str, name: str, config: Mapping[str, Any]) -> None:
@@ -141,11 +136,9 @@ class Remote:
         self._package.init(project=project, name=name, config=dict(config))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values."""
         self._package.log(dict(values), step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._package.finish()
 
 

@@ -146,17 +146,10 @@ class Interrupts:
 
 
 def rate_factor(step: int, total: int, warmup: int, shape: str, floor: float) -> float:
-    """Factor on the peak learning rate, in (0, 1] for steps below `total`.
+    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`.
 
-    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` towards `floor`, reached at step `total`
-    (one after the last), on a half cosine or a line, or 1 for ever.
-
-    Args:
-        step: optimizer step, from 0.
-        total: steps in all.
-        warmup: steps of warm-up.
-        shape: "cosine", "linear" or "constant".
-        floor: share of the peak in [0, 1].
+    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` to `floor`, a share of the peak, at step
+    `total` (one after the last), on a half cosine or a line, or 1 for ever ("cosine", "linear", "constant").
     """
     if step < warmup:
         return (step + 1) / warmup

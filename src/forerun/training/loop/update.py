@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from forerun.training.batch import Batches
-from forerun.training.loop.distributed import Parallel, synchronised
+from forerun.training.loop.distributed import Parallel, shard_like, synchronised
 from forerun.training.loop.settings import TrainSettings
 
 
@@ -59,10 +59,7 @@ def backward(model: nn.Module, batches: Batches, position: int, settings: TrainS
 
     Args:
         model: what `spread` returned.
-        batches: the data.
         position: of the step's first batch.
-        settings: accumulation and dtype.
-        parallel: who we are.
 
     Returns:
         Sums over all processes, the same on each.
@@ -210,10 +207,5 @@ class WholeMatrixMuon(torch.optim.Muon):
         momentum = state["momentum_buffer"].full_tensor()
         alone.state[whole]["momentum_buffer"] = momentum
         alone.step()  # type: ignore[no-untyped-call]
-        parameter.copy_(_shard(whole.detach(), parameter))
-        state["momentum_buffer"].copy_(_shard(momentum, parameter))
-
-
-def _shard(whole: Tensor, like: DTensor) -> DTensor:
-    """This process's part of a tensor that every process holds, laid out as `like`."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        parameter.copy_(shard_like(whole.detach(), parameter))
+        state["momentum_buffer"].copy_(shard_like(momentum, parameter))

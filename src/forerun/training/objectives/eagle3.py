@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from forerun.drafters.heads.base import Advanced
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import Divergence, VocabularyLoss, soft_loss
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, behind, counted
 from forerun.types import LAST_HIDDEN
@@ -62,7 +62,7 @@ class Unrolled:
     """(B, S) bool: predictions that count."""
 
 
-class Eagle3Objective:
+class Eagle3Objective(Objective):
     """The loss of a head on a batch of features."""
 
     kind: ClassVar[str] = "eagle3"
@@ -77,7 +77,6 @@ class Eagle3Objective:
         self.settings = settings or self.Settings()
 
     def parameters_module(self) -> nn.Module:
-        """What is trained."""
         return self.head
 
     def __call__(self, batch: FeatureBatch) -> LossReport:

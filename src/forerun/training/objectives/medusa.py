@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.medusa import MedusaHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import hard_loss
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, counted
 
@@ -32,7 +32,7 @@ class MedusaSettings(ObjectiveSettings):
             raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
 
 
-class MedusaObjective:
+class MedusaObjective(Objective):
     """The loss of a Medusa head on a batch of features."""
 
     Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
@@ -41,7 +41,6 @@ class MedusaObjective:
         self.head, self.settings = head, settings or MedusaSettings()
 
     def parameters_module(self) -> nn.Module:
-        """What is trained."""
         return self.head
 
     def states(self, batch: FeatureBatch) -> Tensor:
