@@ -6,16 +6,19 @@ import pytest
 
 from forerun.engine.theory import expected_tokens_per_pass
 from forerun.errors import ArgumentError
-from forerun.plan.assumptions import HOT, TEXTS, assumed_alpha, text_named
-from forerun.plan.roofline import (
+from forerun.plan.assumptions import (
     DEVICES,
     FREE_PASS,
+    HOT,
+    TEXTS,
     FreeVerification,
     KeyValues,
     Roofline,
     Size,
+    assumed_alpha,
     device_named,
     dtype_named,
+    text_named,
 )
 
 BALANCE = {"3090": 76, "a100": 153, "4090": 164, "h100": 295, "h200": 206, "b200": 281}

@@ -17,11 +17,7 @@ from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, Specula
 from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
-from forerun.plan.assumptions import assumed_alpha, text_named
-from forerun.plan.planner import MOST_BATCH, Line, Load, Plan, Verdict, judge, plan_tree
-from forerun.plan.planner import plan as make_plan
-from forerun.plan.plot import check_plot, draw_plan
-from forerun.plan.roofline import (
+from forerun.plan.assumptions import (
     DEVICES,
     FREE_PASS,
     Device,
@@ -29,9 +25,14 @@ from forerun.plan.roofline import (
     KeyValues,
     Roofline,
     Size,
+    assumed_alpha,
     device_named,
     dtype_named,
+    text_named,
 )
+from forerun.plan.planner import MOST_BATCH, Line, Load, Plan, Verdict, judge, plan_tree
+from forerun.plan.planner import plan as make_plan
+from forerun.plan.plot import check_plot, draw_plan
 
 if TYPE_CHECKING:
     from forerun import LLM
