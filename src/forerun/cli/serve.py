@@ -20,9 +20,6 @@ from forerun.serve.settings import ServeSettings
 if TYPE_CHECKING:
     from forerun import AsyncLLM
 
-# ``--adapt`` and what belongs to it, and their translation into `LLM`'s argument. Imports no torch.
-
-
 _DEFAULTS = AdaptConfig()
 
 

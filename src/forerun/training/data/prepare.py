@@ -275,14 +275,6 @@ def _count(entry: Mapping[str, Any]) -> int:
     return count
 
 
-# Records to token ids and the mask of what the assistant wrote.
-#
-# ``mask[i]`` is about token i itself: True if the assistant wrote it. Where the chat template marks the assistant's
-# words (``{% generation %}``), transformers says which tokens those are; where it does not, the conversation is
-# rendered prefix by prefix, and that is refused where prefixes do not fit into one another. Knows no files and no
-# windows.
-
-
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """What opens the assistant's words in a template with markers."""
 
@@ -303,7 +295,11 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records with one tokenizer.
+    """Encodes records with one tokenizer: token ids and the mask of what the assistant wrote.
+
+    ``mask[i]`` is about token i itself. Where the chat template marks the assistant's words (``{% generation %}``),
+    transformers says which tokens those are; where it does not, the conversation is rendered prefix by prefix, and that
+    is refused where prefixes do not fit into one another.
 
     Args:
         tokenizer: the target's; a chat template is needed for conversations only.

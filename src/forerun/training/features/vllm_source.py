@@ -112,7 +112,7 @@ class VllmFeatures:
 
         Args:
             target: directory or hub id.
-            norm: raw states at the last boundary -> LAST_HIDDEN, see `final_norm.FinalNorm`.
+            norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
             num_layers: of the target.
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
