@@ -108,8 +108,7 @@ def work(options: argparse.Namespace) -> None:
 def models(scale: float) -> dict[str, str]:
     """Placeholder of `ARMS` -> folder; made by this checkout, for both sides."""
     from forerun.demo import resolve
-    from forerun.demo.scale import scale_model
-    from forerun.demo.scale_head import scaled_head_folder
+    from forerun.demo.scale import scale_model, scaled_head_folder
 
     if not scale:
         return {word: str(resolve(name)) for word, name in SHIPPED.items()}

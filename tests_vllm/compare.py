@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from scipy.stats import fisher_exact
 
-from forerun.certify.ties import first_difference
+from forerun.certify.reference import first_difference
 
 SIGNIFICANCE = 0.01
 """Chance of a false alarm, of all positions of all arms together."""

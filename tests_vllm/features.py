@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from forerun.cli import main as forerun
 from forerun.demo import FOLDER, prompts
 from forerun.training.data.store import PreparedData
-from forerun.training.features.probe import COSINE, compare, reference_states
+from forerun.training.features.online import COSINE, compare, reference_states
 from forerun.training.features.store import FeatureStore
 
 SOURCE = Path(__file__).parents[1] / "src"

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.checkpoints.export import export_head
+from forerun.checkpoints.engines import export_head
 from forerun.demo import FOLDER
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun import LLM, SamplingParams
-from forerun.certify.ties import difference
+from forerun.certify.reference import difference
 from forerun.demo import FOLDER, prompts
 from forerun.types import CompletionOutput
 

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from forerun.demo import contexts, resolve
-from forerun.demo.scale import scale_model
-from forerun.demo.scale_head import scaled_head_folder
+from forerun.demo.scale import scale_model, scaled_head_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the package `benchmarks`, for those who import it after this module

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forerun.certify.ties import TIE_EPSILON
+from forerun.certify.reference import TIE_EPSILON
 from forerun.target import Buckets, Target
 from forerun.tree import TokenTree
 

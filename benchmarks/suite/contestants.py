@@ -19,7 +19,7 @@ from forerun.demo import prompts
 from forerun.drafters import datastore
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.costs import DraftCost
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 
 FEW_NODES = 15
 """With the root 16 rows: more are dear on this kind of machine."""

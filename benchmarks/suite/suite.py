@@ -39,8 +39,7 @@ from forerun import LLM
 from forerun.caching import cache_root
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
 from forerun.demo import CONTEXT, FOLDER, MODELS, contexts, resolve
-from forerun.demo.scale import ScaledModel, scale_model
-from forerun.demo.scale_head import scale_head
+from forerun.demo.scale import ScaledModel, scale_head, scale_model
 from forerun.drafters.heads.drafting import repack
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.costs import load_or_measure

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.suite.arms import Run
 from forerun import LLM, SamplingParams
-from forerun.certify.ties import difference, first_difference
+from forerun.certify.reference import difference, first_difference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

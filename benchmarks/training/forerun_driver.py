@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.loop import train
 from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trainer import train
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 

@@ -26,11 +26,9 @@ from torch import nn
 from benchmarks.suite.goals import at_most
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.batch import FeatureBatch
-from forerun.training.loop import Parallel
-from forerun.training.loop.distributed import spread
-from forerun.training.loop.gradient import backward, scale
-from forerun.training.loop.optimizers import build_optimizers
+from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.update import backward, build_optimizers, scale
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.types import LAST_HIDDEN

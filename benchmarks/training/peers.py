@@ -33,7 +33,8 @@ from benchmarks.suite.goals import Goal, at_least
 from forerun import demo
 from forerun.checkpoints import TargetFacts, read_head
 from forerun.drafters.heads.eagle import default_boundaries
-from forerun.training.evaluate import Evaluation, EvaluationSettings
+from forerun.training.recipe import EvaluationSettings
+from forerun.training.run import Evaluation
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = common.ROOT / "build" / "venv-speculators"

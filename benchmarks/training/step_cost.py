@@ -24,14 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.suite.goals import at_least
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.training.batch import FeatureBatch
+from forerun.training.batch import FeatureBatch, LossReport
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.loop import Parallel
-from forerun.training.loop.distributed import spread
-from forerun.training.loop.gradient import backward, scale
-from forerun.training.loop.objective import LossReport
-from forerun.training.loop.optimizers import build_optimizers, set_rate
+from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.update import backward, build_optimizers, scale, set_rate
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, Unrolled
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from forerun.engine.huggingface import hf
     from forerun.engine.llm import LLM
     from forerun.errors import ForerunError
-    from forerun.training.convert.api import convert, enable_huggingface_checkpointing
-    from forerun.training.convert.defaults import EAGLE3_DEFAULT_CFG
+    from forerun.training.convert.model import convert, enable_huggingface_checkpointing
+    from forerun.training.convert.settings import EAGLE3_DEFAULT_CFG
     from forerun.types import (
         CompletionOutput,
         RequestOutput,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncLLM": "forerun.engine.async_llm",
     "CompletionOutput": "forerun.types",
-    "EAGLE3_DEFAULT_CFG": "forerun.training.convert.defaults",
+    "EAGLE3_DEFAULT_CFG": "forerun.training.convert.settings",
     "ForerunError": "forerun.errors",
     "LLM": "forerun.engine.llm",
     "RequestOutput": "forerun.types",
@@ -39,8 +39,8 @@ _HOMES = {
     "StepTrace": "forerun.types",
     "StreamChunk": "forerun.types",
     "StructuredOutputs": "forerun.types",
-    "convert": "forerun.training.convert.api",
-    "enable_huggingface_checkpointing": "forerun.training.convert.api",
+    "convert": "forerun.training.convert.model",
+    "enable_huggingface_checkpointing": "forerun.training.convert.model",
     "hf": "forerun.engine.huggingface",
 }
 

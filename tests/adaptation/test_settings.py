@@ -68,11 +68,11 @@ def test_impossible_values_are_refused(values: dict[str, Any], message: str) -> 
 
 def test_flags() -> None:
     drafter = {"method": "draft_model", "model": "x"}
-    assert AdaptOptions().wish(drafter) is None
-    wished = AdaptOptions(adapt=True, adapt_share=0.2, adapt_dir=Path("kept")).wish(drafter)
-    assert wished == AdaptConfig(share=0.2, directory=Path("kept"))
+    assert AdaptOptions().config(drafter) is None
+    asked = AdaptOptions(adapt=True, adapt_share=0.2, adapt_dir=Path("kept")).config(drafter)
+    assert asked == AdaptConfig(share=0.2, directory=Path("kept"))
     with pytest.raises(ArgumentError, match="add --adapt"):
-        AdaptOptions(adapt_share=0.2).wish(drafter)
+        AdaptOptions(adapt_share=0.2).config(drafter)
 
 
 def test_the_command_says_so_before_anything_is_loaded(forerun: Any) -> None:

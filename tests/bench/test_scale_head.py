@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers import LlamaForCausalLM
 from bench.heads import head
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, read_head, write_head
-from forerun.demo.scale import ScaledModel, scale_model
-from forerun.demo.scale_head import multiplications, scale_config, scale_head, scaled_head_folder
+from forerun.checkpoints.base import expected_shapes
+from forerun.demo.scale import ScaledModel, scale_config, scale_head, scale_model, scaled_head_folder
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
 from forerun.target import Target
@@ -98,7 +99,9 @@ def test_it_costs_what_a_head_of_that_width_costs(scaled: ScaledModel) -> None:
     attention = target.model.layers[0].self_attn
     embedding_half = sum(part.weight.numel() for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     assert config.hidden_size == target.config.hidden_size
-    assert multiplications(config) == layer + embedding_half + config.draft_vocab_size * config.hidden_size
+    shapes = expected_shapes(config).items()
+    matrices = [shape for name, shape in shapes if len(shape) == 2 and name not in ("fc.weight", "embed_tokens.weight")]
+    assert sum(map(math.prod, matrices)) == layer + embedding_half + config.draft_vocab_size * config.hidden_size
 
 
 def test_padding_is_no_zeros_where_it_is_read(scaled: ScaledModel) -> None:

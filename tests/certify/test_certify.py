@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.certify import Plan, certify, run, ties
+from forerun.certify import checks, reference
+from forerun.certify.checks import Plan, certify
 from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng
@@ -29,10 +30,10 @@ def one_case_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def one(names: list[str]) -> list[object]:
         world = World.GREEDY_TARGET if names == ["argmax_walk"] else World.RANDOM
-        cases = (check_rule(run.rule_named(names[0]), "chain of 1", drawing, world) for drawing in Drawing)
+        cases = (check_rule(checks.rule_named(names[0]), "chain of 1", drawing, world) for drawing in Drawing)
         return [case for case in cases if case is not None][:1]
 
-    monkeypatch.setattr(run, "check_rules", one)
+    monkeypatch.setattr(checks, "check_rules", one)
 
 
 def drafting(checkpoint: Path, draft: Path, **options: object) -> LLM:
@@ -100,7 +101,7 @@ def test_nothing_to_certify(checkpoint: Path) -> None:
     ("one", "other", "expected"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [4], 0)]
 )
 def test_first_difference(one: list[int], other: list[int], expected: int | None) -> None:
-    assert ties.first_difference(one, other) == expected
+    assert reference.first_difference(one, other) == expected
 
 
 def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -> None:
@@ -110,8 +111,8 @@ def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -
         law[5], law[9], law[2] = 1.0, 0.9, 0.0
 
         llm.target.model.lm_head.forward = lambda hidden, law=law: law.expand(*hidden.shape[:-1], -1).clone()
-        near = ties.difference(llm, [1, 2, 3], ([5], [9]), 0)
-        far = ties.difference(llm, [1, 2, 3], ([5], [2]), 0)
+        near = reference.difference(llm, [1, 2, 3], ([5], [9]), 0)
+        far = reference.difference(llm, [1, 2, 3], ([5], [2]), 0)
         assert near is not None and near.gap == pytest.approx(0.1, abs=0.01) and near.tie is forgiving
         assert far is not None and far.gap == pytest.approx(1.0, abs=0.01) and not far.tie
 

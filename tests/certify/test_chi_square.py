@@ -14,7 +14,9 @@ from scipy import stats
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.certify import Check, Plan, Reference, chi_square
+from forerun.certify import checks
+from forerun.certify.checks import Check, Plan
+from forerun.certify.reference import Reference
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
@@ -43,8 +45,8 @@ def reference(llm: LLM) -> Reference:
 
 
 def examined(llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False) -> tuple[Check, set[str]]:
-    setting = chi_square.Setting(params=PARAMS, seeded=seeded)
-    return chi_square.chi_square_check(llm, reference, prompt, setting, PLAN, tests=1)
+    setting = checks.Setting(params=PARAMS, seeded=seeded)
+    return checks.chi_square_check(llm, reference, prompt, setting, PLAN, tests=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +57,19 @@ def prompt(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize(("statistic", "freedom"), [(0.5, 1), (9.8, 6), (80.0, 12), (300.0, 150)])
 def test_survival_is_scipys(statistic: float, freedom: int) -> None:
-    assert chi_square.survival(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
+    assert checks.survival(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
 
 
 def test_pearson_is_scipys() -> None:
     cells = {(1,): 0.5, (2,): 0.3, (): 0.2}
     counts = Counter({(1,): 55, (2,): 20, (): 25})
     expected = stats.chisquare([55, 20, 25], [50, 30, 20])
-    assert chi_square.pearson(cells, counts, 100) == (pytest.approx(expected.statistic), 2)
+    assert checks.pearson(cells, counts, 100) == (pytest.approx(expected.statistic), 2)
 
 
 def test_an_impossible_answer_is_infinitely_wrong() -> None:
-    statistic, freedom = chi_square.pearson({(1,): 0.5, (2,): 0.5, (): 0.0}, Counter({(1,): 5, (2,): 4, (): 1}), 10)
-    assert chi_square.survival(statistic, freedom) == 0.0
+    statistic, freedom = checks.pearson({(1,): 0.5, (2,): 0.5, (): 0.0}, Counter({(1,): 5, (2,): 4, (): 1}), 10)
+    assert checks.survival(statistic, freedom) == 0.0
 
 
 def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,25 +79,25 @@ def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch:
 
     monkeypatch.setattr(Reference, "probs", toy)
     reference = Reference.__new__(Reference)
-    cells = chi_square.exact_cells(reference, [9], PARAMS, Plan(sample_tokens=2))
+    cells = checks.exact_cells(reference, [9], PARAMS, Plan(sample_tokens=2))
     assert sum(cells.values()) == pytest.approx(1.0)
     assert cells[0, 0] == pytest.approx(0.3) and cells[2, 2] == pytest.approx(0.0625)
     # (1, 1) is too rare for a cell of its own; nor is that enough for the rest, which takes a likely one in. After 0
     # only 0 and 1 may follow: the cell of the others stays, and is impossible.
     assert (1, 1) not in cells and cells[()] > 0.01 and cells[0,] == 0.0
-    counts = chi_square.count(cells, [(0, 0), (0, 2), (1, 1), (7, 7)])
+    counts = checks.count(cells, [(0, 0), (0, 2), (1, 1), (7, 7)])
     assert counts == {(0, 0): 1, (0,): 1, (): 2}
 
 
 def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: list[int]) -> None:
-    cells = chi_square.exact_cells(reference, prompt, PARAMS, Plan(cells=6))
+    cells = checks.exact_cells(reference, prompt, PARAMS, Plan(cells=6))
     assert 3 <= len(cells) <= 6 + 2 and sum(cells.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("freedom", "level", "detect"), [(1, 1e-6, 0.02), (23, 2.5e-7, 0.05), (60, 1e-3, 0.3)])
 def test_the_power_is_scipys(freedom: int, level: float, detect: float) -> None:
     plan = Plan(detect=detect)
-    draws = chi_square.draws_for(freedom, level, plan)
+    draws = checks.draws_for(freedom, level, plan)
     critical = stats.chi2.isf(level, freedom)
     assert stats.ncx2.sf(critical, freedom, 4 * draws * detect**2) == pytest.approx(plan.power, abs=2e-3)
 
@@ -103,12 +105,12 @@ def test_the_power_is_scipys(freedom: int, level: float, detect: float) -> None:
 def test_the_power_is_kept() -> None:
     """Counts from a distribution that is as far away as is to be detected fail as often as promised."""
     plan, level, cells = Plan(detect=0.1, power=0.9), 1e-4, {(token,): 1 / 8 for token in range(8)}
-    draws = chi_square.draws_for(7, level, plan)
+    draws = checks.draws_for(7, level, plan)
     away = np.array([1 / 8 + (0.025 if token % 2 else -0.025) for token in range(8)])
     rng, failed = np.random.default_rng(0), 0
     for _ in range(400):
         counts = Counter({(token,): int(seen) for token, seen in enumerate(rng.multinomial(draws, away))})
-        failed += chi_square.survival(*chi_square.pearson(cells, counts, draws)) < level
+        failed += checks.survival(*checks.pearson(cells, counts, draws)) < level
     assert 0.85 < failed / 400 < 0.95
 
 
@@ -122,7 +124,7 @@ def test_the_real_distribution_passes(llm: LLM, reference: Reference, prompt: li
 
 def test_a_certain_answer_is_refused(llm: LLM, reference: Reference, prompt: list[int]) -> None:
     with pytest.raises(ArgumentError, match="nothing to compare"):
-        chi_square.exact_cells(reference, prompt, replace(PARAMS, top_k=1), PLAN)
+        checks.exact_cells(reference, prompt, replace(PARAMS, top_k=1), PLAN)
 
 
 def test_a_rule_that_favours_drafts_fails(

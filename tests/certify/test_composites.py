@@ -11,7 +11,9 @@ from contract.exact import toy
 from contract.test_exact_steps import NAMED, by_the_drawn_tree
 from forerun import LLM, SamplingParams
 from forerun import step as stepping
-from forerun.certify import Check, Plan, Reference, chi_square
+from forerun.certify import checks
+from forerun.certify.checks import Check, Plan
+from forerun.certify.reference import Reference
 
 PROMPT = [2, 1, 0, 0, 2, 1]
 """Behind it the rule that was once chosen by the drawn tree was 5.3 % off, by exact enumeration."""
@@ -28,9 +30,9 @@ def certified(name: str) -> tuple[Check, set[str]]:
         max_model_len=32,
         self_check=False,
     )
-    setting = chi_square.Setting(params=PARAMS, seeded=False)
+    setting = checks.Setting(params=PARAMS, seeded=False)
     reference = Reference(copy.deepcopy(toy()))
-    return chi_square.chi_square_check(llm, reference, PROMPT, setting, Plan(detect=0.05), tests=4)
+    return checks.chi_square_check(llm, reference, PROMPT, setting, Plan(detect=0.05), tests=4)
 
 
 @pytest.mark.slow

@@ -13,11 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
-from forerun.checkpoints import HeadCheckpoint, differences, export, read_head, write_head
-from forerun.checkpoints.diagnose import diagnose, diagnose_files
-from forerun.checkpoints.export import export_head
-from forerun.checkpoints.files import parse, read_files
-from forerun.checkpoints.findings import ENGINES, Finding, worst
+from forerun.checkpoints import HeadCheckpoint, differences, engines, read_head, write_head
+from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
+from forerun.checkpoints.formats import parse, read_files
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN
@@ -330,6 +328,6 @@ def test_bad_exports(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def spoiling(head: HeadCheckpoint, *arguments: Any, **options: Any) -> Path:
         return write_head(replaced(head, norm_output=True), *arguments, **options)
 
-    monkeypatch.setattr(export, "write_head", spoiling)
+    monkeypatch.setattr(engines, "write_head", spoiling)
     with pytest.raises(CheckpointError, match=r"does not hold what was to be written: config\.norm_output"):
         export_head(source, TARGET, "vllm", tmp_path / "out")

@@ -20,7 +20,7 @@ from forerun.checkpoints import (
     read_head,
     write_head,
 )
-from forerun.checkpoints.tensors import expected_shapes
+from forerun.checkpoints.base import expected_shapes
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.types import LAST_HIDDEN

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from checkpoints.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample
 from forerun.checkpoints import differences, format_named, format_of, read_head, write_head
-from forerun.checkpoints.diagnose import diagnose
-from forerun.checkpoints.files import parse, read_files
-from forerun.checkpoints.findings import ENGINES, worst
+from forerun.checkpoints.engines import ENGINES, diagnose, worst
+from forerun.checkpoints.formats import parse, read_files
 from forerun.checkpoints.keys import MEANINGLESS, NEUTRAL
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError

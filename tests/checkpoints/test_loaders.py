@@ -14,13 +14,11 @@ from transformers import AutoConfig
 
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample
 from forerun.checkpoints import HeadCheckpoint, differences, format_named, read_head, write_head
-from forerun.checkpoints.diagnose import diagnose, diagnose_files
+from forerun.checkpoints.eagle import canonical_names, to_file
 from forerun.checkpoints.eagle_engines import DESTINATIONS, LOADERS, adapted, mismatches
-from forerun.checkpoints.export import export_head
-from forerun.checkpoints.files import parse, read_files
-from forerun.checkpoints.findings import ENGINES, Finding, worst
+from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.checkpoints.flat import write_flat
-from forerun.checkpoints.names import respelled, to_file
+from forerun.checkpoints.formats import parse, read_files
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 
@@ -77,7 +75,7 @@ def test_the_table_of_what_an_engine_wants(
 def as_written(engine: str, config: EagleConfig) -> tuple[HeadCheckpoint, dict[str, Any], dict[str, torch.Tensor]]:
     """The head, keys and tensors that an export for the engine writes."""
     head, overrides = adapted(sample(config), engine)
-    return head, write_flat(head) | overrides, respelled(to_file(head))
+    return head, write_flat(head) | overrides, canonical_names(to_file(head))
 
 
 def found(engine: str, config: EagleConfig, keys: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, str]:

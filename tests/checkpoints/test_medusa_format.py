@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.checkpoints import TargetFacts, differences, read_head, write_head
 from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.diagnose import diagnose
-from forerun.checkpoints.export import export_head
-from forerun.checkpoints.findings import ENGINES
+from forerun.checkpoints.engines import ENGINES, diagnose, export_head
 from forerun.errors import ArgumentError, CheckpointError
 from training.ttt import HIDDEN, VOCABULARY, medusa
 

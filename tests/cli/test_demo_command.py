@@ -13,7 +13,7 @@ import torch
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.cli import demo, race
+from forerun.cli import demo
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.sampling import Rng
 from forerun.tree import TokenTree
@@ -73,7 +73,7 @@ def test_sampled_drafts_give_another_text_and_the_report_says_so(
 def test_no_run_copies_an_earlier_one(checkpoint: Path) -> None:
     llm = LLM(checkpoint, speculative_config={"method": "suffix"}, dtype="float32", max_num_seqs=1)
     params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=0)
-    found = race.run(llm, "the cat", params, repeats=2, show=demo._Quiet())
+    found = demo.race(llm, "the cat", params, repeats=2, show=demo._Quiet())
     drafted = [run.outputs[0].speculation.num_accepted_draft_tokens for run in found.speculative]
     assert found.identical and drafted == [drafted[0]] * 3
     again = [llm.generate(["the cat"], params, cache_salt="one")[0].outputs[0] for _ in range(2)]
@@ -152,6 +152,6 @@ def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, che
 
 
 def test_repetition_counts_runs_that_came_before() -> None:
-    assert race.repetition(list(range(40))) == 0.0
-    assert race.repetition([7] * 40) == pytest.approx(32 / 33)
-    assert race.repetition([1, 2, 3]) == 0.0
+    assert demo._repetition(list(range(40))) == 0.0
+    assert demo._repetition([7] * 40) == pytest.approx(32 / 33)
+    assert demo._repetition([1, 2, 3]) == 0.0

@@ -12,7 +12,7 @@ import pytest
 from checkpoints.samples import PLAIN, TARGET, sample
 from cli.conftest import Ran
 from forerun.checkpoints import read_head, write_head
-from forerun.checkpoints.findings import ENGINES
+from forerun.checkpoints.engines import ENGINES
 
 Forerun = Callable[..., Ran]
 FOR_DEMO = dataclasses.replace(

@@ -14,10 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.conftest import Ran
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.store import PreparedWriter
-from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.probe import reference_states
+from forerun.training.data.store import PreparedWriter, TokenizerIdentity
+from forerun.training.features.online import OnlineFeatures, reference_states
 from forerun.training.features.store import FeatureStore
 
 Forerun = Callable[..., Ran]

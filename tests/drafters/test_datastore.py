@@ -21,8 +21,8 @@ from forerun.drafters.datastore.build import sorted_places, suffix_order
 from forerun.drafters.datastore.format import ITEM, SEPARATOR, SORTED_TOKENS
 from forerun.drafters.rest import merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.read import BadRecords
+from forerun.training.data.prepare import BadRecords
+from forerun.training.data.store import TokenizerIdentity
 
 IDENTITY = TokenizerIdentity(name="tiny", vocab_size=9, vocabulary="abc", template="")
 TOKENS = st.integers(0, 3)

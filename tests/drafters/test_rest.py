@@ -15,7 +15,7 @@ from forerun.drafters.base import DraftContext
 from forerun.drafters.datastore import build, write
 from forerun.drafters.rest import RestConfig, RestDrafter
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 from forerun.tree import TokenTree
 from forerun.types import Budget
 

@@ -35,7 +35,7 @@ from benchmarks.suite.__main__ import app as bench_app
 from conftest import loggers_restored
 from examples import stand_ins
 from examples.printed import ROOT, Printed, markdown, pages, printed
-from forerun.certify import run as certifying
+from forerun.certify import checks as certifying
 from forerun.cli import build_app, demo, main
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.skipping.measure import Probe

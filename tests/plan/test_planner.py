@@ -11,10 +11,9 @@ from forerun.engine import theory
 from forerun.engine.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner
-from forerun.plan.devices import DEVICES
+from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size
+from forerun.plan.measured import read_prompts
 from forerun.plan.planner import Load, judge, plan, plan_tree
-from forerun.plan.prompts import read_prompts
-from forerun.plan.roofline import FreeVerification, Roofline, Size
 
 MEASURED = CostModel(
     nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times_ms=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True

@@ -6,9 +6,20 @@ import pytest
 
 from forerun.engine.theory import expected_tokens_per_pass
 from forerun.errors import ArgumentError
-from forerun.plan.assumptions import HOT, TEXTS, assumed_alpha, text_named
-from forerun.plan.devices import DEVICES, device_named, dtype_named
-from forerun.plan.roofline import FREE, FreeVerification, KeyValues, Roofline, Size
+from forerun.plan.assumptions import (
+    DEVICES,
+    FREE_PASS,
+    HOT,
+    TEXTS,
+    FreeVerification,
+    KeyValues,
+    Roofline,
+    Size,
+    assumed_alpha,
+    device_named,
+    dtype_named,
+    text_named,
+)
 
 BALANCE = {"3090": 76, "a100": 153, "4090": 164, "h100": 295, "h200": 206, "b200": 281}
 """Tokens in a pass at the end of the free region, bf16, peak figures (algorithms sheet, section 1.4)."""
@@ -39,9 +50,9 @@ def test_a_plain_pass_reads_the_weights_and_a_wide_one_computes() -> None:
 
 def test_the_free_width_is_half_of_the_peak_balance_and_is_shared_by_the_batch() -> None:
     found = line("h100")
-    assert found.free_nodes() == pytest.approx(FREE * 295 / 2, abs=1)
+    assert found.free_nodes() == pytest.approx(FREE_PASS * 295 / 2, abs=1)
     assert found.free_nodes(rows=8) == found.free_nodes() // 8
-    assert found.pass_ms(found.free_nodes()) <= FREE * found.pass_ms(1) < found.pass_ms(found.free_nodes() + 1)
+    assert found.pass_ms(found.free_nodes()) <= FREE_PASS * found.pass_ms(1) < found.pass_ms(found.free_nodes() + 1)
 
 
 def test_more_devices_divide_both_terms() -> None:

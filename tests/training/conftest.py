@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.store import PreparedWriter
+from forerun.training.data.store import PreparedWriter, TokenizerIdentity
 from training.ttt import VOCABULARY, model
 
 

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.training import ttt_attention as attention
 from forerun.training.batch import FeatureBatch
 from forerun.training.chunked_loss import Divergence
+from forerun.training.objectives import eagle3 as attention
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
-from forerun.training.ttt_attention import blocks_of, ttt_attention
+from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 from training.ttt import VOCABULARY, batch_of, head, model, tokens
 

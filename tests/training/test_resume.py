@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.training.data.store import PreparedData, PreparedWriter
-from forerun.training.loop import Parallel
+from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import flat, make_recipe, read_recipe
 from forerun.training.run import Run, assemble, train_head
 from training.conftest import words

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
-from forerun.training.loop import Parallel
+from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import read_recipe
 from forerun.training.run import load_target
 from ports import free_ports
@@ -121,14 +121,19 @@ def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("training.learning_rat=1", "learning_rate"),
+        ("training.learning_rat=1", r"unknown key 'training\.learning_rat'; there are .*Did you mean 'learning_rate'"),
+        ("training={learning_rat: 1, steps: 0}", r"training\.steps must be .*1, or none, got 0\..*learning_rat'"),
+        ("training.learning_rate=-1", r"training\.learning_rate must be greater than 0, got -1"),
+        ("training=5", "training holds further keys, got 5"),
+        ("data=null", "data must be a valid string, got None"),
+        ("trackers=wandb", "trackers must be a valid array, got 'wandb'"),
         ("objective.divergence=kl", "cross_entropy"),
-        ("mode=ofline", "offline"),
+        ("mode=ofline", "'online' or 'offline', got 'ofline'. Did you mean 'offline'"),
         ("target_parallel=pp", "'fsdp' or 'tp'"),
         ("steps", "key=value"),
         ("windows.length=long", "windows.length"),
         ("training.steps=0", "steps"),
-        ("training.steps.more=1", "training.steps must be int"),
+        ("training.steps.more=1", r"training\.steps must be a valid integer, or none, got \{'more': 1\}"),
     ],
 )
 def test_a_wrong_word_is_refused_by_name(word: str, named: str) -> None:

@@ -1,18 +1,23 @@
-"""What transformers itself says: the target's logits without our cache, kernels or engine, and its own processors."""
+"""What answers are compared with: transformers' own logits and processors, and how a numeric tie is told from a bug.
+
+In a low-precision format the shape of a batch changes the last bits of a logit, so two tokens that are almost equally
+likely may change places; anything more than that is a bug.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.types import SamplingParams
 
 
 class Reference:
@@ -64,3 +69,94 @@ class Reference:
             scores = MinPLogitsWarper(params.min_p)(ids, scores)
         found: Tensor = scores[0].double().softmax(-1).cpu()
         return found
+
+
+TIE_EPSILON = {"float32": 0.0, "float64": 0.0, "bfloat16": 0.25, "float16": 0.03125}
+"""Largest gap of the two best log-probabilities, in nats, that counts as a tie: two units in the last place of a logit
+between 16 and 32. In float32 no difference is excused."""
+LOGPROB_TOLERANCE = {"float32": 5e-4, "float64": 5e-4, "bfloat16": 0.25, "float16": 0.03125}
+"""Largest difference, in nats, of the same token's log-probability in two batches of different shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Where two answers to one prompt part."""
+
+    prompt: int
+    """Index of the prompt."""
+    position: int
+    """Index of the first token that differs."""
+    plain: int | None
+    """Plain decoding's token; None where it had ended."""
+    speculative: int | None
+    gap: float
+    """From the best log-probability there to the worse of the two, nats; infinite for an unlikely token."""
+    epsilon: float
+
+    @property
+    def tie(self) -> bool:
+        """Whether the arithmetic explains it."""
+        return self.gap < self.epsilon
+
+
+def dtype_name(llm: LLM) -> str:
+    """The target's number format, for example ``"bfloat16"``."""
+    return str(llm.target.dtype).removeprefix("torch.")
+
+
+def epsilon_of(llm: LLM) -> float:
+    """Largest gap that counts as a tie in the target's number format, nats."""
+    return TIE_EPSILON.get(dtype_name(llm), 0.0)
+
+
+def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: float) -> Difference | None:
+    """The first token of a greedy answer that is not the largest of `logits` (T, V), those before it given."""
+    best = logits.argmax(-1).tolist()
+    position = first_difference(best, answer)
+    if position is None:
+        return None
+    logprobs = logits[position].log_softmax(-1)
+    return Difference(
+        prompt=index,
+        position=position,
+        plain=best[position],
+        speculative=answer[position],
+        gap=float(logprobs[best[position]] - logprobs[answer[position]]),
+        epsilon=epsilon,
+    )
+
+
+def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
+    """Index of the first token that differs, a missing one included; None for equal answers."""
+    for position, (one, other) in enumerate(zip(plain, speculative, strict=False)):
+        if one != other:
+            return position
+    return None if len(plain) == len(speculative) else min(len(plain), len(speculative))
+
+
+def difference(
+    llm: LLM, prompt: Sequence[int], answers: tuple[Sequence[int], Sequence[int]], index: int
+) -> Difference | None:
+    """Where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
+    plain, speculative = answers
+    position = first_difference(plain, speculative)
+    if position is None:
+        return None
+    one = plain[position] if position < len(plain) else None
+    other = speculative[position] if position < len(speculative) else None
+    return Difference(
+        prompt=index,
+        position=position,
+        plain=one,
+        speculative=other,
+        gap=_gap(llm, [*prompt, *plain[:position]], {one, other}),
+        epsilon=epsilon_of(llm),
+    )
+
+
+def _gap(llm: LLM, prefix: list[int], tokens: set[int | None]) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
+    token = llm.generate({"prompt_token_ids": prefix}, params, speculative=False)[0].outputs[0].tokens[0]
+    likeliest = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
+    values = [likeliest.get(name, float("-inf")) if name is not None else float("-inf") for name in tokens]
+    return max(likeliest.values()) - min(values)

@@ -7,8 +7,7 @@ converted to and from it here, and nowhere else. Knows no engine's inside and tr
 from __future__ import annotations
 
 from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, differences
-from forerun.checkpoints.files import read_head, write_head
-from forerun.checkpoints.registry import FORMATS, format_for, format_named, format_of
+from forerun.checkpoints.formats import FORMATS, format_for, format_named, format_of, read_head, write_head
 
 __all__ = [
     "FORMATS",

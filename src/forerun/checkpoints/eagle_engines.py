@@ -18,15 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.checkpoints.engines import DRAFTED, Destination, Engines, Launch
-from forerun.checkpoints.findings import ENGINES, Finding, Severity, all_engines, degrades, fails, ok
+from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
+from forerun.checkpoints.eagle import IDS, canonical_names, is_default, to_file, to_outputs
+from forerun.checkpoints.engines import (
+    DRAFTED,
+    ENGINES,
+    Destination,
+    Engines,
+    Finding,
+    Launch,
+    Severity,
+    all_engines,
+    degrades,
+    fails,
+    ok,
+)
 from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM, write_flat
 from forerun.checkpoints.keys import NESTED
-from forerun.checkpoints.layer_ids import IDS, is_default, to_outputs
-from forerun.checkpoints.names import respelled, to_file
 from forerun.checkpoints.speculators import KIND, LAYERS
-from forerun.checkpoints.tensors import Shape, expected_shapes, some
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.types import LAST_HIDDEN
 
@@ -230,7 +239,7 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     for engine in LOADERS if config.generation == 3 else ("vllm", "sglang"):
         wanted, overrides = adapted(head, engine)
         keys = {**write_flat(wanted), **overrides}
-        yield from mismatches(engine, wanted.config, keys, respelled(to_file(wanted)))
+        yield from mismatches(engine, wanted.config, keys, canonical_names(to_file(wanted)))
 
 
 def _variants(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -371,7 +380,7 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
     if KIND in keys:
         engines, keys = ["vllm"], {**keys[LAYERS], **keys}
     for engine in engines:
-        for found in mismatches(engine, head.config, keys, respelled(stored.tensors)):
+        for found in mismatches(engine, head.config, keys, canonical_names(stored.tensors)):
             if (engine, found.what) not in known:
                 yield _finding(engine, found.severity, found.what, found.why)
 

@@ -1,20 +1,72 @@
-"""What is known of serving engines and one kind of head: how they load it and how they are started with it.
+"""Serving engines and heads: what each engine does with a head, and a head written for one of them.
 
-A kind of which nothing is said here is written for forerun and for trainers alone. Knows no engine and no kind.
+What is known of one kind of head is its `Engines`; a kind of which nothing is said is written for forerun and for
+trainers alone. What an engine would silently degrade is refused. No engine is run.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.checkpoints.findings import Finding, all_engines
-from forerun.checkpoints.registry import FORMATS, format_for
+import torch
+
+from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts, differences
+from forerun.checkpoints.formats import FORMATS, README, format_for, parse, read_files, write_head
 from forerun.drafters.heads.kinds import kind_named, named
+from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.types import LAST_HIDDEN
+
+Severity = Literal["ok", "check", "degrades", "fails"]
+"""``check``: right only if what the finding says is seen to. ``degrades``: it loads and drafts worse, mostly without a
+message. ``fails``: it does not load or run."""
+SEVERITIES: tuple[Severity, ...] = ("ok", "check", "degrades", "fails")
+ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one engine does with one property of a head."""
+
+    engine: str
+    severity: Severity
+    what: str
+    """The property, in words."""
+    why: str
+    """What the engine does with it."""
+    remedy: str = ""
+    """What to do; empty if nothing needs to be done."""
+
+
+def worst(findings: Sequence[Finding], engine: str) -> Severity:
+    """The verdict on an engine."""
+    found = [SEVERITIES.index(finding.severity) for finding in findings if finding.engine == engine]
+    return SEVERITIES[max(found, default=0)]
+
+
+def ok(engine: str, what: str, why: str) -> Finding:
+    """The engine reads it as it was trained."""
+    return Finding(engine=engine, severity="ok", what=what, why=why)
+
+
+def degrades(engine: str, what: str, why: str, remedy: str) -> Finding:
+    """The engine loads it and drafts worse."""
+    return Finding(engine=engine, severity="degrades", what=what, why=why, remedy=remedy)
+
+
+def fails(engine: str, what: str, why: str, remedy: str) -> Finding:
+    """The engine does not load or run it."""
+    return Finding(engine=engine, severity="fails", what=what, why=why, remedy=remedy)
+
+
+def all_engines(severity: Severity, what: str, why: str, remedy: str) -> Iterator[Finding]:
+    """The same of every engine."""
+    for engine in ENGINES:
+        yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
+
 
 DRAFTED = 5
 """Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft."""
@@ -92,3 +144,140 @@ FORERUN = Destination(
     command=_forerun,
     counting="`-k` counts drafted tokens.",
 )
+
+
+def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
+    """Everything that is known about these engines and this head; at least one finding for each engine."""
+    known = engines_for(head.config.kind).findings(head, target)
+    found = [*_fits(head, target), *known, *_unknown_keys(head)]
+    silent = [engine for engine in ENGINES if all(finding.engine != engine for finding in found)]
+    return found + [ok(engine, "everything in this head", "read as it was trained") for engine in silent]
+
+
+def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
+    """What would go wrong if an engine were given these files; `head` is what they mean."""
+    return list(engines_for(head.config.kind).file_findings(stored, head, target))
+
+
+def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """Things that no engine can survive."""
+    config = head.config
+    for name, ours, theirs in (
+        ("hidden states", config.target_hidden_size, target.hidden_size),
+        ("a vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if ours != theirs:
+            what, why = f"made for {name} of {ours}", f"the target has {theirs}"
+            yield from all_engines("fails", what, why, "name the right target")
+    broken = [name for name, tensor in head.tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        yield from all_engines(
+            "fails", f"NaN or infinity in {broken[0]}", "every draft becomes noise", "train it again"
+        )
+
+
+def _unknown_keys(head: HeadCheckpoint) -> Iterator[Finding]:
+    for key in head.unknown:
+        why = "nothing is known of it: the engine may compute something else by it"
+        yield from all_engines("check", f"the key {key}", why, "find out what it means; remove it if it means nothing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What `export_head` did."""
+
+    directory: Path
+    format_name: str
+    findings: tuple[Finding, ...]
+    """What this engine does with the head; empty for ``hf``."""
+    command: str
+    """Starts the engine, or forerun, with target and head."""
+    notes: tuple[str, ...]
+    """What reading could not know for certain."""
+
+
+def export_head(
+    head_dir: str | Path, target: TargetFacts, to: str, output: str | Path, *, force: bool = False
+) -> Exported:
+    """Write the head in `head_dir` to `output` as the engine `to` reads it, and read it back bit for bit.
+
+    Args:
+        head_dir: directory or hub id of a head in any known format.
+        target: the model that it drafts for.
+        to: hf, or an engine that reads such heads: of EAGLE's, vllm, sglang, trtllm or speculators.
+        output: a new or empty directory, or a former export.
+        force: write also what the engine degrades or cannot load.
+
+    Raises:
+        ArgumentError: `to` is unknown, or `output` holds other things or is `head_dir`.
+        CheckpointError: the head cannot be read, the engine would not serve it as trained, or what was written is
+            not what was read.
+    """
+    stored = read_files(head_dir)
+    directory = Path(output).expanduser().absolute()
+    if directory.resolve() == stored.directory.resolve():
+        raise ArgumentError(f"{directory} is the head itself; name another directory")
+    head = parse(stored, num_layers=target.num_layers)
+    destination = _destination(to, head.config.kind)
+    format_name = destination.format_name or format_for(head.config.kind)
+    findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]
+    if not force:
+        _refuse(findings, destination)
+    head, overrides = engines_for(head.config.kind).adapted(head, destination.engine)
+    launch = Launch(head=head, target=target, directory=directory)
+    texts = {README: _readme(launch, destination), **(destination.files(launch) if destination.files else {})}
+    write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
+    _verify(head, directory)
+    return Exported(
+        directory=directory,
+        format_name=format_name,
+        findings=tuple(findings),
+        command=destination.command(launch),
+        notes=head.notes,
+    )
+
+
+def _destination(to: str, kind: str) -> Destination:
+    known = destinations_for(kind)
+    if to not in known:
+        raise ArgumentError(
+            f"cannot export to {to!r}; heads of the kind {kind} go to {', '.join(known)}.{nearest(to, known)}"
+        )
+    return known[to]
+
+
+def _refuse(findings: list[Finding], destination: Destination) -> None:
+    wrong = [finding for finding in findings if finding.severity not in ("ok", "check")]
+    if wrong:
+        listed = "; ".join(f"{finding.what}: {destination.title} {finding.why} ({finding.remedy})" for finding in wrong)
+        raise CheckpointError(
+            f"{destination.title} would not serve this head as it was trained. {listed}. "
+            "To write it nevertheless: --force (force=True)"
+        )
+
+
+def _verify(head: HeadCheckpoint, directory: Path) -> None:
+    """No layer count is given: the files must say themselves what the head reads."""
+    wrong = differences(head, parse(read_files(directory)))
+    if wrong:
+        raise CheckpointError(
+            f"{directory} does not hold what was to be written: {', '.join(wrong[:6])}; is the disk full or broken?"
+        )
+
+
+def _readme(launch: Launch, destination: Destination) -> str:
+    config = launch.head.config
+    whole = config.boundaries == (LAST_HIDDEN,)
+    reads = "the last hidden state" if whole else f"the boundaries {list(config.boundaries)}"
+    return f"""\
+# {kind_named(config.kind).title} head for {launch.target.name_or_path}
+
+Written by forerun for {destination.title}. It reads {reads} of the target ({launch.target.num_layers} layers) and
+proposes {config.draft_vocab_size} of its {config.vocab_size} tokens.
+
+```
+{destination.command(launch)}
+```
+
+{destination.counting}
+"""

@@ -12,12 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
+from forerun.checkpoints.eagle import (
+    FIRST,
+    FLAGS,
+    IDS,
+    MIDLAYER,
+    WINDOW_NOTE,
+    agreed,
+    make_config,
+    read_layers,
+    to_canonical,
+    to_file,
+    to_outputs,
+    write_layers,
+)
 from forerun.checkpoints.keys import NESTED, Keys
-from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
-from forerun.checkpoints.names import FIRST, MIDLAYER, to_canonical, to_file
-from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
@@ -27,7 +37,6 @@ OTHER_KINDS = re.compile(r"PEagle|DeepseekV[23]|DFlash|DSpark|Medusa", re.IGNORE
 """Heads that are no EAGLE head as we know it, by their architecture."""
 POST_NORM = "return_hidden_post_norm"
 """TensorRT-LLM's name of ``norm_output``, inside ``eagle_config``."""
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FEEDBACK_NOTE = (
     "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
     "to 0.2 wrote the same key for a norm before lm_head only; if this head is from there, set norm_output to false."
@@ -74,7 +83,7 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
     found = with_vocabulary(found, fields["vocab_size"], draft_vocab_size)
     declared_bias, tied = keys.get("bias"), keys.flag("tie_word_embeddings")
     architectures = keys.get("architectures") or []
-    unread = nested.rest()
+    rest = nested.rest()
     head = make_config(
         **fields,
         generation=generation,
@@ -83,7 +92,7 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
         qk_norm=QWEN3 in architectures or "layers.0.self_attn.q_norm.weight" in found,
         own_embedding="embed_tokens.weight" in found,
         own_lm_head="lm_head.weight" in found,
-        extra=keys.rest() | ({NESTED: unread} if unread else {}),
+        extra=keys.rest() | ({NESTED: rest} if rest else {}),
     )
     counted = generation == 3 and keys.integers(IDS) is None and nested.integers(IDS) is not None
     unlisted = head.sliding_window is not None and keys.get("layer_types") is None

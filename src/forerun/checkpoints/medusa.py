@@ -64,7 +64,6 @@ class MedusaFormat(Format):
         return HeadCheckpoint(config=head, tensors=found)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Format.write`."""
         config = checkpoint.config
         keys = {TARGET: target.name_or_path, HEADS: config.num_heads, LAYERS: config.num_layers}
         tensors = {name.removeprefix("heads."): tensor for name, tensor in checkpoint.tensors.items()}

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.eagle import to_file
 from forerun.checkpoints.flat import read_flat, write_flat
 from forerun.checkpoints.keys import NESTED
-from forerun.checkpoints.names import to_file
 from forerun.errors import CheckpointError
 
 LAYER_NORMS = {

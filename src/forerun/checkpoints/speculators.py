@@ -11,12 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
+from forerun.checkpoints.eagle import (
+    FLAGS,
+    IDS,
+    WINDOW_NOTE,
+    agreed,
+    make_config,
+    read_layers,
+    to_canonical,
+    to_file,
+    to_outputs,
+    write_layers,
+)
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
-from forerun.checkpoints.layer_ids import IDS, agreed, to_outputs
-from forerun.checkpoints.names import to_canonical, to_file
-from forerun.checkpoints.tensors import with_vocabulary
-from forerun.checkpoints.transformer import WINDOW_NOTE, make_config, read_layers, write_layers
 from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
@@ -44,7 +52,6 @@ class SpeculatorsFormat(Format):
     def read(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
     ) -> HeadCheckpoint:
-        """See `Format.read`."""
         keys = Keys(config)
         kind = keys.text(KIND, "eagle3")
         if kind != "eagle3":
@@ -65,10 +72,7 @@ class SpeculatorsFormat(Format):
             ),
             fc_bias="fc.bias" in found,
             qk_norm=qwen3 or "layers.0.self_attn.q_norm.weight" in found,
-            norm_before_residual=keys.flag("norm_before_residual"),
-            norm_before_fc=keys.flag("norm_before_fc"),
-            fc_norm=keys.flag("fc_norm"),
-            norm_output=keys.flag("norm_output"),
+            **{flag: keys.flag(flag) for flag in FLAGS},
             own_embedding="embed_tokens.weight" in found,
             own_lm_head="lm_head.weight" in found,
             extra=_extra(layers, keys, whole),
@@ -98,10 +102,7 @@ class SpeculatorsFormat(Format):
             "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
-            "norm_before_residual": config.norm_before_residual,
-            "norm_before_fc": config.norm_before_fc,
-            "fc_norm": config.fc_norm,
-            "norm_output": config.norm_output,
+            **{flag: getattr(config, flag) for flag in FLAGS},
             IDS: list(config.boundaries),
             "tie_word_embeddings": False,
             LAYERS: layers,

@@ -18,16 +18,11 @@ from forerun.errors import ArgumentError, ForerunError
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection
 
-# ``--config FILE``: the options of a verb from a file. Knows no verb; imports no torch.
-#
-# Flags win over environment variables, and those over the file.
-
-
 FLAG = "--config"
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in what ``--config FILE`` says and the command line does not; nothing where no file was named.
+    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; nothing without such a file.
 
     The signature is that of cyclopts' ``App.config``. Keys are the flags' names, with or without dashes; the file is
     YAML (so JSON is understood, too) or, with that suffix, TOML.

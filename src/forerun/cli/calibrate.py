@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError
 from forerun.plan.plot import check_plot, draw_cost
 
@@ -33,9 +33,9 @@ def calibrate(
     nodes: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
     contexts: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
     seconds: float = 10.0,
-    force: Annotated[bool, Parameter(negative="")] = False,
+    force: Flag = False,
     plot: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -54,7 +54,7 @@ def calibrate(
     seconds
         Time budget for the passes; large ones that would break it are extrapolated.
     force
-        Measure although a cost model is kept.
+        Measure although a cost model is saved.
     plot
         Write v(n) as a picture (png, svg or pdf).
     json
@@ -63,12 +63,12 @@ def calibrate(
     if not rows or min(rows) < 1 or not seconds > 0:
         raise ArgumentError("--rows must be at least 1 and --seconds above 0")
     check_plot(plot)
-    wish = speculation.config()
+    given = speculation.config()
     from forerun.cli import session
     from forerun.engine.config import SpeculativeConfig
     from forerun.engine.costs import device_name, file_of
 
-    config = SpeculativeConfig.parse(wish)
+    config = SpeculativeConfig.parse(given)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))
     with console.telling("calibrating") as tell:
         cost = _passes(llm, {"rows": rows, "nodes": nodes, "contexts": contexts}, seconds, force=force, tell=tell)
@@ -83,7 +83,7 @@ def calibrate(
         console.write_json({**record, "file": str(path), **cost.record(), "v": _table_of_v(cost)})
         return 0
     show_cost(cost, where, config)
-    console.log().print(Text(f"kept in {path}", style="dim"), soft_wrap=True)
+    console.log().print(Text(f"saved in {path}", style="dim"), soft_wrap=True)
     return 0
 
 
@@ -100,7 +100,7 @@ def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callabl
     from forerun import demo
     from forerun.drafters import build
     from forerun.drafters.base import DrafterSetup
-    from forerun.plan.measured import depth_of, keep
+    from forerun.plan.measured import depth_of, save_draft_cost
     from forerun.plan.trial import measure_draft
 
     tell(f"drafts of {config.method}")
@@ -112,7 +112,7 @@ def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callabl
     source = "\n".join(prompt.text[:4000] for prompt in demo.prompts()[:1])
     longest = min(TEXT_TOKENS, llm.max_model_len // 2)
     ids = llm.tokenizer.encode(source, add_special_tokens=False)[:longest]
-    return keep(llm, cost, config, measure_draft(target, drafter, ids, depth=depth_of(config)))
+    return save_draft_cost(llm, cost, config, measure_draft(target, drafter, ids, depth=depth_of(config)))
 
 
 def _table_of_v(cost: CostModel) -> list[dict[str, Any]]:

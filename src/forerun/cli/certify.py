@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
-    from forerun.certify import Report
+    from forerun.certify.checks import Report
 
 
 _ROWS = 32
@@ -30,7 +30,7 @@ def certify(
     prompts: int = 6,
     max_tokens: int = 96,
     detect: float = 0.1,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -62,8 +62,8 @@ def certify(
     if not 0 < detect < 1:
         raise ArgumentError(f"--detect is a total variation between 0 and 1, got {detect:g}")
     texts = _texts(prompt_file)
-    from forerun.certify import Plan
-    from forerun.certify import certify as examine
+    from forerun.certify.checks import Plan
+    from forerun.certify.checks import certify as examine
     from forerun.cli import session
 
     llm = session.load(model, loading, config, max_num_seqs=_ROWS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.cli import console, show
-from forerun.cli.options import LOADING, SAMPLING, SPECULATION, LoadOptions, SamplingOptions, SpeculationOptions
+from forerun.cli import console, session
+from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, LoadOptions, SamplingOptions, SpeculationOptions
 from forerun.errors import ArgumentError, ForerunError, nearest
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def chat(
     /,
     *,
     system: str | None = None,
-    show_draft: Annotated[bool, Parameter(negative="")] = False,
+    show_draft: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     sampling: SamplingOptions = SAMPLING,
     loading: LoadOptions = LOADING,
@@ -54,7 +53,7 @@ def chat(
     log = console.log()
     log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))
     if show_draft:
-        log.print(show.legend(log))
+        log.print(session.legend(log))
     while (line := _ask()) is not None:
         try:
             if not talk.handle(line):
@@ -119,7 +118,7 @@ class Conversation:
         try:
             output = Printer(console.out(), show_draft=self.show_draft).run(chunks)
         except KeyboardInterrupt:
-            console.log().print(Text("\nstopped; the answer is not kept", "dim"))
+            console.log().print(Text("\nstopped; the answer is forgotten", "dim"))
             return
         if output is not None:
             self._keep(messages, output)
@@ -129,7 +128,7 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.total.add(answer.speculation)
         self.answers += 1
-        console.log().print(show.statistics_line(output), soft_wrap=True)
+        console.log().print(session.statistics_line(output), soft_wrap=True)
 
     def _reset(self, _: str) -> None:
         self.messages = list(self.beginning)
@@ -140,9 +139,9 @@ class Conversation:
         depths = "  ".join(f"{share:.0%}" for share in total.acceptance_per_depth) or "-"
         console.log().print(
             f"{self.answers} answers, {total.num_spec_steps} speculative and {total.num_plain_steps} plain passes\n"
-            f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens kept, "
+            f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens accepted, "
             f"{total.mean_acceptance_length:.2f} tokens per speculative pass\n"
-            f"kept by depth: {depths}",
+            f"accepted by depth: {depths}",
             markup=False,
         )
 

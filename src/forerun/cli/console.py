@@ -1,4 +1,4 @@
-"""The two consoles and JSON output. Knows where things are written, not what.
+"""The two consoles, JSON output, spinners and progress bars.
 
 Rich honours ``NO_COLOR`` and writes no escape codes into a pipe; both consoles are made when they are first needed, so
 that a redirected stream is the one that is used.
@@ -6,6 +6,7 @@ that a redirected stream is the one that is used.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -62,17 +63,6 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def working(message: str) -> Iterator[None]:
-    """A spinner on stderr while something takes its time; silent where stderr is no terminal."""
-    console = log()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(message):
-        yield
-
-
-@contextmanager
 def telling(beginning: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr whose words can be changed; silent where stderr is no terminal."""
     console = log()
@@ -81,3 +71,20 @@ def telling(beginning: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(beginning) as status:
         yield lambda words: status.update(f"{beginning}: {words}")
+
+
+@contextmanager
+def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, silent where stderr is no terminal; gives rich's `Progress.update` of its one task."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, TimeRemainingColumn(), console=log(), disable=not log().is_terminal) as progress:
+        yield functools.partial(progress.update, progress.add_task(task, total=total, completed=done))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from forerun.training.data.endpoint import Generation
     from forerun.training.data.prepare import Prepared
-    from forerun.training.data.regenerate import Plan, Regenerated
+    from forerun.training.data.regenerate import Generation, Plan, Regenerated
 
 LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
 
@@ -32,11 +27,11 @@ def prepare(
     target: str,
     output: Path,
     max_length: int = 2048,
-    split_long: Annotated[bool, Parameter(negative="")] = False,
-    skip_bad: Annotated[bool, Parameter(negative="")] = False,
-    last_turn_only: Annotated[bool, Parameter(negative="")] = False,
+    split_long: Flag = False,
+    skip_bad: Flag = False,
+    last_turn_only: Flag = False,
     draft_vocab_size: int | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Tokenize data files, mark what the assistant wrote, and store both for training.
 
@@ -62,20 +57,21 @@ def prepare(
     json
         One JSON line on stdout instead of words.
     """
-    from forerun.training.data.identity import TokenizerIdentity
+    from forerun.cli import session
     from forerun.training.data.prepare import PrepareOptions
     from forerun.training.data.prepare import prepare as convert
+    from forerun.training.data.store import TokenizerIdentity
 
     options = PrepareOptions(
         max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only
     )
-    tokenizer = _tokenizer(target)
+    tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
         raise ArgumentError(f"--draft-vocab-size must be 1 to {known}, the target's vocabulary, got {draft_vocab_size}")
-    with _progress("preparing") as advance:
+    with console.progress_bar("preparing") as update:
         done = convert(
-            files, tokenizer, output, options=options, name=target, on_record=lambda count: advance(count, None)
+            files, tokenizer, output, options=options, name=target, on_record=lambda count: update(completed=count)
         )
     summary = done.summary()
     if draft_vocab_size is not None:
@@ -90,7 +86,7 @@ def prepare(
 
 
 def _coverage(done: Prepared, size: int) -> float:
-    from forerun.training.data.vocabulary import coverage, draft_vocabulary, token_counts
+    from forerun.training.data.store import coverage, draft_vocabulary, token_counts
 
     counts = token_counts(done.data, done.data.tokenizer.vocab_size)
     return round(coverage(counts, draft_vocabulary(counts, size)), 6)
@@ -132,8 +128,8 @@ def regenerate(
     seed: int | None = None,
     prompt_tokens: int = 64,
     limit: int | None = None,
-    skip_bad: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    skip_bad: Flag = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -171,17 +167,18 @@ def regenerate(
         One JSON line on stdout instead of words.
     """
     _check_who(target, endpoint, model, concurrency)
-    from forerun.training.data.endpoint import Endpoint, Generation
-    from forerun.training.data.regenerate import plan, with_endpoint
-    from forerun.training.data.scripts import Director
+    from forerun.cli import session
+    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint
 
     generation = Generation(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    tokenizer = None if target is None else _tokenizer(target)
+    tokenizer = None if target is None else session.load_tokenizer(target)
     director = Director(tokenizer=tokenizer, prompt_tokens=prompt_tokens, seed=seed)
-    with _progress("regenerating") as advance:
-        todo = plan(
-            file, output, director, limit=limit, skip_bad=skip_bad, tell=lambda done: advance(done.done, done.total)
-        )
+    with console.progress_bar("regenerating") as update:
+
+        def tell(progress: Regenerated) -> None:
+            update(completed=progress.done, total=progress.total)
+
+        todo = plan(file, output, director, limit=limit, skip_bad=skip_bad, tell=tell)
         try:
             if endpoint is not None:
                 place = Endpoint(url=endpoint, model=str(model), generation=generation)
@@ -232,43 +229,3 @@ def _report(progress: Regenerated, *, as_json: bool) -> None:
     )
     if progress.failed or progress.skipped:
         console.out().print(f"{progress.failed:,} records failed, {progress.skipped:,} bad entries skipped")
-
-
-def _tokenizer(target: str) -> PreTrainedTokenizerBase:
-    with console.working(f"loading the tokenizer of {target}"):
-        from forerun.cli import session
-        from forerun.demo import resolve
-        from forerun.engine.loading import load_tokenizer
-
-        session.quiet_libraries()
-        tokenizer = load_tokenizer(resolve(target), None)
-    assert tokenizer is not None, "a name always leads to a tokenizer or an error"
-    return tokenizer
-
-
-@contextmanager
-def _progress(doing: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar on stderr, told how many records are done, of how many if that is known."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    log = console.log()
-    if not log.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=log, transient=True) as progress:
-        task = progress.add_task(doing, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

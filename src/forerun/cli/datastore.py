@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from forerun.drafters.datastore import Manifest
 
 datastore = App(name="datastore", help="Make a corpus searchable for the drafter `rest`, or say what is in one.")
@@ -24,8 +23,8 @@ def build(
     target: str | None = None,
     tokenizer: str | None = None,
     output: Path,
-    skip_bad: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    skip_bad: Flag = False,
+    json: Flag = False,
 ) -> int:
     """Tokenize data files and sort them, so that what followed any words is found at once.
 
@@ -45,13 +44,14 @@ def build(
     json
         A JSON object on stdout instead of words.
     """
+    from forerun.cli import session
     from forerun.drafters import datastore as stores
-    from forerun.training.data.read import BadRecords
+    from forerun.training.data.prepare import BadRecords
 
     name = tokenizer or target
     if name is None or (tokenizer and target):
         raise ArgumentError("whose token ids? give either --target MODEL or --tokenizer MODEL")
-    loaded, bad = _tokenizer(name), BadRecords(skip=skip_bad)
+    loaded, bad = session.load_tokenizer(name), BadRecords(skip=skip_bad)
     with console.telling("building a datastore") as tell:
         manifest = stores.build(files, loaded, output, name=name, bad=bad, tell=tell)
     for complaint in bad.examples:
@@ -66,13 +66,7 @@ def build(
 
 
 @datastore.command
-def info(
-    directory: Path,
-    /,
-    *,
-    verify: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
+def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int:
     """Say what is in a datastore and whose token ids it holds.
 
     Parameters
@@ -88,7 +82,7 @@ def info(
 
     store = Datastore.open(directory)
     if verify:
-        with console.working("comparing checksums"):
+        with console.telling("comparing checksums"):
             store.verify()
     if json:
         console.write_json(_summary(directory, store.manifest))
@@ -117,15 +111,3 @@ def _show(folder: Path, manifest: Manifest) -> None:
         f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}, "
         f"{size / 2**20:,.1f} MiB"
     )
-
-
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with console.working(f"loading the tokenizer of {name}"):
-        from forerun.cli import session
-        from forerun.demo import resolve
-        from forerun.engine.loading import load_tokenizer
-
-        session.quiet_libraries()
-        loaded = load_tokenizer(resolve(name), None)
-    assert loaded is not None, "a name always leads to a tokenizer or an error"
-    return loaded

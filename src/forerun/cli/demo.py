@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,12 +15,12 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.cli.race import Race
+    from forerun.certify.reference import Difference
     from forerun.demo.scale import ScaledModel
     from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -29,6 +31,7 @@ DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200
 """How much of the held-out file is the question; about 300 tokens."""
 SHOWN_LINES = 6
+Show = Callable[[str, Any], "RequestOutput"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,7 @@ def demo(
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
     repeats: int = 3,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -87,7 +90,7 @@ def demo(
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
     prompt = question(prompt_name)
     config = speculation.config() or (DEFAULT_DRAFTER if model == "demo" else {"method": "auto"})
-    from forerun.cli import race, session, show
+    from forerun.cli import session
     from forerun.types import SamplingParams
 
     params = SamplingParams(
@@ -101,11 +104,11 @@ def demo(
     setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=params)
     llm = session.load(path, _loading(loading, scale), drafting, max_num_seqs=1)
     arms = _Quiet() if json else _Shown(llm, setting, prompt)
-    result = race.run(llm, prompt, setting.params, repeats=repeats, show=arms)
+    result = race(llm, prompt, setting.params, repeats=repeats, show=arms)
     if json:
         console.write_json(record(llm, setting, result))
     else:
-        console.out().print(show.legend(console.out()))
+        console.out().print(session.legend(console.out()))
         _report(llm, setting, result)
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
 
@@ -131,14 +134,14 @@ def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, 
     """
     from forerun.demo.scale import scale_model
 
-    with console.working(f"enlarging {model} to {billions:g} B parameters"):
+    with console.telling(f"enlarging {model} to {billions:g} B parameters"):
         scaled = scale_model(shipped.resolve(model), billions=billions)
         return str(scaled.path), _with_heads_for(scaled, config), scaled.note
 
 
 def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     """A drafter's configuration in which every head, those of drafters within it too, is enlarged as the target was."""
-    from forerun.demo.scale_head import scaled_head_folder
+    from forerun.demo.scale import scaled_head_folder
     from forerun.engine.config import method_of
 
     if isinstance(config, Mapping):
@@ -190,10 +193,82 @@ class _Shown:
         return output
 
 
-def _report(llm: LLM, setting: _Setting, race: Race) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Race:
+    """One prompt, answered by both arms several times."""
+
+    plain: list[RequestOutput]
+    """The first is the warm-up run and is not timed."""
+    speculative: list[RequestOutput]
+    parted: Difference | None
+    """Where the two answers part; None if they are the same."""
+    reproducible: bool
+    """Whether every run of either arm gave the same tokens as its first."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether every run of both arms gave the same tokens."""
+        return self.parted is None and self.reproducible
+
+    @property
+    def plain_speed(self) -> float:
+        """Tokens per second, the median of the timed runs."""
+        return _speed(self.plain)
+
+    @property
+    def speculative_speed(self) -> float:
+        """Tokens per second, the median of the timed runs."""
+        return _speed(self.speculative)
+
+    @property
+    def speedup(self) -> float:
+        """Speculative over plain."""
+        return self.speculative_speed / self.plain_speed if self.plain_speed else 0.0
+
+
+def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show) -> Race:
+    """Answer `prompt` plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
+
+    Decoding speed alone is compared: tokens after the first over the time after the first; medians.
+
+    Args:
+        show: is given an arm's name and its stream, prints it and returns the finished request.
+    """
+    from forerun.certify.reference import difference
+
+    # A domain of its own for each run, or drafters that remember answers would copy the run before.
+    salts = (f"run {number}" for number in itertools.count())
+    plain = [show("plain", llm.stream(prompt, params, speculative=False, cache_salt=next(salts)))]
+    speculative = [show("speculative", llm.stream(prompt, params, cache_salt=next(salts)))]
+    # The first run of an arm pays for what is made once and for the printing, so it is not timed.
+    for turn in range(repeats):
+        arms = [(plain, False), (speculative, None)]
+        for runs, choice in arms if turn % 2 == 0 else reversed(arms):
+            runs.append(llm.generate([prompt], params, speculative=choice, cache_salt=next(salts))[0])
+    answers = (_tokens(plain[0]), _tokens(speculative[0]))
+    return Race(
+        plain=plain,
+        speculative=speculative,
+        parted=difference(llm, plain[0].prompt_token_ids, answers, 0),
+        reproducible=all(_tokens(run) == _tokens(runs[0]) for runs in (plain, speculative) for run in runs),
+    )
+
+
+def _speed(runs: list[RequestOutput]) -> float:
+    from forerun.cli.session import tokens_per_second
+
+    speeds = [speed for run in runs[1:] if (speed := tokens_per_second(run)) is not None]
+    return median(speeds) if speeds else 0.0
+
+
+def _tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out = console.out()
-    speeds = {"plain": race.plain_speed, "speculative": race.speculative_speed}
-    per_pass = {"plain": 1.0, "speculative": race.speculative[0].outputs[0].speculation.mean_acceptance_length}
+    speeds = {"plain": found.plain_speed, "speculative": found.speculative_speed}
+    per_pass = {"plain": 1.0, "speculative": found.speculative[0].outputs[0].speculation.mean_acceptance_length}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     table.add_column("", no_wrap=True)
     table.add_column("tokens/s", justify="right", no_wrap=True)
@@ -206,23 +281,23 @@ def _report(llm: LLM, setting: _Setting, race: Race) -> None:
     out.print(table)
     out.print()
     faster = Text("speed-up: ", "bold").append(
-        f"{race.speedup:.2f} x", "bold green" if race.speedup > 1 else "bold yellow"
+        f"{found.speedup:.2f} x", "bold green" if found.speedup > 1 else "bold yellow"
     )
-    out.print(faster.append("   ").append_text(_verdict(setting, race)))
-    tokens = race.plain[0].outputs[0].token_ids
+    out.print(faster.append("   ").append_text(_verdict(setting, found)))
+    tokens = found.plain[0].outputs[0].token_ids
     details = (
         f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
-        f"{len(race.plain) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
+        f"{len(found.plain) - 1} interleaved runs; {_dtype(llm)} on {llm.target.device}"
     )
     out.print(Text(details, "dim"))
     if (share := _repetition(tokens)) > 0.25:
         out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
 
 
-def _verdict(setting: _Setting, race: Race) -> Text:
-    if race.identical:
+def _verdict(setting: _Setting, found: Race) -> Text:
+    if found.identical:
         return Text("identical: ", "bold").append("yes", "bold green").append(", token for token", "default")
-    parted = race.parted
+    parted = found.parted
     if setting.params.temperature or parted is None:
         why = "a run did not repeat itself"
         if setting.params.temperature:
@@ -237,18 +312,18 @@ def _verdict(setting: _Setting, race: Race) -> Text:
     )
 
 
-def record(llm: LLM, setting: _Setting, race: Race) -> dict[str, Any]:
+def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
     """What ``demo --json`` prints."""
-    stats = race.speculative[0].outputs[0].speculation
-    tokens = race.plain[0].outputs[0].token_ids
+    stats = found.speculative[0].outputs[0].speculation
+    tokens = found.plain[0].outputs[0].token_ids
     return {
-        "identical": race.identical,
-        "first_difference": None if race.parted is None else race.parted.position,
-        "numeric_tie": None if race.parted is None else race.parted.tie,
-        "speedup": round(race.speedup, 4),
+        "identical": found.identical,
+        "first_difference": None if found.parted is None else found.parted.position,
+        "numeric_tie": None if found.parted is None else found.parted.tie,
+        "speedup": round(found.speedup, 4),
         "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "plain_tokens_per_second": round(race.plain_speed, 3),
-        "speculative_tokens_per_second": round(race.speculative_speed, 3),
+        "plain_tokens_per_second": round(found.plain_speed, 3),
+        "speculative_tokens_per_second": round(found.speculative_speed, 3),
         "drafter": setting.config.get("method", "draft_model"),
         "speculative_config": setting.config,
         "model": setting.model,
@@ -258,17 +333,17 @@ def record(llm: LLM, setting: _Setting, race: Race) -> dict[str, Any]:
         "temperature": setting.params.temperature,
         "seed": setting.params.seed,
         "repetition": round(_repetition(tokens), 4),
-        "runs": len(race.plain) - 1,
+        "runs": len(found.plain) - 1,
         "dtype": _dtype(llm),
         "device": str(llm.target.device),
-        "text": race.speculative[0].outputs[0].text,
+        "text": found.speculative[0].outputs[0].text,
     }
 
 
-def _repetition(tokens: list[int]) -> float:
-    from forerun.cli.race import repetition
-
-    return repetition(tokens)
+def _repetition(tokens: list[int], size: int = 8) -> float:
+    """Share of the answer's runs of `size` tokens that occurred before in it: text in circles flatters any drafter."""
+    runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def _dtype(llm: LLM) -> str:

@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
-    from forerun.checkpoints.findings import Finding, Severity
+    from forerun.checkpoints.engines import Finding, Severity
 
 PACKAGES = (
     "forerun",
@@ -43,7 +44,7 @@ def doctor(
     *,
     target: str | None = None,
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
 
@@ -62,7 +63,7 @@ def doctor(
         return _examine_head(head, target, engine, json)
     if target is not None or engine:
         raise ArgumentError("--target and --engine belong to a head; name its directory first: forerun doctor HEAD")
-    with console.working("looking around"):
+    with console.telling("looking around"):
         found = examine()
     if json:
         console.write_json(found)
@@ -79,11 +80,10 @@ def doctor(
 def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json: bool) -> int:
     if target is None:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
-    with console.working("reading the head"):
+    with console.telling("reading the head"):
         from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.diagnose import diagnose, diagnose_files
-        from forerun.checkpoints.files import parse, read_files
-        from forerun.checkpoints.findings import ENGINES, worst
+        from forerun.checkpoints.engines import ENGINES, diagnose, diagnose_files, worst
+        from forerun.checkpoints.formats import parse, read_files
 
         unknown = [name for name in engines if name not in ENGINES]
         if unknown:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.drafters import methods
 
 
-def drafters(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+def drafters(*, json: Flag = False) -> int:
     """List the drafters.
 
     Parameters

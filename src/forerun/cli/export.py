@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 
 
-def export(
-    head: str,
-    /,
-    *,
-    to: str,
-    target: str,
-    output: str,
-    force: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
+def export(head: str, /, *, to: str, target: str, output: str, force: Flag = False, json: Flag = False) -> int:
     """Write a draft head as a serving engine reads it, and prove what was written.
 
     Parameters
@@ -38,9 +28,9 @@ def export(
     json
         One JSON object on stdout instead of the launch line.
     """
-    with console.working("exporting"):
+    with console.telling("exporting"):
         from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.export import export_head
+        from forerun.checkpoints.engines import export_head
 
         done = export_head(head, TargetFacts.read(target), to, output, force=force)
     if json:

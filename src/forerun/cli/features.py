@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,34 +12,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
-    from forerun.training.features.extract import Documents, Source
+    from forerun.training.data.store import PreparedData
     from forerun.training.features.manifest import FeatureManifest
-    from forerun.training.features.probe import ProbeReport
+    from forerun.training.features.online import ProbeReport
+    from forerun.training.features.store import Source
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Wish:
-    """What was asked for."""
+class _Plan:
+    """What was asked for, and what is known before a weight is loaded."""
 
     target: str
-    boundaries: tuple[int, ...] | None
     source: str
     dtype: str
     device: str | None
     batch_tokens: int
     probing: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """What is known before a weight is loaded."""
-
-    wish: _Wish
     directory: Path
     """Of the target."""
     config: Any
@@ -63,7 +57,7 @@ def features(
     device: str | None = None,
     probe: bool = True,
     yes: Annotated[bool, Parameter(negative="", alias="-y")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
 
@@ -99,25 +93,19 @@ def features(
     """
     if shard_gib <= 0 or batch_tokens < 1:
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {shard_gib} and {batch_tokens}")
-    wish = _Wish(
-        target=target,
-        boundaries=_numbers(boundaries),
-        source=source,
-        dtype=target_dtype,
-        device=device,
-        batch_tokens=batch_tokens,
-        probing=probe,
-    )
-    with console.working("looking at the data and the target"):
+    asked = {"target": target, "source": source, "dtype": target_dtype, "device": device}
+    with console.telling("looking at the data and the target"):
         prepared = open_data(data)
-        manifest, plan = _look(wish, prepared, dtype)
+        manifest, plan = _look(
+            prepared, _numbers(boundaries), dtype, {**asked, "batch_tokens": batch_tokens, "probing": probe}
+        )
     if not _agreed(manifest, output, yes=yes):
         return 0
     report = _extract(plan, prepared, manifest, output, max(1, int(shard_gib * GIB)))
     return _done(output, manifest, report, json=json)
 
 
-def open_data(directory: Path) -> Documents:
+def open_data(directory: Path) -> PreparedData:
     """The prepared data in a directory.
 
     Raises:
@@ -141,7 +129,9 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
 
 
-def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest, _Plan]:
+def _look(
+    prepared: PreparedData, boundaries: tuple[int, ...] | None, dtype: str, asked: dict[str, Any]
+) -> tuple[FeatureManifest, _Plan]:
     """Everything that can be refused before a weight is loaded."""
     from transformers import AutoTokenizer
 
@@ -150,36 +140,30 @@ def _look(wish: _Wish, prepared: Documents, dtype: str) -> tuple[FeatureManifest
     from forerun.drafters.heads.eagle import default_boundaries
     from forerun.target.load import LoadOptions, read_config
     from forerun.target.support import context_length
-    from forerun.training.features import extract
-    from forerun.training.features.manifest import checkpoint_directory
+    from forerun.training.features.manifest import check_lengths, checkpoint_directory, describe
     from forerun.training.features.online import check_boundaries
 
     quiet_libraries()
-    config = read_config(demo.resolve(wish.target), LoadOptions())
+    config = read_config(demo.resolve(asked["target"]), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    chosen = check_boundaries(default_boundaries(layers) if wish.boundaries is None else wish.boundaries, layers)
-    lengths = extract.document_lengths(prepared)
+    chosen = check_boundaries(default_boundaries(layers) if boundaries is None else boundaries, layers)
+    lengths = prepared.lengths.tolist()
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    extract.check_lengths(lengths, context_length(text) - (2 if wish.source == "vllm" else 0))
-    directory = checkpoint_directory(wish.target)
-    manifest = extract.describe(
+    check_lengths(lengths, context_length(text) - (2 if asked["source"] == "vllm" else 0))
+    directory = checkpoint_directory(asked["target"])
+    manifest = describe(
         directory,
-        wish.target,
+        asked["target"],
         AutoTokenizer.from_pretrained(directory),
         prepared,
         chosen,
         hidden_size=text.hidden_size,
         dtype=dtype,
-        source=wish.source,
+        source=asked["source"],
     )
     plan = _Plan(
-        wish=wish,
-        directory=directory,
-        config=config,
-        num_layers=layers,
-        longest=max(lengths),
-        boundaries=chosen,
+        **asked, directory=directory, config=config, num_layers=layers, longest=max(lengths), boundaries=chosen
     )
     return manifest, plan
 
@@ -208,10 +192,9 @@ def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:
 
 
 def _extract(
-    plan: _Plan, prepared: Documents, manifest: FeatureManifest, output: Path, shard_bytes: int
+    plan: _Plan, prepared: PreparedData, manifest: FeatureManifest, output: Path, shard_bytes: int
 ) -> ProbeReport | None:
-    from forerun.training.features import extract
-    from forerun.training.features.store import FeatureWriter
+    from forerun.training.features.store import FeatureWriter, extract
 
     with FeatureWriter(output, manifest, shard_bytes=shard_bytes) as writer:
         if len(writer.done) == manifest.documents:
@@ -220,8 +203,12 @@ def _extract(
             if report is not None:
                 report.require()
             try:
-                with _bar(writer.tokens, manifest.tokens) as progress:
-                    extract.extract(source, prepared, writer, batch_tokens=plan.wish.batch_tokens, progress=progress)
+                with console.progress_bar("tokens", manifest.tokens, writer.tokens) as update:
+
+                    def tell(count: int) -> None:
+                        update(advance=count)
+
+                    extract(source, prepared, writer, batch_tokens=plan.batch_tokens, progress=tell)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -229,32 +216,30 @@ def _extract(
 
 
 @contextmanager
-def _source(plan: _Plan, prepared: Documents) -> Iterator[tuple[Source, ProbeReport | None]]:
+def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, ProbeReport | None]]:
     """The loaded source and, if wished, how it compares with the target's own hidden states."""
-    from forerun.training.features import extract
-    from forerun.training.features.online import OnlineFeatures
-    from forerun.training.features.probe import compare, probe, reference_states
+    from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
+    from forerun.training.features.store import sample
 
-    tokens = [extract.sample(prepared)]
-    if plan.wish.source == "transformers":
-        model = _load(plan, plan.wish.device)
+    tokens = [sample(prepared)]
+    if plan.source == "transformers":
+        model = _load(plan, plan.device)
         online = OnlineFeatures(model, plan.boundaries)
-        yield online, probe(model, online.documents, tokens) if plan.wish.probing else None
+        yield online, probe(model, online.documents, tokens) if plan.probing else None
         return
-    from forerun.training.features.final_norm import FinalNorm
-    from forerun.training.features.vllm_source import VllmFeatures, require_vllm
+    from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
     # The reference is computed and forgotten before vLLM takes the device.
-    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.wish.probing else None
+    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.probing else None
     engine = VllmFeatures(
         str(plan.directory),
         plan.boundaries,
         FinalNorm(plan.directory, plan.config),
         num_layers=plan.num_layers,
         max_tokens=plan.longest,
-        batch_tokens=plan.wish.batch_tokens,
-        engine_options={"dtype": plan.wish.dtype},
+        batch_tokens=plan.batch_tokens,
+        engine_options={"dtype": plan.dtype},
     )
     with ExitStack() as stack:
         stack.callback(engine.close)
@@ -264,21 +249,9 @@ def _source(plan: _Plan, prepared: Documents) -> Iterator[tuple[Source, ProbeRep
 def _load(plan: _Plan, device: str | None) -> Any:
     from forerun.target.load import LoadOptions, open_model
 
-    options = LoadOptions(dtype=plan.wish.dtype, device=device)
-    with console.working(f"loading {plan.wish.target}"):
+    options = LoadOptions(dtype=plan.dtype, device=device)
+    with console.telling(f"loading {plan.target}"):
         return open_model(plan.directory, options, plan.config, quiet=True)
-
-
-@contextmanager
-def _bar(done: int, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of tokens on stderr; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    log = console.log()
-    with Progress(*columns, console=log, disable=not log.is_terminal) as progress:
-        task = progress.add_task("tokens", total=total, completed=done)
-        yield lambda count: progress.advance(task, count)
 
 
 def _done(output: Path, manifest: FeatureManifest, report: ProbeReport | None, *, json: bool) -> int:

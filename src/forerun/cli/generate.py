@@ -12,6 +12,7 @@ from forerun.cli.options import (
     LOADING,
     SAMPLING,
     SPECULATION,
+    Flag,
     LoadOptions,
     SamplingOptions,
     SpeculationOptions,
@@ -27,8 +28,8 @@ def generate(
     prompt_file: Path | None = None,
     prediction_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
-    show_draft: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    show_draft: Flag = False,
+    json: Flag = False,
     speculation: SpeculationOptions = SPECULATION,
     sampling: SamplingOptions = SAMPLING,
     loading: LoadOptions = LOADING,
@@ -55,19 +56,19 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     config, params = speculation.config(), sampling.params()
     expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
-    from forerun.cli import session, show
+    from forerun.cli import session
 
     llm = session.load(model, loading, config or ({"method": "prediction"} if expected else None), max_num_seqs=1)
     given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
     if json:
         output = llm.generate([{**given, **expected}], params)[0]
-        console.write_json(show.answer_record(output, output.outputs[0], with_tokens=show_draft))
+        console.write_json(session.answer_record(output, output.outputs[0], with_tokens=show_draft))
         return 0
     chunks = llm.stream({**given, **expected}, params)
     finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)
     log = console.log()
     if show_draft:
-        log.print(show.legend(log))
+        log.print(session.legend(log))
     if finished is not None:
-        log.print(show.statistics_line(finished), soft_wrap=True)
+        log.print(session.statistics_line(finished), soft_wrap=True)
     return 0

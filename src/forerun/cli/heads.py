@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.drafters.heads.catalogue import KnownHead, known_heads, suggest
 
 
-def heads(target: str | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+def heads(target: str | None = None, /, *, json: Flag = False) -> int:
     """List known public EAGLE-3 heads, as others reported them.
 
     Parameters

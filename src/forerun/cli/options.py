@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +18,14 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from forerun.types import SamplingParams
 
+Flag = Annotated[bool, Parameter(negative="")]
+"""A switch without a ``--no-...`` form."""
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationOptions:
-    """What drafts, how much, and who judges it."""
+    """What drafts, how much, and which rule verifies it."""
 
     drafter: str | None = None
     """Name of the drafter, see `forerun drafters`; none decodes plainly."""
@@ -88,15 +91,7 @@ class SamplingOptions:
         """
         from forerun.types import SamplingParams
 
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-            stop=self.stop or None,
-        )
+        return SamplingParams(**{**asdict(self), "stop": self.stop or None})
 
 
 @Parameter(name="*")

@@ -3,30 +3,159 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
-from forerun.cli.plan_options import ACCEPTANCE, ROOFLINE, AcceptanceOptions, Asked, RooflineOptions
-from forerun.cli.plan_view import Shown, show
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
-from forerun.plan.assumptions import assumed_alpha
-from forerun.plan.devices import DEVICES, Device, device_named, dtype_named
-from forerun.plan.planner import Load, judge, plan_tree
+from forerun.plan.assumptions import (
+    DEVICES,
+    FREE_PASS,
+    Device,
+    FreeVerification,
+    KeyValues,
+    Roofline,
+    Size,
+    assumed_alpha,
+    device_named,
+    dtype_named,
+    text_named,
+)
+from forerun.plan.planner import MOST_BATCH, Line, Load, Plan, Verdict, judge, plan_tree
 from forerun.plan.planner import plan as make_plan
 from forerun.plan.plot import check_plot, draw_plan
-from forerun.plan.roofline import FreeVerification, KeyValues, Roofline, Size
 
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.engine.costs import CostModel
     from forerun.plan.measured import Answers, Measured
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceOptions:
+    """What is accepted, and what drafting costs."""
+
+    alpha: float | None = None
+    """Probability that a drafted token is accepted, in 0..1."""
+    acceptance: str | None = None
+    """The same by position, comma separated: 0.8,0.7,0.6; the last one goes on."""
+    rank_acceptance: str | None = None
+    """For a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
+    tree_nodes: int = 32
+    """Most drafted nodes of a tree."""
+    draft_cost: float | None = None
+    """c: time of one drafted level in plain passes of the target; default 0."""
+    draft_params: float | None = None
+    """Parameters of a draft model, costed by the same roofline."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RooflineOptions:
+    """A target that is not here: its size and where it would run. --dtype and --device say in what and on what."""
+
+    params: float | None = None
+    """Parameters of the target, for example 70e9."""
+    tp: int = 1
+    """Devices that share every layer."""
+    active_params: float | None = None
+    """Mixture of experts: parameters that one token runs through."""
+    experts: int | None = None
+    """Mixture of experts: routed experts of a layer."""
+    experts_per_token: int | None = None
+    """Mixture of experts: how many of them a token is sent to."""
+    layers: int | None = None
+    """With --kv-heads and --head-dim: the cache's traffic counts."""
+    kv_heads: int | None = None
+    """Key-value heads of a layer."""
+    head_dim: int | None = None
+    """Width of a head."""
+    heads: int | None = None
+    """Query heads: the arithmetic of attention counts, too."""
+    tflops: float | None = None
+    """Peak bf16 arithmetic of a device that is not in the table, 1e12 operations a second."""
+    bandwidth: float | None = None
+    """Its peak memory bandwidth, 1e9 bytes a second."""
+
+
+ACCEPTANCE = AcceptanceOptions()
+ROOFLINE = RooflineOptions()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The command line, typed."""
+
+    batch: int
+    context: int | None
+    temperature: float | None
+    text: str | None
+    prompts: Path | None
+    candidates: tuple[str, ...]
+    max_tokens: int
+    limit: int
+    acceptance: AcceptanceOptions
+    roofline: RooflineOptions
+    speculation: SpeculationOptions
+    loading: LoadOptions
+
+    @property
+    def k(self) -> int | None:
+        return self.speculation.num_speculative_tokens
+
+    @property
+    def given(self) -> bool:
+        """Whether acceptance was given as numbers."""
+        options = self.acceptance
+        return any(value is not None for value in (options.alpha, options.acceptance, options.rank_acceptance))
+
+    @property
+    def measuring(self) -> bool:
+        """Whether acceptance is to be measured: prompts or candidates are there, or nothing else says it."""
+        return self.prompts is not None or bool(self.candidates) or not (self.given or self.text is not None)
+
+    def check(self, model: str | None) -> None:
+        """Raise ArgumentError where options contradict each other, or something is missing."""
+        if self.text is not None:
+            text_named(self.text)
+        if self.k is not None and self.k < 1:
+            raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {self.k}")
+        if self.temperature is not None and self.temperature < 0:
+            raise ArgumentError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.acceptance.alpha is not None and self.acceptance.acceptance is not None:
+            raise ArgumentError("give --alpha or --acceptance, not both")
+        if model is not None and self.roofline.params is not None:
+            raise ArgumentError("a MODEL is measured here and --params describes one that is not: give one of them")
+        wants_model = self.prompts is not None or self.candidates or self.speculation.drafter is not None
+        if model is None and wants_model:
+            raise ArgumentError("--prompts, --drafter and --choose-draft measure, for which a MODEL is needed")
+        if model is None and not self.given and self.text is None:
+            raise ArgumentError(
+                "what is accepted? Give --alpha 0.7, --acceptance 0.8,0.7,0.6, --text chat (published figures), or "
+                "measure it: forerun plan MODEL --drafter NAME --prompts FILE"
+            )
+        if self.given and (self.prompts is not None or self.candidates):
+            raise ArgumentError("acceptance is given (--alpha ...) or measured (--prompts ...), not both")
+        if model is not None and self.measuring:
+            self._check_measuring()
+
+    def _check_measuring(self) -> None:
+        if self.prompts is None:
+            raise ArgumentError(
+                "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or --alpha without"
+            )
+        if not self.candidates and not self.speculation.config():
+            raise ArgumentError("whose acceptance? Give --drafter NAME or --choose-draft MODEL ... (forerun drafters)")
 
 
 def plan(
@@ -42,7 +171,7 @@ def plan(
     max_tokens: int = 96,
     limit: int = 8,
     plot: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     acceptance: AcceptanceOptions = ACCEPTANCE,
     roofline: RooflineOptions = ROOFLINE,
     speculation: SpeculationOptions = SPECULATION,
@@ -111,13 +240,7 @@ def on_paper(asked: Asked) -> Shown:
     notes += about
     if asked.acceptance.draft_cost is None and asked.acceptance.draft_params is None:
         notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
-    load = Load(
-        survival=survival,
-        cost=cost,
-        draft=_draft(asked, cost),
-        rows=asked.batch,
-        context=asked.context or 0,
-    )
+    load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
     return _shown(asked, load, notes, roofline=cost if isinstance(cost, Roofline) else None)
 
 
@@ -264,22 +387,18 @@ def _with_costs(asked: Asked, cost: CostModel) -> Shown:
 def _measured(asked: Asked, llm: LLM, cost: CostModel, tell: Any) -> Shown:
     from forerun.engine.config import SpeculativeConfig
     from forerun.plan import measured
-    from forerun.plan.prompts import read_prompts
+    from forerun.plan.measured import read_prompts
 
     assert asked.prompts is not None
     answers = measured.Answers.of(
-        llm,
-        read_prompts(asked.prompts),
-        temperature=asked.temperature,
-        max_tokens=asked.max_tokens,
-        limit=asked.limit,
+        llm, read_prompts(asked.prompts), temperature=asked.temperature, max_tokens=asked.max_tokens, limit=asked.limit
     )
     if asked.candidates:
         return _ranked(asked, llm, cost, answers, tell)
     config = SpeculativeConfig.parse(asked.speculation.config())
     assert config is not None
     found = measured.measure_drafter(llm, config, answers, tell)
-    measured.keep(llm, cost, config, found.draft)
+    measured.save_draft_cost(llm, cost, config, found.draft)
     return _from_measured(asked, cost, found, [])
 
 
@@ -319,3 +438,158 @@ def _batch_note(asked: Asked) -> list[str]:
         f"passes were measured with one row; one over {asked.batch} rows of n nodes counts as one over "
         f"{asked.batch} n nodes, and drafting grows as the target's plain pass does"
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """All that is said about one plan."""
+
+    plan: Plan
+    load: Load
+    verdict: Verdict
+    notes: list[str]
+    """Assumptions and limits, one sentence each."""
+    roofline: Roofline | None = None
+    measured: Measured | None = None
+    tree: theory.TreeChoice | None = None
+    ranking: list[tuple[Measured, Line]] = field(default_factory=list)
+    """Candidate draft models with their best lines, the fastest first."""
+
+    @property
+    def title(self) -> str:
+        """For plots and tables."""
+        what = self.measured.name if self.measured is not None else f"first token accepted: {self.load.survival[0]:.0%}"
+        where = f", {self.roofline.tp} x {self.roofline.device.name}" if self.roofline is not None else ""
+        return f"{what}, batch {self.load.rows}{where}"
+
+    def record(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        asked, best = self.plan.asked, self.plan.best
+        depth = len(self.load.survival)
+        tokens = theory.tokens_of(self.load.survival)
+        return {
+            "expected_tokens_per_pass": asked.tokens_per_pass,
+            "k": asked.k,
+            "speedup": asked.speedup,
+            "alpha": theory.alpha_of(min(tokens, depth + 1), depth),
+            "acceptance_per_position": theory.conditional_of(self.load.survival)[: max(asked.k, 1)],
+            "batch": self.load.rows,
+            "context": self.load.context,
+            "best_k": best.k,
+            "best_speedup": best.speedup,
+            "best_tokens_per_pass": best.tokens_per_pass,
+            "break_even_batch": self.plan.break_even_batch,
+            "worth_it": self.verdict.worth_it,
+            "method": self.verdict.method,
+            "verdict": self.verdict.words,
+            "assumptions": self.notes,
+            "by_k": [asdict(line) for line in self.plan.lines],
+            "by_batch": [{"batch": batch, "best_speedup": gain} for batch, gain in self.plan.batches],
+            "tree": None if self.tree is None else asdict(self.tree),
+            "roofline": None if self.roofline is None else roofline_record(self.roofline, self.load),
+            "measured": None if self.measured is None else self.measured.record(),
+            "ranking": [{**one.record(), "best_k": line.k, "best_speedup": line.speedup} for one, line in self.ranking],
+        }
+
+
+def roofline_record(line: Roofline, load: Load) -> dict[str, Any]:
+    """The roofline's own figures at the load's batch and context."""
+    terms = line.terms(1, load.rows, load.context)
+    return {
+        "device": line.device.name,
+        "devices": line.tp,
+        "dtype": line.dtype,
+        "weights_gb": line.weights_gb(),
+        "fits": line.fits(load.rows, load.context),
+        "plain_pass_ms": terms.ms,
+        "compute_ms": terms.compute_ms,
+        "memory_ms": terms.memory_ms,
+        "bound_by": "memory" if terms.memory_ms >= terms.compute_ms else "arithmetic",
+        "operations_per_byte": terms.intensity,
+        "balance_tokens_at_peak": line.balance,
+        "free_nodes_per_row": line.free_nodes(load.rows, load.context),
+    }
+
+
+def show(shown: Shown) -> None:
+    """Tables and the verdict on stdout, assumptions below."""
+    out = console.out()
+    if shown.ranking:
+        out.print(_ranking_table(shown))
+    out.print(_length_table(shown))
+    if shown.roofline is not None:
+        out.print(_roofline_text(shown.roofline, shown.load))
+    if shown.tree is not None:
+        out.print(_tree_text(shown.tree))
+    out.print(_batch_text(shown.plan))
+    style = "bold green" if shown.verdict.worth_it else "bold yellow"
+    out.print(Text(shown.verdict.words, style).append(_with(shown.verdict), ""))
+    for note in shown.notes:
+        out.print(Text(f"  {note}", "dim"))
+
+
+def _with(verdict: Verdict) -> str:
+    return f"; draft with {verdict.method}" if verdict.method is not None else "; decode plainly"
+
+
+def _length_table(shown: Shown) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=shown.title)
+    table.title_justify = "left"
+    for title in ("K", "tokens per pass", "v(K + 1)", "speed-up", ""):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    plan = shown.plan
+    chosen = {0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, plan.asked.k, plan.best.k}
+    for line in plan.lines:
+        if line.k in chosen:
+            marks = [mark for mark, other in (("asked", plan.asked), ("best", plan.best)) if other.k == line.k]
+            words = " and ".join(marks) if plan.asked.k != plan.best.k or "best" not in marks else "best"
+            cells = (str(line.k), f"{line.tokens_per_pass:.3f}", f"{line.v:.2f}", f"{line.speedup:.2f}", words)
+            table.add_row(*cells, style="bold" if words else "")
+    return table
+
+
+def _ranking_table(shown: Shown) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="candidates, the fastest first")
+    table.title_justify = "left"
+    for title in ("draft model", "first token accepted", "tokens per pass", "c per level", "best K", "speed-up"):
+        table.add_column(title, justify="left" if title == "draft model" else "right")
+    for one, line in shown.ranking:
+        first = one.trial.survival[0] if one.trial.survival else 0.0
+        cost = one.draft.level_ms / shown.load.cost.pass_ms(1, 1, one.trial.context)
+        table.add_row(
+            one.model or one.method,
+            f"{first:.0%}",
+            f"{one.trial.tokens_per_pass:.2f}",
+            f"{cost:.3f}",
+            str(line.k),
+            f"{line.speedup:.2f}",
+        )
+    return table
+
+
+def _roofline_text(line: Roofline, load: Load) -> Text:
+    found = roofline_record(line, load)
+    return Text(
+        f"plain pass {found['plain_pass_ms']:.2f} ms ({found['memory_ms']:.2f} reading, {found['compute_ms']:.2f} "
+        f"computing), {found['operations_per_byte']:.1f} operations a byte; balance at {line.balance:.0f} tokens in a "
+        f"pass (peak figures); up to {found['free_nodes_per_row']} nodes per row cost at most "
+        f"{FREE_PASS:.2f} plain passes"
+    )
+
+
+def _tree_text(tree: theory.TreeChoice) -> Text:
+    if not tree.parents:
+        return Text("no tree is faster than plain decoding")
+    return Text(
+        f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
+        f"{tree.speedup:.2f} x; parents {list(tree.parents)}"
+    )
+
+
+def _batch_text(plan: Plan) -> Text:
+    k = plan.asked.k or 1
+    if plan.break_even_batch is None:
+        return Text(f"K = {k} gains at every batch up to {MOST_BATCH}")
+    if plan.break_even_batch == 0:
+        return Text(f"K = {k} gains at no batch")
+    return Text(f"K = {k} gains up to a batch of {plan.break_even_batch}")

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 
-from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
 from forerun.engine.adapting.settings import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
@@ -19,9 +19,6 @@ from forerun.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from forerun import AsyncLLM
-
-# ``--adapt`` and what belongs to it, and their translation into `LLM`'s argument. Imports no torch.
-
 
 _DEFAULTS = AdaptConfig()
 
@@ -31,7 +28,7 @@ _DEFAULTS = AdaptConfig()
 class AdaptOptions:
     """Whether and how the drafter learns while it serves."""
 
-    adapt: Annotated[bool, Parameter(negative="")] = False
+    adapt: Flag = False
     """Let the drafter learn from what the target says; answers stay the target's."""
     adapt_share: float = _DEFAULTS.share
     """Most seconds of learning per second of wall time, above 0 and at most 1."""
@@ -40,7 +37,7 @@ class AdaptOptions:
     adapt_learning_rate: float = _DEFAULTS.learning_rate
     """Of AdamW, per step."""
 
-    def wish(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
+    def config(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
         """As `LLM` takes it, None where nothing was asked for.
 
         Raises:
@@ -101,7 +98,7 @@ def serve(
     seed
         Requests that bring none get one each, derived from this and from how many came before.
     """
-    wish = speculation.config()
+    speculative = speculation.config()
     try:
         from forerun.serve.logs import configure_logging
         from forerun.serve.running import run
@@ -115,10 +112,10 @@ def serve(
         "max_num_batched_tokens": max_num_batched_tokens,
         "enable_prefix_caching": enable_prefix_caching,
         "kv_cache_tokens": kv_cache_tokens,
-        "adapt": adapting.wish(wish),
+        "adapt": adapting.config(speculative),
     }
     _check_sharing(settings, adapts=adapting.adapt)
-    session = Session(settings, lambda: _load(model, wish, loading, seed, limits))
+    session = Session(settings, lambda: _load(model, speculative, loading, seed, limits))
     return run(session, host=host, port=port)
 
 
@@ -141,13 +138,13 @@ def _check_sharing(settings: ServeSettings, *, adapts: bool) -> None:
 
 
 def _load(
-    model: str, wish: dict[str, Any] | None, loading: LoadOptions, seed: int | None, limits: dict[str, Any]
+    model: str, speculative: dict[str, Any] | None, loading: LoadOptions, seed: int | None, limits: dict[str, Any]
 ) -> AsyncLLM:
     from forerun import AsyncLLM
     from forerun.cli.session import loading_arguments, quiet_libraries
 
     quiet_libraries()
-    engine = AsyncLLM(model, speculative_config=wish, seed=seed, **limits, **loading_arguments(loading))
+    engine = AsyncLLM(model, speculative_config=speculative, seed=seed, **limits, **loading_arguments(loading))
     # What is loaded stays. Python looks for circles of garbage once a quarter of all objects is new: of those that
     # requests made, no longer of the half a million that torch and transformers hold.
     gc.collect()

@@ -1,18 +1,122 @@
-"""What the verbs that run a model have in common: load it, stream an answer to the terminal, stop cleanly."""
+"""Running a model in the terminal: load it, stream an answer with tokens coloured by their source, print statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
-from forerun.cli import console, show
+from forerun.cli import console
 from forerun.cli.options import LoadOptions
+from forerun.types import CompletionOutput, OutputToken, RequestOutput, Source, SpeculationStats
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from forerun import LLM
-    from forerun.types import RequestOutput, StreamChunk
+    from forerun.types import StreamChunk
+
+STYLES: dict[Source, str] = {
+    Source.DRAFT: "on #1f4d2b",
+    Source.RECOVERED: "yellow underline",
+    Source.BONUS: "cyan dim",
+    Source.TARGET: "",
+}
+COLOURLESS_STYLES: dict[Source, str] = {
+    Source.DRAFT: "bold",
+    Source.RECOVERED: "underline",
+    Source.BONUS: "dim",
+    Source.TARGET: "",
+}
+MEANINGS: dict[Source, str] = {
+    Source.DRAFT: "accepted draft",
+    Source.RECOVERED: "recovered",
+    Source.BONUS: "bonus",
+    Source.TARGET: "plain",
+}
+
+
+def styles_for(console: Console) -> dict[Source, str]:
+    """Colours, or shapes alone where ``NO_COLOR`` is set."""
+    return COLOURLESS_STYLES if console.no_color else STYLES
+
+
+def coloured(tokens: Iterable[OutputToken], console: Console) -> Text:
+    """The tokens' text, each in the style of its source; a line break is never tinted."""
+    styles = styles_for(console)
+    text = Text()
+    for token in tokens:
+        for line in token.text.splitlines(keepends=True):
+            body = line.rstrip("\r\n")
+            text.append(body, styles[token.source]).append(line[len(body) :])
+    return text
+
+
+def legend(console: Console) -> Text:
+    """One line that names the styles."""
+    styles = styles_for(console)
+    parts = [Text(f" {meaning} ", styles[source]) for source, meaning in MEANINGS.items()]
+    return Text("  ").join(parts)
+
+
+def tokens_per_second(output: RequestOutput) -> float | None:
+    """Decoding speed of the first answer: tokens after the first over the time after the first."""
+    answer = output.outputs[0]
+    if not output.decode_s or len(answer.token_ids) < 2:
+        return None
+    return (len(answer.token_ids) - 1) / output.decode_s
+
+
+def statistics_line(output: RequestOutput) -> Text:
+    """Tokens, speed and acceptance of one finished request."""
+    answer = output.outputs[0]
+    parts = [f"{len(answer.token_ids)} tokens"]
+    speed = tokens_per_second(output)
+    if speed is not None:
+        parts.append(f"{speed:.1f} tokens/s")
+    if output.time_to_first_token_s is not None:
+        parts.append(f"first after {output.time_to_first_token_s * 1000:.0f} ms")
+    stats = answer.speculation
+    if stats.num_spec_steps:
+        parts.append(f"{stats.mean_acceptance_length:.2f} tokens per target pass")
+        parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
+    parts.append(f"ended by {answer.finish_reason}")
+    return Text(" · ".join(parts), "dim")
+
+
+def speculation_record(stats: SpeculationStats) -> dict[str, Any]:
+    """The `speculation` object of ``--json``."""
+    return {
+        "steps": stats.num_spec_steps,
+        "plain_steps": stats.num_plain_steps,
+        "drafted": stats.num_draft_tokens,
+        "accepted": stats.num_accepted_draft_tokens,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
+        "acceptance_per_depth": [round(share, 4) for share in stats.acceptance_per_depth],
+    }
+
+
+def answer_record(output: RequestOutput, answer: CompletionOutput, *, with_tokens: bool) -> dict[str, Any]:
+    """One answer as ``generate --json`` prints it."""
+    speed = tokens_per_second(output)
+    record: dict[str, Any] = {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "speculation": speculation_record(answer.speculation),
+        "time_to_first_token_s": output.time_to_first_token_s,
+        "tokens_per_second": None if speed is None else round(speed, 3),
+    }
+    if with_tokens:
+        record["tokens"] = [
+            {"id": token.id, "text": token.text, "source": str(token.source)} for token in answer.tokens
+        ]
+    return record
 
 
 def quiet_libraries() -> None:
@@ -25,29 +129,38 @@ def quiet_libraries() -> None:
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory, a hub id or a shipped model, with a spinner on stderr while it loads."""
+    with console.telling(f"loading the tokenizer of {name}"):
+        from forerun.demo import resolve
+        from forerun.engine.loading import load_tokenizer
+
+        quiet_libraries()
+        loaded = load_tokenizer(resolve(name), None)
+    assert loaded is not None, "a name always leads to a tokenizer or an error"
+    return loaded
+
+
 def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | None, **more: Any) -> LLM:
     """The model behind the Python API, with a spinner on stderr while it loads. An unknown rule is refused first."""
-    with console.working(f"loading {model}"):
+    with console.telling(f"loading {model}"):
         quiet_libraries()
         from forerun import LLM, SpeculativeConfig
         from forerun.verify import rule_named
 
-        wish = SpeculativeConfig.parse(speculative_config)
-        if wish is not None and wish.rule is not None:
-            rule_named(wish.rule)
+        config = SpeculativeConfig.parse(speculative_config)
+        if config is not None and config.rule is not None:
+            rule_named(config.rule)
 
         return LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
 
 
 def loading_arguments(options: LoadOptions) -> dict[str, Any]:
     """The options as `LLM` and `AsyncLLM` take them."""
-    return {
-        "dtype": options.dtype,
-        "device": options.device,
-        "max_model_len": options.max_model_len,
-        "reproducible": options.reproducible,
-        **({"compile": True} if options.compile else {}),
-    }
+    arguments = asdict(options)
+    if not options.compile:
+        del arguments["compile"]  # left to the engine
+    return arguments
 
 
 class Printer:
@@ -75,7 +188,7 @@ class Printer:
 
     def _print(self, chunk: StreamChunk) -> None:
         if self.coloured:
-            self.stdout.print(show.coloured(chunk.tokens, self.stdout), end="")
+            self.stdout.print(coloured(chunk.tokens, self.stdout), end="")
         else:
             self.stdout.file.write(chunk.text)
         self.stdout.file.flush()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich import box
 from rich.table import Table
 
 from forerun.cli import console
+from forerun.cli.options import Flag
 from forerun.errors import ArgumentError
 
 _TITLES = {
@@ -36,9 +36,9 @@ def train(
     mode: str | None = None,
     features: str | None = None,
     parallel: str = "ddp",
-    dry_run: Annotated[bool, Parameter(negative="")] = False,
-    allow_changes: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    dry_run: Flag = False,
+    allow_changes: Flag = False,
+    json: Flag = False,
 ) -> int:
     """Train a draft head for your own model; goes on where an earlier run into the same output was stopped.
 

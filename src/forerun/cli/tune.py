@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, LoadOptions
+from forerun.cli.options import LOADING, Flag, LoadOptions
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from forerun.drafters.skipping.file import SkipFile
     from forerun.drafters.skipping.measure import Worth
     from forerun.drafters.skipping.tuning import Tuned
-    from forerun.training.data.read import Record
+    from forerun.training.data.prepare import Record
 
 tune = App(name="tune", help="Find settings for a model by measuring it.")
 
@@ -53,7 +51,7 @@ def skip_layers(
     iterations: int | None = None,
     budget_s: float | None = None,
     seed: int = 0,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     loading: LoadOptions = LOADING,
 ) -> int:
     """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far.
@@ -106,7 +104,12 @@ def skip_layers(
     params = SamplingParams(temperature=temperature, seed=seed, top_k=0)
     found = _tokens(llm, setting, questions)
     probe = Probe(llm.target, found, length=num_speculative_tokens, tokens=tokens, params=params)
-    with _bar(None if iterations is None and budget_s else iterations or tuning.ITERATIONS) as progress:
+    sets = None if iterations is None and budget_s else iterations or tuning.ITERATIONS
+    with console.progress_bar("sets", sets) as update:
+
+        def progress(_tried: Worth, best: Worth) -> None:
+            update(advance=1, description=f"sets; best {best.ms_per_token:.3g} ms per token")
+
         tuned = tuning.tune(
             probe, llm.target.num_layers, iterations=iterations, budget_s=budget_s, seed=seed, progress=progress
         )
@@ -142,7 +145,7 @@ def _questions(setting: _Setting) -> list[Record]:
     """The records of the prompt file; none where the shipped prompts are meant."""
     if setting.prompts is None:
         return []
-    from forerun.training.data.read import BadRecords, read_records
+    from forerun.training.data.prepare import BadRecords, read_records
 
     found = list(itertools.islice(read_records(setting.prompts, BadRecords(skip=False)), setting.limit))
     if not found:
@@ -173,22 +176,6 @@ def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
         return ids
     asked = [place for place, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
     return llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"] if asked else []
-
-
-@contextmanager
-def _bar(total: int | None) -> Iterator[Callable[[Worth, Worth], None]]:
-    """A progress bar of the sets tried on stderr; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    log = console.log()
-    with Progress(*columns, console=log, disable=not log.is_terminal) as progress:
-        task = progress.add_task("sets", total=total)
-
-        def tell(_tried: Worth, best: Worth) -> None:
-            progress.update(task, advance=1, description=f"sets; best {best.ms_per_token:.3g} ms per token")
-
-        yield tell
 
 
 def _file(llm: LLM, setting: _Setting, tuned: Tuned, prompts: int, seed: int) -> SkipFile:

@@ -17,7 +17,7 @@ MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}
 """Name of a shipped model -> its folder."""
 PROMPT_SUFFIX = ".py.txt"
 CONTEXT = 300
-"""Tokens of a piece of a held-out file, where no other length is asked for."""
+"""Tokens of an excerpt of a held-out file, where no other length is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,21 +56,18 @@ def prompts() -> list[Prompt]:
 
 
 def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:
-    """`count` pieces of `length` tokens out of the shipped held-out files, from inside each file.
+    """`count` excerpts of `length` tokens out of the shipped held-out files, from inside each file.
 
-    Args:
-        tokenizer: of a transformers model; no special token is added.
-        count: pieces.
-        length: of each, in tokens.
+    `tokenizer` is of a transformers model; no special token is added.
 
     Raises:
-        ArgumentError: the files do not hold that many pieces.
+        ArgumentError: the files do not hold that many excerpts.
     """
     encoded = [tokenizer.encode(prompt.text, add_special_tokens=False, verbose=False) for prompt in prompts()]
-    pieces: list[list[int]] = []
+    excerpts: list[list[int]] = []
     taken = 0
-    while len(pieces) < count:
-        # The first piece of every file starts behind its headline; later ones follow it.
+    while len(excerpts) < count:
+        # The first excerpt of every file starts behind its headline; later ones follow it.
         starts = [len(ids) // 8 + taken * length for ids in encoded]
         fresh = [
             ids[start : start + length]
@@ -79,8 +76,8 @@ def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[
         ]
         if not fresh:
             raise ArgumentError(
-                f"the held-out files hold {len(pieces)} pieces of {length} tokens, {count} were asked for"
+                f"the held-out files hold {len(excerpts)} excerpts of {length} tokens, {count} were asked for"
             )
-        pieces += fresh
+        excerpts += fresh
         taken += 1
-    return pieces[:count]
+    return excerpts[:count]

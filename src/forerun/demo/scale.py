@@ -1,4 +1,4 @@
-"""Scale models: a small Llama checkpoint made as dear as a large one without changing what it computes.
+"""Scale models: a small Llama checkpoint, and its EAGLE-3 head, made as costly as large ones with the same output.
 
 The hidden state is padded with zeros to `hidden_factor` times its width. RMSNorm then divides by a mean square that is
 `hidden_factor` times smaller, so epsilon is divided by that factor and the norm weights by its square root: for 4 and
@@ -7,11 +7,15 @@ numbers and meet zero columns in the output projection; extra layers are random 
 they add nothing to the residual stream. Only additions of zero are added, so logits differ from the source's by the
 order of float32 summation at most.
 
-Knows Llama's tensor names and safetensors. Does not load models, time anything, or know drafters.
+A head grows with its target: boundaries move with the layers that they stood behind, and the projections of queries and
+keys that are normed per head shrink by the same square root. It gets the large target's hidden size, heads and MLP
+width and keeps its own layers and draft vocabulary, so a pass multiplies as often and reads as many bytes as that of a
+head trained for a target of this size; only its acceptance is that of the small head on the small target.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -27,6 +31,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.caching import cache_root
+from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_of, write_head
+from forerun.checkpoints.base import expected_shapes
+from forerun.checkpoints.formats import parse, read_files
+from forerun.demo import resolve
+from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.writing import written_folder
 
@@ -318,7 +327,7 @@ def _into_zeros(old: Tensor | None, shape: tuple[int | None, int], dtype: torch.
     return new
 
 
-def _into_noise(old: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, name: str) -> Tensor:
+def _into_noise(old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
     """`old` in the upper left corner of noise: what only meets zeros, before or after.
 
     Noise and not zeros, because a processor may multiply zeros faster.
@@ -352,3 +361,101 @@ class _Source:
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")
+"""What writes into the hidden state: its padding must stay zero."""
+
+
+def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
+    """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source.
+
+    Args:
+        head: EAGLE-3, trained for the source of `scaled`; any variant.
+        scaled: the enlarged target.
+
+    Returns:
+        a head of the dtypes of `head`; logits differ by the order of summation at most.
+
+    Raises:
+        ArgumentError: another generation, or a head that reads layers which the source does not have.
+    """
+    wide = scale_config(head.config, scaled)
+    shapes = expected_shapes(wide)
+    tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
+    return HeadCheckpoint(config=wide, tensors=tensors, notes=head.notes)
+
+
+def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
+    """The head `source` enlarged as a checkpoint of the same format; reuses what it wrote before.
+
+    Args:
+        source: directory, hub id or shipped name of an EAGLE-3 head that was trained for the source of `scaled`.
+        scaled: the enlarged target.
+
+    Raises:
+        CheckpointError: `source` is missing, or no head.
+        ArgumentError: a head that is not enlarged, see `scale_head`.
+    """
+    stored = read_files(resolve(source))
+    made = content_hash(stored.directory, dataclasses.asdict(scaled.plan), scaled.source_layers)
+    folder = cache_folder() / f"{scaled.path.name}-head-{made[:12]}"
+    if not folder.is_dir():
+        head = scale_head(parse(stored, num_layers=scaled.source_layers), scaled)
+        write_head(head, folder, format_of(stored.config).name, TargetFacts.read(scaled.path))
+    return folder
+
+
+def scale_config(config: EagleConfig, scaled: ScaledModel) -> EagleConfig:
+    """The shape of the enlarged head; errors as `scale_head`."""
+    if config.generation != 3:
+        raise ArgumentError(f"only EAGLE-3 heads are enlarged, this one is of generation {config.generation}")
+    plan = scaled.plan
+    return dataclasses.replace(
+        config,
+        hidden_size=config.hidden_size * plan.hidden_factor,
+        target_hidden_size=config.target_hidden_size * plan.hidden_factor,
+        intermediate_size=max(plan.intermediate_size, config.intermediate_size),
+        num_attention_heads=config.num_attention_heads * plan.head_factor,
+        num_key_value_heads=config.num_key_value_heads * plan.head_factor,
+        boundaries=tuple(remap_boundary(boundary, scaled) for boundary in config.boundaries),
+        rms_norm_eps=config.rms_norm_eps / plan.hidden_factor,
+    )
+
+
+def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: EagleConfig, wide: EagleConfig) -> Tensor:
+    """`old`, cut into the hidden states that it reads, each at the start of the wide one that takes its place."""
+    if old.shape == shape:
+        new = old.clone()
+    else:
+        blocks = _blocks(name, config)
+        new = _padding(name, shape, old.dtype)
+        narrow, broad = old.shape[-1] // blocks, shape[-1] // blocks
+        for block in range(blocks):
+            part = old[..., block * narrow : (block + 1) * narrow]
+            new[..., block * broad : block * broad + narrow][: len(old) if old.dim() == 2 else None] = part
+    root = math.isqrt(wide.hidden_size // config.hidden_size)
+    shrinks = old.shape != shape and _is_norm(name)
+    normed_later = config.qk_norm and any(f".{part}_proj." in name for part in ("q", "k"))
+    return new / root if shrinks or normed_later else new
+
+
+def _blocks(name: str, config: EagleConfig) -> int:
+    """How many hidden states lie side by side in what a tensor reads."""
+    if name in ("fc.weight", "input_norm.weight"):
+        return len(config.boundaries)
+    reads_both = name.startswith("layers.0.") and any(f".{part}_proj.weight" in name for part in ("q", "k", "v"))
+    return 2 if reads_both else 1
+
+
+def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros where the hidden state is written, ones in norms, else noise."""
+    if _is_norm(name):
+        return torch.ones(shape, dtype=dtype)
+    if len(shape) == 1 or any(name.split(".")[-2] == writer for writer in _WRITERS):
+        return torch.zeros(shape, dtype=dtype)
+    return _into_noise(None, shape, dtype, name)
+
+
+def _is_norm(name: str) -> bool:
+    return any("norm" in part for part in name.split("."))

@@ -20,7 +20,7 @@ from forerun.drafters.datastore import Datastore
 from forerun.drafters.datastore.format import SEPARATOR, SORTED_TOKENS
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 from forerun.tree import TokenTree
 from forerun.types import Budget
 

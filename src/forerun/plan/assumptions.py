@@ -1,9 +1,8 @@
-"""What is assumed where nothing was measured: acceptance by kind of text, temperature, methods. Each with its source.
+"""What is assumed where nothing was measured: acceptance by kind of text, and costs of passes by the roofline.
 
-Published figures of trained heads on large chat models. They are a beginning, not a promise: ``forerun plan MODEL
---drafter X --prompts FILE`` replaces all of them by a measurement.
-
-Tokens per pass of a trained head (EAGLE-3 class) drafting a chain at temperature 0:
+Every figure has its source. Acceptance: published figures of trained heads on large chat models. They are a beginning,
+not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all of them by a measurement. Tokens per pass
+of a trained head (EAGLE-3 class) drafting a chain at temperature 0:
 
 | text | tokens per pass | K | source |
 |---|---|---|---|
@@ -16,6 +15,10 @@ Tokens per pass of a trained head (EAGLE-3 class) drafting a chain at temperatur
 
 Temperature 1 leaves 0.92 of the tokens per pass at 0: mean of 4.50/4.78, 3.17/3.46, 2.46/2.76 (LK losses, K = 7;
 training sheet, 8.6); between them a line, above 1 as at 1.
+
+The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the pass (algorithms
+sheet, section 1.4). Left out, because no figure holds for all: launches, the traffic between tensor-parallel devices,
+the output head.
 """
 
 from __future__ import annotations
@@ -101,3 +104,273 @@ def assumed_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
             f"times {share:.2f} at temperature {temperature:g} (LK losses, three models, K = 7: T = 1 over T = 0)"
         )
     return alpha, notes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator, as its data sheet says."""
+
+    name: str
+    tflops: float
+    """Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second."""
+    bandwidth: float
+    """Peak memory bandwidth, 1e12 bytes a second."""
+    memory: float | None
+    """1e9 bytes; None where it is the machine's own."""
+    note: str = ""
+
+
+DEVICES: dict[str, Device] = {
+    "3090": Device(name="RTX 3090", tflops=71.0, bandwidth=0.936, memory=24),
+    "4090": Device(name="RTX 4090", tflops=165.2, bandwidth=1.008, memory=24),
+    "l4": Device(name="L4", tflops=121.0, bandwidth=0.300, memory=24),
+    "l40s": Device(name="L40S", tflops=362.0, bandwidth=0.864, memory=48),
+    "a100": Device(name="A100-80G SXM", tflops=312.0, bandwidth=2.039, memory=80),
+    "h100": Device(name="H100 SXM", tflops=989.4, bandwidth=3.35, memory=80),
+    "h200": Device(name="H200", tflops=989.4, bandwidth=4.8, memory=141),
+    "b200": Device(name="B200", tflops=2250.0, bandwidth=8.0, memory=180),
+    "mi300x": Device(name="MI300X", tflops=1307.4, bandwidth=5.3, memory=192),
+    "cpu": Device(
+        name="CPU with bf16 matrix instructions",
+        tflops=1.44,
+        bandwidth=0.06,
+        memory=None,
+        note="assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at",
+    ),
+}
+"""Data sheets, dense figures. Their balance points are those of the algorithms sheet, section 1.4."""
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
+_SUFFIXES = ("80gb", "80g", "sxm5", "sxm4", "sxm")
+"""What may stand behind a name in the table without being another product."""
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16", "fp4": "int4"}
+
+
+def device_named(name: str) -> Device:
+    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``.
+
+    Raises:
+        ArgumentError: it is not in the table; the message names the nearest.
+    """
+    key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
+    for prefix in ("nvidia", "amd", "geforce", "rtx", "instinct"):
+        key = key.removeprefix(prefix)
+    for suffix in _SUFFIXES:
+        key = key.removesuffix(suffix)
+    found = DEVICES.get(key)
+    if found is None:
+        raise ArgumentError(
+            f"unknown device {name!r}; there are {', '.join(DEVICES)}.{nearest(key, DEVICES)} For another one give "
+            "--tflops and --bandwidth"
+        )
+    return found
+
+
+def dtype_named(name: str) -> str:
+    """One of `BYTES`, from its usual names.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    key = _ALIASES.get(name.lower(), name.lower())
+    if key not in BYTES:
+        known = [*_ALIASES, *BYTES]
+        raise ArgumentError(
+            f"unknown dtype {name!r}; there are bf16, fp16, fp32, fp8, int8, int4.{nearest(key, known)}"
+        )
+    return key
+
+
+FREE_PASS = 1.05
+"""A pass counts as free up to this many plain ones."""
+_MOST = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How large a model is."""
+
+    params: float
+    """All weights."""
+    active_params: float | None = None
+    """Weights that one token runs through, for a mixture of experts; None for a dense model."""
+    experts: int | None = None
+    """Routed experts of a layer."""
+    experts_per_token: int | None = None
+    """How many of them a token is sent to."""
+
+    def __post_init__(self) -> None:
+        if not self.params > 0:
+            raise ArgumentError(f"the number of parameters must be positive, got {self.params:g}")
+        given = [value is not None for value in (self.active_params, self.experts, self.experts_per_token)]
+        if any(given) != all(given):
+            raise ArgumentError(
+                "a mixture of experts needs --active-params, --experts and --experts-per-token together"
+            )
+        if self.active_params is None or self.experts is None or self.experts_per_token is None:
+            return
+        if not 0 < self.active_params <= self.params or not 1 <= self.experts_per_token < self.experts:
+            raise ArgumentError(
+                f"active parameters must be in 0..{self.params:g} and experts per token in 1..{self.experts - 1}, "
+                f"got {self.active_params:g} and {self.experts_per_token}"
+            )
+        if self.shared < 0:
+            share = self.params * self.experts_per_token / self.experts
+            raise ArgumentError(
+                f"{self.active_params:g} active parameters are too few: {self.experts_per_token} of {self.experts} "
+                f"experts alone hold up to {share:g}"
+            )
+
+    @property
+    def active(self) -> float:
+        """Weights that one token runs through."""
+        return self.params if self.active_params is None else self.active_params
+
+    @property
+    def expert(self) -> float:
+        """Weights of one expert in all layers together."""
+        assert self.experts is not None and self.experts_per_token is not None
+        return (self.params - self.active) / (self.experts - self.experts_per_token)
+
+    @property
+    def shared(self) -> float:
+        """Weights that every token runs through."""
+        assert self.experts_per_token is not None
+        return self.active - self.experts_per_token * self.expert
+
+    def touched(self, tokens: float) -> float:
+        """Weights that a pass over `tokens` tokens reads, if each chooses its experts at random.
+
+        Of E experts, E * (1 - (1 - k/E)^n) are expected to be chosen: the weights read grow with n, which is why
+        speculation on a mixture of experts pays most at moderate batches (MoESD, arXiv 2505.19645).
+        """
+        if self.experts is None or self.experts_per_token is None:
+            return self.params
+        missed: float = (1 - self.experts_per_token / self.experts) ** tokens
+        chosen = self.experts * (1 - missed)
+        return self.shared + chosen * self.expert
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyValues:
+    """The KV cache of one token."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    heads: int | None = None
+    """Query heads; given, the arithmetic of attention counts, too."""
+    bytes_each: float = 2.0
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.kv_heads, self.head_dim, self.heads or 1) < 1:
+            raise ArgumentError("--layers, --kv-heads, --head-dim and --heads must be at least 1")
+
+    @property
+    def bytes_per_token(self) -> float:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_each
+
+    def operations(self, context: float) -> float:
+        """Arithmetic of one query's attention over `context` tokens; 0 where `heads` is unknown."""
+        return 4 * self.layers * (self.heads or 0) * self.head_dim * context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """One pass, taken apart."""
+
+    compute_ms: float
+    memory_ms: float
+    operations: float
+    traffic: float
+    """Bytes."""
+
+    @property
+    def ms(self) -> float:
+        return max(self.compute_ms, self.memory_ms)
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.operations / self.traffic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """Costs of passes of one model on one kind of device. Has the interface of a measured cost model."""
+
+    device: Device
+    size: Size
+    dtype: str = "bfloat16"
+    """Of the weights; a key of `BYTES`."""
+    tp: int = 1
+    """Devices that share each layer; traffic between them is not counted."""
+    kv: KeyValues | None = None
+    """None: the cache's traffic is not counted."""
+    compute_efficiency: float = 0.4
+    """Share of the peak arithmetic that is reached. With `bandwidth_efficiency` the free width is half of the peak
+    figure's, as the sheet advises."""
+    bandwidth_efficiency: float = 0.8
+    """Share of the peak bandwidth that is reached."""
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise ArgumentError(f"tensor parallelism needs at least one device, got --tp {self.tp}")
+
+    def terms(self, nodes: float, rows: int = 1, context: int = 0) -> Terms:
+        """Arithmetic and traffic of a pass over `nodes` nodes in each of `rows` rows behind `context` tokens."""
+        tokens = nodes * rows
+        operations = 2 * self.size.active * tokens
+        traffic = BYTES[self.dtype] * self.size.touched(tokens)
+        if self.kv is not None:
+            operations += tokens * self.kv.operations(context)
+            traffic += rows * (context + nodes) * self.kv.bytes_per_token
+        return Terms(
+            compute_ms=operations / (self.tp * self.device.tflops * self.compute_efficiency * 1e9),
+            memory_ms=traffic / (self.tp * self.device.bandwidth * self.bandwidth_efficiency * 1e9),
+            operations=operations,
+            traffic=traffic,
+        )
+
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
+        """Wall time of one pass, ms."""
+        return self.terms(nodes, rows, context).ms
+
+    @property
+    def balance(self) -> float:
+        """Tokens in a pass at which peak arithmetic takes as long as reading all weights at peak bandwidth."""
+        return (
+            self.device.tflops * BYTES[self.dtype] / (2 * self.device.bandwidth) * self.size.params / self.size.active
+        )
+
+    def free_nodes(self, rows: int = 1, context: int = 0) -> int:
+        """Most nodes per row that cost at most `FREE_PASS` plain passes."""
+        limit = FREE_PASS * self.pass_ms(1, rows, context)
+        low, high = 1, 2
+        while high <= _MOST and self.pass_ms(high, rows, context) <= limit:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.pass_ms(middle, rows, context) <= limit else (low, middle)
+        return low
+
+    def weights_gb(self) -> float:
+        """All weights, 1e9 bytes."""
+        return BYTES[self.dtype] * self.size.params / 1e9
+
+    def fits(self, rows: int, context: int) -> bool | None:
+        """Whether weights and cache fit the devices' memory; None where that is unknown."""
+        if self.device.memory is None:
+            return None
+        cache = 0.0 if self.kv is None else rows * context * self.kv.bytes_per_token / 1e9
+        return self.weights_gb() + cache <= self.device.memory * self.tp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeVerification:
+    """Every pass costs the same: Leviathan's own assumption. Times are in plain passes."""
+
+    def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
+        """1, whatever the pass."""
+        return 1.0

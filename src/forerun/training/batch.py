@@ -1,17 +1,13 @@
-"""What a training step reads: tokens, which of them count, whose document they are, and the target's hidden states.
-
-Also the dtype in which it is computed, whatever dtype the states came in.
-
-Knows no model, no file and no objective.
-"""
+"""What a training step reads and gives: batches, hidden states, losses; and the interfaces of data and objectives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.types import Signal
 
@@ -32,22 +28,63 @@ class TokenBatch:
     documents: Tensor
     """(B, S) int64: number of the document within the row, from 0; -1 for padding. Attention stays inside one."""
     positions: Tensor
-    """(B, S) int64: place within the document, from 0."""
+    """(B, S) int64: position within the document, from 0."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same on another device."""
-        return TokenBatch(
-            tokens=self.tokens.to(device),
-            loss_mask=self.loss_mask.to(device),
-            documents=self.documents.to(device),
-            positions=self.positions.to(device),
-        )
+        moved = {item.name: getattr(self, item.name).to(device) for item in fields(self)}
+        return TokenBatch(**moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureBatch:
-    """A `TokenBatch` and what the target thought of it."""
+    """A `TokenBatch` and the target's hidden states."""
 
     batch: TokenBatch
     features: Mapping[Signal, Tensor]
-    """boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm, which gives the target's law."""
+    """boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm, from which the target's logits come."""
+
+    def to(self, device: torch.device | str) -> FeatureBatch:
+        """The same on another device."""
+        features = {boundary: states.to(device) for boundary, states in self.features.items()}
+        return FeatureBatch(batch=self.batch.to(device), features=features)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossReport:
+    """The losses of one micro-batch, as sums: sums can be added over micro-batches and processes, means cannot."""
+
+    loss: Tensor
+    """() float32, nats, with graph: the sum over the counted predictions. Must reach every trainable parameter through
+    the graph, also when nothing counts: other processes wait for the gradient."""
+    weight: Tensor
+    """() float32: counted predictions. The step's loss is (sum of losses) / (sum of weights) over all processes."""
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """name -> (sum, count), both () without graph; the same names on every process and in every micro-batch."""
+
+
+class Objective(Protocol):
+    """A loss over a batch. Those that a recipe names are made from ``(head, target, settings)`` and have `Settings`."""
+
+    def parameters_module(self) -> nn.Module:
+        """What is trained, saved, and spread over processes. Frozen parts that others own (the target) stay outside."""
+        ...
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """The loss of a micro-batch; must read parameters from the module each time, never from a stored tensor."""
+        ...
+
+
+class Batches(Protocol):
+    """Data addressed by position, so that resuming needs nothing but a number."""
+
+    steps_per_epoch: int
+    """Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)."""
+
+    def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
+        """The share of process `rank` of `world` in batch number `step`, from 0.
+
+        A function of its arguments alone (no global random state). The shares of all ranks together are the same batch
+        for every `world`: that makes training independent of the number of processes.
+        """
+        ...

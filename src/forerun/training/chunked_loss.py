@@ -1,10 +1,10 @@
 """The loss over a vocabulary, in chunks of rows: logits are never alive for more than one chunk, forward or backward.
 
-A plain ``cross_entropy(hidden @ weight.T, law)`` keeps several (R, V) tensors for the backward pass, and on a CPU
+A plain ``cross_entropy(hidden @ weight.T, probs)`` keeps several (R, V) tensors for the backward pass, and on a CPU
 moving them costs more than all matrix products. Here gradients are formed in the forward pass, in the memory of the
 logits and block by block, so that what lies between two products stays in the processor's cache; rows that follow the
-same state of the teacher share its law. A student may know fewer tokens than the teacher: what the teacher gives to the
-others is lost to it, and counts so. Knows nothing of models: hidden states and head weights come in, a scalar goes out.
+same state of the teacher share its probabilities. A student may know fewer tokens than the teacher: what the teacher
+gives to the others is lost to it, and counts so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 class Divergence(StrEnum):
-    """How far the student's law q is from the target's p. KL and cross-entropy are infinite where q is 0 and p is not:
-    they are taken against p renormalised over the student's tokens. The acceptance a is of p as it is."""
+    """How far the student's probabilities q are from the target's p.
+
+    KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p renormalised over the
+    student's tokens. The acceptance a is of p as it is.
+    """
 
     CROSS_ENTROPY = "cross_entropy"
     """``-sum_v p log q``: forward KL up to a constant."""
@@ -102,7 +105,7 @@ class VocabularyLoss:
     """(R,) float32, as the rows: 1 where both have the same likeliest token, of all that the teacher knows; 0 for hard
     targets that it misses."""
     overlap: Tensor
-    """(R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is kept."""
+    """(R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,13 +132,13 @@ def soft_loss(
     *,
     skip_unknown: bool = False,
 ) -> VocabularyLoss:
-    """``sum_r row_weights[r] * divergence(teacher law of row r, student law of row r)`` in nats.
+    """``sum_r row_weights[r] * divergence(teacher probs of row r, student probs of row r)`` in nats.
 
     Args:
         hidden: (R, H), the student's states as its head reads them.
         weight: (V, H), the student's head; gets a gradient if it asks for one.
         row_weights: (R,) float32; rows of weight 0 cost nothing.
-        teacher: gives the target law of every row, or of every G rows.
+        teacher: gives the target probabilities of every row, or of every G rows.
         decay: of the KL share of `Divergence.LK`, per unit of acceptance.
         skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
     """
@@ -158,7 +161,7 @@ def hard_loss(
 
     Args:
         hidden: (R, H); weight: (V, H); row_weights: (R,) float32; ids: (R,) int64, the true tokens.
-        teacher: with `share` in (0, 1], the law that takes that share of the one-hot target's mass.
+        teacher: with `share` in (0, 1], the distribution that takes that share of the one-hot target's mass.
     """
     target = _Target(
         weights=row_weights,
@@ -188,9 +191,9 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad = torch.zeros_like(states)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         figures = target.weights.new_zeros(4, *states.shape[:2])
-        kept = factors.flatten(1).any(1).nonzero().squeeze(1)
+        counting = factors.flatten(1).any(1).nonzero().squeeze(1)
         size = max(1, CHUNK_ELEMENTS // _width(group * len(weight), target))
-        for chosen in torch.split(kept, size) if len(kept) else ():
+        for chosen in torch.split(counting, size) if len(counting) else ():
             inputs = states[chosen].to(working)
             logits = (inputs.flatten(0, 1) @ head.T).view(len(chosen), group, weight.shape[0])
             figures[:, chosen] = found = _become_gradients(logits, chosen, target)

@@ -1,27 +1,29 @@
-"""What a training run is made of: a recipe file, ``key=value`` words, or both, as one typed value.
+"""Training recipes: a YAML file, ``key=value`` words, or both, read and checked as one typed value.
 
-Later words win over earlier ones and over the file. Knows which values there are, not what is made of them.
+Later words win over earlier ones and over the file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
-import types
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError, nearest
-from forerun.training.evaluate import EvaluationSettings
-from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.settings import STRICT, TrainSettings, complaint
 from forerun.training.objectives import objective_for
 
-T = TypeVar("T")
+Settings = TypeVar("Settings")
+"""Of the objective of the kind of head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class WindowSettings:
     rows: int = 1
     """Windows per process and step."""
     min_tokens: int = 1
-    """Pieces with fewer tokens to learn are left out."""
+    """Parts of documents with fewer tokens to learn are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,24 @@ class DraftSettings:
     """Directory of a head to go on from, instead of a fresh one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Variant and shape: the `OPTIONS` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSettings:
+    """What is decoded."""
+
+    max_tokens: int = 64
+    """Of each answer."""
+    num_speculative_tokens: int = 5
+    """Length of the chain, and depth of the tree; no more than the head drafts."""
+    top_k: int = 4
+    """Of the dynamic tree."""
+    nodes: int = 32
+    """Of the dynamic tree, root not counted."""
+    seed: int = 0
+    """Of the sampled answers."""
+    rows: int = 4
+    """Prompts at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +82,10 @@ class EvaluationRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainRecipe:
+class TrainRecipe(Generic[Settings]):
     """One run of ``forerun train KIND``."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", **STRICT)
     kind: str
     """Of the head."""
     target: str
@@ -73,38 +94,32 @@ class TrainRecipe:
     """Directory that ``forerun data prepare`` wrote."""
     output: str
     """Directory of checkpoints, log and the finished head."""
-    mode: str = "online"
+    mode: Literal["online", "offline"] = "online"
     """``online`` runs the target beside the head; ``offline`` reads `features`."""
     features: str | None = None
     """Directory that `forerun features` wrote."""
     target_dtype: str = "bfloat16"
     """Of the frozen target."""
-    target_parallel: str = "none"
+    target_parallel: Literal["none", "fsdp", "tp"] = "none"
     """With several processes, where the target does not fit one device: ``fsdp`` gives each a part of every layer's
     weights, ``tp`` a part of its computation (transformers' ``tp_plan``)."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
-    objective: Any
+    objective: Settings
     """The settings of the kind's objective."""
     windows: WindowSettings = field(default_factory=WindowSettings)
     training: TrainSettings = field(default_factory=TrainSettings)
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("online", "offline"):
-            raise ArgumentError(
-                f"mode is 'online' or 'offline', got {self.mode!r}.{nearest(self.mode, ('online', 'offline'))}"
-            )
-        if self.target_parallel not in ("none", "fsdp", "tp"):
-            raise ArgumentError(f"target_parallel is 'none', 'fsdp' or 'tp', got {self.target_parallel!r}")
         if (self.mode == "offline") != (self.features is not None):
             raise ArgumentError("mode=offline and features=DIRECTORY belong together: give both or neither")
 
 
 def read_recipe(
     kind: str, path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
-) -> TrainRecipe:
+) -> TrainRecipe[Any]:
     """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words.
 
     Raises:
@@ -118,15 +133,22 @@ def read_recipe(
     return make_recipe(kind, values)
 
 
-def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe:
+def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
     """A recipe for a kind of head from plain mappings; errors as `read_recipe`."""
     settings, stated = objective_for(kind_named(kind)).Settings, values.get("kind", kind)
     if stated != kind:
         raise ArgumentError(f"the recipe is one for {stated}: forerun train {stated}")
-    return build(TrainRecipe, {"objective": {}, **values, "kind": kind}, hints={"objective": settings})
+    # As JSON: there pydantic's strict mode takes mappings for dataclasses, lists for tuples and names for enums.
+    plain = json.dumps({"objective": {}, **values, "kind": kind}, default=str)
+    recipe_of: Any = TrainRecipe
+    try:
+        recipe: TrainRecipe[Any] = TypeAdapter(recipe_of[settings]).validate_json(plain)
+    except ValidationError as error:
+        raise ArgumentError("; ".join(_complaint(found, settings) for found in error.errors())) from None
+    return recipe
 
 
-def to_plain(recipe: TrainRecipe) -> dict[str, Any]:
+def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
     """Every value, defaults included, as JSON and YAML know them."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
     return plain
@@ -149,65 +171,42 @@ def flat(recipe: Any, where: str = "") -> dict[str, Any]:
     return found
 
 
-def build(cls: type[T], values: Mapping[str, Any], where: str = "", hints: Mapping[str, Any] | None = None) -> T:
-    """A dataclass from plain mappings, strictly; `hints` say types that the class leaves open."""
-    fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = {**typing.get_type_hints(cls), **(hints or {})}
-    for name in values:
-        if name not in fields:
-            raise ArgumentError(
-                f"unknown key {where + name!r}; there are {', '.join(where + known for known in fields)}."
-                f"{nearest(name, fields)}"
-            )
-    unset = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [
-        name for name, item in fields.items() if (item.default, item.default_factory) == unset and name not in values
-    ]
-    if missing:
-        raise ArgumentError(f"missing: {', '.join(where + name for name in missing)}")
-    return cls(**{name: _typed(hints[name], value, where + name) for name, value in values.items()})
+def _complaint(found: Mapping[str, Any], settings: type) -> str:
+    """One of pydantic's errors in words; `settings` are those of the objective."""
+    if found["type"] == "value_error":
+        return str(found["ctx"]["error"])
+    path: list[str] = [part for part in found["loc"] if isinstance(part, str)]
+    key, parent = ".".join(path), _type_at(path[:-1], settings)
+    if found["type"] == "unexpected_keyword_argument":
+        known = [item.name for item in dataclasses.fields(parent)]
+        where = key.removesuffix(path[-1])
+        return f"unknown key {key!r}; there are {', '.join(where + name for name in known)}.{nearest(path[-1], known)}"
+    hint = _type_at(path, settings)
+    if found["type"] == "missing" and len(path) == len(found["loc"]):
+        return f"{key} is missing"
+    if dataclasses.is_dataclass(hint):
+        return f"{key} holds further keys, got {found['input']!r}"
+    return complaint(found, key, hint)
 
 
-def _typed(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the type that `hint` wants; whole numbers are fine where fractions are wanted."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if not isinstance(value, Mapping):
-            raise ArgumentError(f"{name} holds further keys, got {value!r}")
-        return build(hint, value, f"{name}.")
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
-        return None if value is None else _typed(choices[0], value, name)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        known = [str(item.value) for item in hint]
-        if value not in known:
-            raise ArgumentError(f"{name} is one of {', '.join(known)}, got {value!r}.{nearest(str(value), known)}")
-        return hint(value)
-    if origin is typing.Literal:
-        return value  # the dataclass says what is allowed
-    wanted = origin or hint
-    if wanted is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        return _number(value, name)
-    if wanted is tuple and isinstance(value, list | tuple):
-        return tuple(value)
-    if isinstance(wanted, type) and not (isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))):
-        raise ArgumentError(f"{name} must be {wanted.__name__}, got {value!r}")
-    return value
+def _type_at(path: Sequence[str], settings: type) -> Any:
+    """The type of the value under a key."""
+    hint: Any = TrainRecipe
+    for name in path:
+        hint = settings if name == "objective" else typing.get_type_hints(hint)[name]
+    return hint
 
 
-def _number(value: float | str, name: str) -> float:
-    """YAML reads 1e-3 as text."""
-    try:
-        return float(value)
-    except ValueError:
-        raise ArgumentError(f"{name} must be a number, got {value!r}") from None
+class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads 1e-3 as a number, as YAML 1.2 does; PyYAML follows 1.1, for which it is text."""
+
+
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
 
 
 def _from_file(path: str | Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
     except yaml.YAMLError as error:
         raise ArgumentError(f"{path} is not YAML: {error}") from None
     if not isinstance(values, dict):
@@ -216,8 +215,6 @@ def _from_file(path: str | Path) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], word: str) -> None:
-    import yaml
-
     name, equals, text = word.partition("=")
     if not equals or not name:
         raise ArgumentError(f"{word!r} is not key=value; for example training.learning_rate=1e-3")
@@ -226,4 +223,4 @@ def _apply(values: dict[str, Any], word: str) -> None:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
             raise ArgumentError(f"{name}: {part} holds a value, not further keys")
-    values[last] = yaml.safe_load(text)
+    values[last] = yaml.load(text, _Yaml)

@@ -1,14 +1,12 @@
-"""A recipe turned into a run: target, data, features, head, objective, evaluation, and the finished head on disk.
-
-Knows which parts belong together; what each does is in its own module. Knows no kind of head.
-"""
+"""A recipe turned into a run: target, data, features, head, objective, evaluation, and the finished head on disk."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,32 +25,28 @@ from forerun.errors import ArgumentError
 from forerun.target.load import LoadOptions, open_model, read_config
 from forerun.target.parts import base_of, layers_of
 from forerun.target.support import text_config
-from forerun.training.batch import FeatureBatch
-from forerun.training.data.packing import PackedWindows
-from forerun.training.data.store import PreparedData
-from forerun.training.data.vocabulary import draft_vocabulary, token_counts
-from forerun.training.evaluate import Evaluation
-from forerun.training.features.extract import wanted_manifest
-from forerun.training.features.manifest import loaded_from, target_hash
-from forerun.training.features.offline import OfflineFeatures
+from forerun.training.batch import FeatureBatch, Objective
+from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
+from forerun.training.features.manifest import loaded_from, target_hash, wanted_manifest
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore
-from forerun.training.loop import Objective, Parallel, state, tracker, train
-from forerun.training.loop.distributed import spread
-from forerun.training.loop.gradient import backward
+from forerun.training.features.store import FeatureStore, OfflineFeatures
+from forerun.training.loop import checkpoint
+from forerun.training.loop.distributed import Parallel, spread
+from forerun.training.loop.trackers import tracker
+from forerun.training.loop.trainer import train
+from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, TrainRecipe, flat, to_plain
-
-# Loads the frozen target of a training run: whole on every process, or spread where it does not fit one device.
-#
-# ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part of each
-# layer on every process, by transformers' ``tp_plan``. Embedding and output head stay whole on every process: the
-# head that is trained reads both, with tokens of its own. Knows no head and no data.
+from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
+from forerun.types import SamplingParams, SpeculationStats
 
 
 def load_target(name: str, dtype: str, spread: str, place: Parallel) -> tuple[Any, Any]:
     """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
+
+    ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part of each
+    layer on every process, by transformers' ``tp_plan``. Embedding and output head stay whole on every process: the
+    head that is trained reads both, with tokens of its own.
 
     Args:
         name: directory, hub id or the name of a shipped model.
@@ -132,7 +126,7 @@ def _make_whole(model: Any) -> None:
 class Run:
     """Everything that the loop needs, and what comes after it."""
 
-    recipe: TrainRecipe
+    recipe: TrainRecipe[Any]
     model: Any
     data: PreparedData
     prompts: PreparedData | None
@@ -145,8 +139,7 @@ class Run:
     def plan(self, place: Parallel) -> dict[str, Any]:
         """What the run will take: parameters, bytes, steps, and the time of a step, measured. Trains nothing.
 
-        Args:
-            place: this process among all; every one must call it.
+        Every process must call it.
         """
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.head.trainable().values())
@@ -191,7 +184,7 @@ class Run:
     def export(self, weights: Path) -> Path:
         """Write the head of a checkpoint to ``output/head``, in the format of its kind that most engines read."""
         head = type(self.head)(self.head.config)  # ours may be spread over several processes
-        state.load_weights(weights, head)
+        checkpoint.load_weights(weights, head)
         head.to(self.model.dtype)
         folder = Path(self.recipe.output) / "head"
         facts = TargetFacts.of(self.model.config, self.recipe.target)
@@ -230,12 +223,10 @@ class OfflineBatches:
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step."""
-        found = self.source.features(step, rank, world)
-        features = {boundary: states.to(self.device) for boundary, states in found.features.items()}
-        return FeatureBatch(batch=found.batch.to(self.device), features=features)
+        return self.source.features(step, rank, world).to(self.device)
 
 
-def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
+def assemble(recipe: TrainRecipe[Any], place: Parallel) -> Run:
     """Load and check everything, on the device of this process; nothing is trained yet.
 
     Raises:
@@ -272,7 +263,7 @@ def assemble(recipe: TrainRecipe, place: Parallel) -> Run:
     )
 
 
-def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> Head:
+def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
     kind = kind_named(recipe.kind)
     if recipe.draft.start is not None:
         if recipe.draft.options or recipe.draft.vocab_size is not None:
@@ -294,17 +285,13 @@ def _head(recipe: TrainRecipe, model: Any, data: PreparedData) -> Head:
 
 
 def _batches(
-    recipe: TrainRecipe, model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
+    recipe: TrainRecipe[Any], model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
 ) -> OnlineBatches | OfflineBatches:
     epoch = windows.steps_per_epoch(world)
     if recipe.mode == "online":
-        source = OnlineFeatures(model, head.config.boundaries)
+        source, together = OnlineFeatures(model, head.config.boundaries), recipe.target_parallel == "tp"
         return OnlineBatches(
-            windows=windows,
-            source=source,
-            device=model.device,
-            steps_per_epoch=epoch,
-            together=recipe.target_parallel == "tp",
+            windows=windows, source=source, device=model.device, steps_per_epoch=epoch, together=together
         )
     assert recipe.features is not None
     wanted = wanted_manifest(
@@ -323,13 +310,61 @@ def _evaluation(
     return lambda step: evaluation(head)
 
 
-def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, and write the finished head; what came out, for a report.
+class Evaluation:
+    """Decodes the same prompts again and again with whatever the head has become."""
 
-    Args:
-        run: from `assemble`, on every process.
-        place: this process among all.
-        allow_changes: go on from a checkpoint that was trained under another recipe.
+    def __init__(
+        self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings | None = None
+    ) -> None:
+        """`model` is the target, a transformers causal LM; `prompts` are token ids."""
+        self.model, self.prompts = model, [list(prompt) for prompt in prompts]
+        self.settings = settings or EvaluationSettings()
+
+    def __call__(self, head: Head) -> Mapping[str, float]:
+        """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included.
+
+        Also ``acceptance_0`` ...: how often the chain at temperature 0 got that far.
+        """
+        from forerun import LLM
+
+        drafting = copy.deepcopy(head).to(self.model.device, self.model.dtype).eval()
+        longest = max(map(len, self.prompts)) + self.settings.max_tokens
+        llm = LLM(self.model, tokenizer=False, max_num_seqs=self.settings.rows, max_model_len=longest, self_check=False)
+        depth = min(self.settings.num_speculative_tokens, head.config.max_depth or self.settings.num_speculative_tokens)
+        base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth}
+        tree = {"top_k": self.settings.top_k, "nodes": self.settings.nodes}
+        shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
+        found: dict[str, float] = {}
+        for temperature in (0, 1):
+            for name, config in shapes.items():
+                stats = self._stats(llm, config, float(temperature))
+                found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
+                if name == "chain" and temperature == 0:
+                    found.update({f"acceptance_{d}": rate for d, rate in enumerate(stats.acceptance_per_depth)})
+        return found
+
+    def _stats(self, llm: Any, config: Mapping[str, Any], temperature: float) -> SpeculationStats:
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            max_tokens=self.settings.max_tokens,
+            seed=self.settings.seed,
+            detokenize=False,
+        )
+        total = SpeculationStats()
+        with torch.random.fork_rng(devices=[]):
+            prompts = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+            for output in llm.generate(prompts, params, speculative=config):
+                total.add(output.outputs[0].speculation)
+        return total
+
+
+def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
+    """Train, take the best weights, and write the finished head; every process must call it. The outcome, for a report.
+
+    With `allow_changes` it goes on from a checkpoint that was trained under another recipe.
     """
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
@@ -345,14 +380,6 @@ def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dic
         allow_changes=allow_changes,
     )
     weights = output / "best" if result.best is not None else result.checkpoint
-    outcome: dict[str, Any] = {
-        "reason": result.reason,
-        "steps": result.steps,
-        "tokens": result.tokens,
-        "loss": result.loss,
-        "best": result.best,
-        "best_step": result.best_step,
-        "seconds": result.seconds,
-        "interrupted": result.interrupted,
-    }
+    told = ("reason", "steps", "tokens", "loss", "best", "best_step", "seconds", "interrupted")
+    outcome = {name: getattr(result, name) for name in told}
     return outcome | {"head": place.on_first(lambda: str(run.export(weights)))}

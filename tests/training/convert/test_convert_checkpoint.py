@@ -15,8 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 import forerun
 from forerun.checkpoints import read_head
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.training.convert.api import disable_huggingface_checkpointing
-from forerun.training.convert.model import EagleModel
+from forerun.training.convert.model import EagleModel, disable_huggingface_checkpointing
 from training.convert.converted import base, config, text
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import forerun
 from forerun import EAGLE3_DEFAULT_CFG
 from forerun.errors import ArgumentError
-from forerun.training.convert.defaults import EAGLE1_DEFAULT_CFG
 from forerun.training.convert.model import token_batch
+from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from training.convert.converted import SMALL, base, config, text

@@ -8,8 +8,13 @@ import pytest
 
 from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
 from forerun.errors import ArgumentError
-from forerun.training.convert.defaults import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG
-from forerun.training.convert.settings import head_shape, read_mode, read_settings
+from forerun.training.convert.settings import (
+    EAGLE1_DEFAULT_CFG,
+    EAGLE3_DEFAULT_CFG,
+    head_shape,
+    read_mode,
+    read_settings,
+)
 from forerun.types import LAST_HIDDEN
 from training.convert.converted import config
 from training.ttt import model

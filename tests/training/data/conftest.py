@@ -11,8 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.store import PreparedData, PreparedWriter
+from forerun.training.data.store import PreparedData, PreparedWriter, TokenizerIdentity
 
 PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"

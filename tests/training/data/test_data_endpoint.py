@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.endpoint import Endpoint, EndpointError, Generation
-from forerun.training.data.regenerate import Plan, plan, with_endpoint
-from forerun.training.data.scripts import Director
+from forerun.training.data.regenerate import Director, Endpoint, EndpointError, Generation, Plan, plan, with_endpoint
 from training.data.conftest import byte_tokenizer, write_lines
 
 httpx = pytest.importorskip("httpx")

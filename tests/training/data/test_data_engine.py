@@ -10,10 +10,8 @@ import pytest
 
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
-from forerun.training.data.endpoint import Generation
 from forerun.training.data.prepare import prepare
-from forerun.training.data.regenerate import plan, with_engine
-from forerun.training.data.scripts import Director
+from forerun.training.data.regenerate import Director, Generation, plan, with_engine
 from training.data.conftest import write_lines
 
 __all__ = ["checkpoint"]

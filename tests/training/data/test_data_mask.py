@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from forerun import demo
 from forerun.errors import DataError
-from forerun.training.data.prepare import Encoder
-from forerun.training.data.read import Record
+from forerun.training.data.prepare import Encoder, Record
 from training.data.conftest import CHAT, FORGETFUL, MARKED, PLAIN, byte_tokenizer, counted
 
 

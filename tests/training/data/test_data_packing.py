@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data import packing
-from forerun.training.data.packing import PackedWindows, Piece
-from forerun.training.data.store import PreparedData
+from forerun.training.data import store as prepared
+from forerun.training.data.store import PackedWindows, PreparedData, Segment
 from training.data.conftest import random_documents, store
 
 LENGTH = 16
@@ -28,8 +27,8 @@ def windows(data: PreparedData, *, rows: int = 2, seed: int = 3, **more: int) ->
 
 def one_epoch(packed: PackedWindows, epoch: int = 0) -> list[tuple[int, int, int]]:
     steps = packed.steps_per_epoch()
-    pieces = [piece for step in range(epoch * steps, (epoch + 1) * steps) for piece in packed.pieces(step)]
-    return [(piece.document, piece.offset, piece.length) for piece in pieces]
+    segments = [segment for step in range(epoch * steps, (epoch + 1) * steps) for segment in packed.segments(step)]
+    return [(segment.document, segment.offset, segment.length) for segment in segments]
 
 
 def test_a_batch_is_what_its_pieces_say(data: PreparedData) -> None:
@@ -38,17 +37,17 @@ def test_a_batch_is_what_its_pieces_say(data: PreparedData) -> None:
         batch = packed.batch(step)
         used = torch.zeros_like(batch.loss_mask)
         numbers = [0, 0]
-        for piece in packed.pieces(step):
-            tokens, mask = data.document(piece.document)
-            place = (piece.row, slice(piece.column, piece.column + piece.length))
-            source = slice(piece.offset, piece.offset + piece.length)
+        for segment in packed.segments(step):
+            tokens, mask = data.document(segment.document)
+            place = (segment.row, slice(segment.column, segment.column + segment.length))
+            source = slice(segment.offset, segment.offset + segment.length)
             assert batch.tokens[place].tolist() == tokens[source].tolist()
             assert batch.loss_mask[place].tolist() == [False, *mask[source].astype(bool).tolist()[1:]]
-            assert batch.positions[place].tolist() == list(range(piece.length))
-            assert set(batch.documents[place].tolist()) == {numbers[piece.row]}
+            assert batch.positions[place].tolist() == list(range(segment.length))
+            assert set(batch.documents[place].tolist()) == {numbers[segment.row]}
             assert not used[place].any()
             used[place] = True
-            numbers[piece.row] += 1
+            numbers[segment.row] += 1
         assert torch.equal(used, batch.documents >= 0) and not batch.loss_mask[~used].any()
         assert batch.tokens.dtype == batch.documents.dtype == batch.positions.dtype == torch.int64
 
@@ -91,13 +90,13 @@ def test_fewer_windows_than_a_batch_are_repeated(tmp_path: Path) -> None:
     packed = windows(data, rows=3)
     assert packed.steps_per_epoch() == 1 and len(packed) == 1
     assert packed.batch(0).tokens[:, :4].tolist() == [[1, 2, 3, 0]] * 3
-    assert packed.pieces(0)[2] == Piece(row=2, column=0, document=0, offset=0, length=3)
+    assert packed.segments(0)[2] == Segment(row=2, column=0, document=0, offset=0, length=3)
 
 
 def test_windows_are_well_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = store(tmp_path / "data", random_documents(1, 400, LENGTH))
     assert windows(data).fill > 0.97
-    monkeypatch.setattr(packing, "BUCKET", 1)
+    monkeypatch.setattr(prepared, "BUCKET", 1)
     alone = windows(data)
     assert len(alone) == 400 and alone.fill == pytest.approx(data.num_tokens / (400 * LENGTH))
 
@@ -105,7 +104,7 @@ def test_windows_are_well_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_min_tokens_leaves_out_what_teaches_little(tmp_path: Path) -> None:
     documents = [([1, 2, 3], [False, False, True]), ([4, 5, 6], [True, True, True])]
     data = store(tmp_path / "data", documents)
-    assert {piece.document for piece in windows(data, min_tokens=2).pieces(0)} == {1}
+    assert {segment.document for segment in windows(data, min_tokens=2).segments(0)} == {1}
     with pytest.raises(DataError, match="min_tokens"):
         windows(data, min_tokens=3)
 

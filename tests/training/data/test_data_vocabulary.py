@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forerun.errors import ArgumentError
-from forerun.training.data import vocabulary
-from forerun.training.data.vocabulary import coverage, draft_vocabulary, token_counts
+from forerun.training.data import store as prepared
+from forerun.training.data.store import coverage, draft_vocabulary, token_counts
 from training.data.conftest import store
 
 
@@ -18,7 +18,7 @@ def test_only_counted_tokens_are_counted_whatever_the_block(tmp_path: Path, monk
     expected = torch.zeros(10, dtype=torch.int64)
     expected[[3, 5, 7]] = torch.tensor([2, 1, 1])
     assert torch.equal(token_counts(data, 10), expected)
-    monkeypatch.setattr(vocabulary, "_BLOCK", 1)
+    monkeypatch.setattr(prepared, "_BLOCK", 1)
     assert torch.equal(token_counts(data, 10), expected)
     with pytest.raises(ArgumentError, match="token id 7"):
         token_counts(data, 7)

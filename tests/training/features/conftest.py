@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from forerun.training.batch import TokenBatch
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 from forerun.training.features.manifest import FeatureManifest
 from target.families import random_tokens
 
@@ -31,6 +31,10 @@ class Documents:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        return np.array([len(tokens) for tokens in self.tokens], np.int64)
+
     def document(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         return self.tokens[index], np.ones(len(self.tokens[index]), np.uint8)
 
@@ -39,7 +43,7 @@ class Documents:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class Segment:
     row: int
     column: int
     document: int
@@ -48,23 +52,23 @@ class Piece:
 
 
 class Windows:
-    """Stands in for `PackedWindows`: the same pieces at every step."""
+    """Stands in for `PackedWindows`: the same segments at every step."""
 
-    def __init__(self, data: Documents, pieces: Sequence[Piece], shape: tuple[int, int]) -> None:
-        self.data, self._pieces, self.shape = data, list(pieces), shape
+    def __init__(self, data: Documents, segments: Sequence[Segment], shape: tuple[int, int]) -> None:
+        self.data, self._segments, self.shape = data, list(segments), shape
 
-    def pieces(self, step: int, rank: int, world: int) -> list[Piece]:
-        return self._pieces
+    def segments(self, step: int, rank: int, world: int) -> list[Segment]:
+        return self._segments
 
     def batch(self, step: int, rank: int, world: int) -> TokenBatch:
         tokens, positions = torch.zeros(self.shape, dtype=torch.int64), torch.zeros(self.shape, dtype=torch.int64)
         documents = torch.full(self.shape, -1)
-        for number, piece in enumerate(self._pieces):
-            place = (piece.row, slice(piece.column, piece.column + piece.length))
-            ids = self.data.document(piece.document)[0][piece.offset : piece.offset + piece.length]
+        for number, segment in enumerate(self._segments):
+            place = (segment.row, slice(segment.column, segment.column + segment.length))
+            ids = self.data.document(segment.document)[0][segment.offset : segment.offset + segment.length]
             tokens[place] = torch.from_numpy(ids.astype(np.int64))
             documents[place] = number
-            positions[place] = torch.arange(piece.length)
+            positions[place] = torch.arange(segment.length)
         return TokenBatch(tokens=tokens, loss_mask=documents >= 0, documents=documents, positions=positions)
 
 

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.training.features import vllm_source
-from forerun.training.features.final_norm import FinalNorm
-from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.probe import compare, probe, reference_states
-from forerun.training.features.vllm_source import VllmFeatures
+from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
+from forerun.training.features.vllm_source import FinalNorm, VllmFeatures
 from forerun.types import LAST_HIDDEN
 from target.families import make, random_tokens
 
@@ -186,7 +184,7 @@ def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
     monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), os.close(fake.locks[len(waited) - 1])))
     references = [reference_states(model, tokens) for tokens in TOKENS]
     assert compare(source.documents(TOKENS), references).passed and len(waited) == len(TOKENS)
-    monkeypatch.setattr(vllm_source, "PATIENCE", -1.0)
+    monkeypatch.setattr(vllm_source, "WRITE_TIMEOUT_S", -1.0)
     with pytest.raises(DataError, match="unset VLLM_ENABLE_V1_MULTIPROCESSING"):
         source.documents(TOKENS)
     for lock in fake.locks[len(waited) :]:

@@ -17,14 +17,20 @@ from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.target.headers import read_header
 from forerun.training.features import manifest as manifests
-from forerun.training.features.extract import check_lengths, describe, extract, passes, wanted_manifest
-from forerun.training.features.manifest import FeatureManifest, bytes_needed, check_room, target_hash
-from forerun.training.features.offline import OfflineFeatures
+from forerun.training.features.manifest import (
+    FeatureManifest,
+    bytes_needed,
+    check_lengths,
+    check_room,
+    describe,
+    target_hash,
+    wanted_manifest,
+)
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.features.store import FeatureStore, FeatureWriter
+from forerun.training.features.store import FeatureStore, FeatureWriter, OfflineFeatures, extract, passes
 from forerun.types import LAST_HIDDEN
 from target.families import make
-from training.features.conftest import LENGTHS, Documents, Piece, Windows, manifest_of
+from training.features.conftest import LENGTHS, Documents, Segment, Windows, manifest_of
 
 SHARD = 20 * 64 * 4 * 3
 """Twenty tokens of float32."""
@@ -310,13 +316,13 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
     with FeatureWriter(tmp_path, manifest, shard_bytes=SHARD) as writer:
         extract(online, data, writer, batch_tokens=40, progress=counted.append)
     assert sum(counted) == manifest.tokens
-    pieces = [
-        Piece(row=0, column=0, document=2, offset=0, length=17),
-        Piece(row=0, column=17, document=1, offset=0, length=3),
-        Piece(row=1, column=0, document=4, offset=0, length=20),
-        Piece(row=1, column=20, document=5, offset=0, length=1),
+    segments = [
+        Segment(row=0, column=0, document=2, offset=0, length=17),
+        Segment(row=0, column=17, document=1, offset=0, length=3),
+        Segment(row=1, column=0, document=4, offset=0, length=20),
+        Segment(row=1, column=20, document=5, offset=0, length=1),
     ]
-    windows = Windows(data, pieces, (2, 22))
+    windows = Windows(data, segments, (2, 22))
     offline = OfflineFeatures(FeatureStore.open(tmp_path, manifest), windows)
     stored, made = offline.features(3), online.features(windows.batch(3, 0, 1))
     real = stored.batch.documents >= 0
@@ -328,10 +334,10 @@ def test_stored_features_of_packed_windows_equal_those_made_online(tmp_path: Pat
 
 def test_a_piece_within_a_document_gets_the_states_of_the_whole_document(store: FeatureStore) -> None:
     data = Documents()
-    windows = Windows(data, [Piece(row=0, column=2, document=4, offset=10, length=6)], (1, 9))
+    windows = Windows(data, [Segment(row=0, column=2, document=4, offset=10, length=6)], (1, 9))
     found = OfflineFeatures(store, windows, dtype=torch.bfloat16).features(0).features
     assert torch.equal(found[3][0, 2:8], states_of(4, 24)[3][10:16].bfloat16())
-    longer = Windows(Documents((11, 4)), [Piece(row=0, column=0, document=1, offset=0, length=4)], (1, 9))
+    longer = Windows(Documents((11, 4)), [Segment(row=0, column=0, document=1, offset=0, length=4)], (1, 9))
     with pytest.raises(DataError, match="document 1 has 3 tokens"):
         OfflineFeatures(store, longer).features(0)
 

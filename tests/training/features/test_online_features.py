@@ -11,21 +11,20 @@ from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError
 from forerun.training.batch import TokenBatch
-from forerun.training.features.online import OnlineFeatures, batch_of
-from forerun.training.features.probe import reference_states
+from forerun.training.features.online import OnlineFeatures, batch_of, reference_states
 from forerun.types import LAST_HIDDEN
 from target.families import WINDOW, make
-from training.features.conftest import Documents, Piece, Windows
+from training.features.conftest import Documents, Segment, Windows
 
 DATA = Documents((11, 14, 9, 20))
 assert max(map(len, DATA.tokens)) > WINDOW
 PACKED = Windows(
     DATA,
     [
-        Piece(row=0, column=0, document=0, offset=0, length=11),
-        Piece(row=0, column=11, document=1, offset=0, length=14),
-        Piece(row=0, column=25, document=2, offset=0, length=9),
-        Piece(row=1, column=0, document=3, offset=0, length=20),
+        Segment(row=0, column=0, document=0, offset=0, length=11),
+        Segment(row=0, column=11, document=1, offset=0, length=14),
+        Segment(row=0, column=25, document=2, offset=0, length=9),
+        Segment(row=1, column=0, document=3, offset=0, length=20),
     ],
     (2, 36),
 )
@@ -42,10 +41,10 @@ def test_a_packed_document_has_the_features_of_the_document_alone(family: str) -
     online = OnlineFeatures(model, (0, 2, 4))
     found = online.features(packed())
     assert list(found.features) == [0, 2, 4, LAST_HIDDEN] == list(online.signals)
-    for piece in PACKED.pieces(0, 0, 1):
-        alone = reference_states(model, DATA.tokens[piece.document].tolist())
+    for segment in PACKED.segments(0, 0, 1):
+        alone = reference_states(model, DATA.tokens[segment.document].tolist())
         for signal, states in found.features.items():
-            part = states[piece.row, piece.column : piece.column + piece.length]
+            part = states[segment.row, segment.column : segment.column + segment.length]
             torch.testing.assert_close(part, alone[signal], atol=2e-4, rtol=2e-4)
 
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.errors import ArgumentError
-from forerun.training.loop import Parallel, train
+from forerun.training.loop.distributed import Parallel
+from forerun.training.loop.trainer import train
 from ports import free_ports
 from training.loop.toy import Head, Numbers, Toy, weights
 from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice

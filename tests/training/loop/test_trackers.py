@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from forerun.errors import ArgumentError
-from forerun.training.loop import tracker, train
-from forerun.training.loop.trackers import Bar, JsonLines
+from forerun.training.loop.trackers import Bar, JsonLines, tracker
+from forerun.training.loop.trainer import train
 from training.loop.toy import Numbers, Toy, settings
 
 

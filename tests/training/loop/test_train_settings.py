@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from forerun.errors import ArgumentError
-from forerun.training.loop import TrainSettings
-from forerun.training.loop.settings import CHECKS
+from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import rate_factor
 
 
 @pytest.mark.parametrize(
     ("values", "allowed"),
     [
-        ({"learning_rate": 0.0}, "above 0"),
-        ({"learning_rate": math.nan}, "above 0"),
-        ({"learning_rate": "fast"}, "above 0"),
-        ({"steps": 0}, "a whole number from 1, or none"),
-        ({"steps": 2.5}, "a whole number from 1, or none"),
-        ({"betas": (0.9, 1.0)}, "each at least 0 and below 1"),
-        ({"optimizer": "sgd"}, "adamw, muon"),
-        ({"schedule": "exponential"}, "cosine, linear, constant"),
-        ({"warmup_share": 1.5}, "between 0 and 1"),
-        ({"accumulation": True}, "a whole number from 1"),
-        ({"max_seconds": -1.0}, "above 0, or none"),
-        ({"dtype": "float16"}, "bfloat16, float32"),
+        ({"learning_rate": 0.0}, "greater than 0"),
+        ({"learning_rate": math.nan}, "a finite number"),
+        ({"learning_rate": "fast"}, "a valid number"),
+        ({"steps": 0}, "greater than or equal to 1, or none"),
+        ({"steps": 2.5}, "a valid integer, or none"),
+        ({"betas": (0.9, 1.0)}, "less than 1"),
+        ({"optimizer": "sgd"}, "'adamw' or 'muon'"),
+        ({"schedule": "linaer"}, "'cosine', 'linear' or 'constant', got 'linaer'. Did you mean 'linear'"),
+        ({"warmup_share": 1.5}, "less than or equal to 1"),
+        ({"accumulation": True}, "a valid integer"),
+        ({"max_seconds": -1.0}, "greater than 0, or none"),
+        ({"dtype": "float16"}, "'bfloat16' or 'float32'"),
     ],
 )
-def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(values: dict[str, object], allowed: str) -> None:
+def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(values: dict[str, Any], allowed: str) -> None:
     name, value = next(iter(values.items()))
     with pytest.raises(ArgumentError) as caught:
-        TrainSettings(**values)  # type: ignore[arg-type]
-    assert f"{name}={value!r}" in str(caught.value)
+        TrainSettings(**values)
+    wrong = value[1] if isinstance(value, tuple) else value
+    assert f"{name} must be" in str(caught.value) and f"got {wrong!r}" in str(caught.value)
     assert allowed in str(caught.value)
-
-
-def test_every_field_is_checked_or_free() -> None:
-    free = {"gradient_checkpointing", "best_metric"}
-    assert CHECKS.keys() | free == TrainSettings.__dataclass_fields__.keys()
 
 
 def test_steps_come_from_epochs_unless_given() -> None:

@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.training.loop import TrainResult, TrainSettings, files, randomness, state, train
+from forerun.training.loop import checkpoint
+from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trainer import TrainResult, train
 from training.loop.toy import Head, Numbers, Pressed, Toy, logged, run, settings, weights
 
 KEYS = ("loss", "accuracy", "learning_rate", "gradient_norm", "tokens")
@@ -26,13 +28,13 @@ KEYS = ("loss", "accuracy", "learning_rate", "gradient_norm", "tokens")
 
 def same_files(one: Path, other: Path) -> None:
     """All tensors, counters and random states of two checkpoints agree to the bit."""
-    for name in (state.MODEL, state.OPTIMIZER):
+    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
         left, right = load_file(one / name), load_file(other / name)
         assert left.keys() == right.keys()
         assert left
         assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
-    assert (one / state.RANDOM).read_text() == (other / state.RANDOM).read_text()
-    progress = [json.loads((path / state.STATE).read_text())["progress"] for path in (one, other)]
+    assert (one / checkpoint.RANDOM).read_text() == (other / checkpoint.RANDOM).read_text()
+    progress = [json.loads((path / checkpoint.STATE).read_text())["progress"] for path in (one, other)]
     assert progress[0] == progress[1]
 
 
@@ -87,7 +89,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(CheckpointError) as caught:
         run(tmp_path, steps=4, allow_changes=True)
     message = str(caught.value)
@@ -112,11 +114,11 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, mon
         monkeypatch.setattr("forerun.writing.shutil.rmtree", lambda *_, **__: None)
         raise Killed
 
-    monkeypatch.setattr(state, "save_file", die)
+    monkeypatch.setattr(checkpoint, "save_file", die)
     with pytest.raises(Killed):
         run(tmp_path, steps=4, allow_changes=True)
     assert list(tmp_path.glob(".checkpoint-4.*.partial"))
-    assert files.latest(tmp_path) == tmp_path / "checkpoint-2"
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-2"
     monkeypatch.undo()
     assert run(tmp_path, steps=4, allow_changes=True).steps == 4
     assert not list(tmp_path.glob(".*"))
@@ -125,20 +127,20 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, mon
 @pytest.mark.parametrize(("keep", "left"), [(2, {4, 6}), (1, {6}), (0, {2, 4, 6})])
 def test_old_checkpoints_are_removed(tmp_path: Path, keep: int, left: set[int]) -> None:
     run(tmp_path, steps=6, save_every_steps=2, keep_checkpoints=keep)
-    assert {step for step, _ in files.checkpoints(tmp_path)} == left
+    assert {step for step, _ in checkpoint.checkpoints(tmp_path)} == left
     assert not list(tmp_path.glob(".*"))
 
 
 def test_the_newest_is_found_by_number(tmp_path: Path) -> None:
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "checkpoint-11.bak"):
         (tmp_path / name).mkdir()
-    assert files.latest(tmp_path) == tmp_path / "checkpoint-10"
-    assert files.latest(tmp_path / "nowhere") is None
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-10"
+    assert checkpoint.latest(tmp_path / "nowhere") is None
 
 
 def test_saving_by_time(tmp_path: Path) -> None:
     run(tmp_path, steps=4, save_every_s=1e-9, keep_checkpoints=0)
-    assert [step for step, _ in files.checkpoints(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Interrupted after the first of two steps."""
     folder = tmp_path_factory.mktemp("begun")
     train(Pressed(presses={0: [signal.SIGINT]}), Numbers(), settings(steps=2), folder, recipe={"data": "abc"})
-    assert files.latest(folder) == folder / "checkpoint-1"
+    assert checkpoint.latest(folder) == folder / "checkpoint-1"
     return folder
 
 
@@ -231,7 +233,7 @@ def test_a_changed_setting_is_refused_by_name_unless_asked_for(begun: Path, tmp_
     words = re.escape(f"under another recipe: training.{name} was {former!r}, is {now!r}. ")
     with pytest.raises(ArgumentError, match=f"{words}.*--allow-changes"):
         again(begun, tmp_path / "refused", **{name: value})
-    assert files.latest(tmp_path / "refused") == tmp_path / "refused" / "checkpoint-1"
+    assert checkpoint.latest(tmp_path / "refused") == tmp_path / "refused" / "checkpoint-1"
     if name == "optimizer":  # whose state is of another kind
         return
     result = again(begun, tmp_path / "allowed", allow_changes=True, **{name: value})
@@ -256,12 +258,15 @@ def test_the_callers_recipe_is_kept_too(begun: Path, tmp_path: Path) -> None:
         again(begun, tmp_path / "two", {})
     result = again(begun, tmp_path / "three", {"data": "xyz"}, allow_changes=True)
     assert result.steps == 2
-    assert state.read(result.checkpoint).recipe == {"data": "xyz", **json.loads(json.dumps(settings(steps=2).fixed()))}
+    assert checkpoint.read(result.checkpoint).recipe == {
+        "data": "xyz",
+        **json.loads(json.dumps(settings(steps=2).fixed())),
+    }
 
 
 def test_a_checkpoint_without_a_recipe_needs_a_word(begun: Path, tmp_path: Path) -> None:
     shutil.copytree(begun, tmp_path / "old")
-    path = tmp_path / "old" / "checkpoint-1" / state.STATE
+    path = tmp_path / "old" / "checkpoint-1" / checkpoint.STATE
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "recipe"}))
     with pytest.raises(ArgumentError, match=r"forerun wrote it and did not record its recipe\. .*--allow-changes"):
         run_again(tmp_path / "old")
@@ -303,14 +308,14 @@ def test_a_checkpoint_of_another_optimizer_or_module_is_refused(tmp_path: Path) 
 def test_damage_is_named(tmp_path: Path) -> None:
     run(tmp_path, steps=1)
     folder = tmp_path / "checkpoint-1"
-    model = load_file(folder / state.MODEL)
-    save_file(model | {"norm.bias": torch.zeros(3)}, folder / state.MODEL)
+    model = load_file(folder / checkpoint.MODEL)
+    save_file(model | {"norm.bias": torch.zeros(3)}, folder / checkpoint.MODEL)
     with pytest.raises(CheckpointError, match=r"norm\.bias has shape \(3,\), the module wants \(6,\)"):
         run(tmp_path, steps=2, allow_changes=True)
-    (folder / state.MODEL).write_bytes((folder / state.OPTIMIZER).read_bytes()[:50])
+    (folder / checkpoint.MODEL).write_bytes((folder / checkpoint.OPTIMIZER).read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         run(tmp_path, steps=2, allow_changes=True)
-    (folder / state.STATE).write_text("{")
+    (folder / checkpoint.STATE).write_text("{")
     with pytest.raises(CheckpointError, match="no complete training checkpoint"):
         run(tmp_path, steps=2, allow_changes=True)
     shutil.rmtree(folder)
@@ -318,11 +323,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_random_states_survive_text() -> None:
-    randomness.seed_all(3, 0)
+    checkpoint.seed_all(3, 0)
     random.gauss(0, 1), np.random.normal(), torch.randn(3)
-    text = randomness.capture()
+    text = checkpoint.capture_random()
     drawn = [(random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()) for _ in range(2)]
-    randomness.restore(text)
+    checkpoint.restore_random(text)
     assert [(random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()) for _ in range(2)] == drawn
-    randomness.seed_all(3, 1)
+    checkpoint.seed_all(3, 1)
     assert torch.randn(3).tolist() != drawn[0][2]

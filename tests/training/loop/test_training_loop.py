@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from forerun.errors import ArgumentError, NumericError
-from forerun.training.batch import FeatureBatch
-from forerun.training.loop import LossReport, TrainSettings, train
-from forerun.training.loop.optimizers import build_optimizers, moved_by_muon
-from forerun.training.loop.state import weights_of
+from forerun.training.batch import FeatureBatch, LossReport
+from forerun.training.loop.checkpoint import weights_of
+from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trainer import train
+from forerun.training.loop.update import build_optimizers, moved_by_muon
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, weights
 
 

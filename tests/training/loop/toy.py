@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.training.batch import FeatureBatch, TokenBatch
-from forerun.training.loop import LossReport, TrainResult, TrainSettings, train
+from forerun.training.batch import FeatureBatch, LossReport, TokenBatch
+from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trainer import TrainResult, train
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 8, 5
 FLOAT = {"dtype": "float32", "learning_rate": 1e-2, "muon_learning_rate": 1e-2, "log_every_steps": 1}

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from forerun.errors import CheckpointError, NumericError
-from forerun.training.loop import Parallel, state, train
+from forerun.training.loop import checkpoint
+from forerun.training.loop.distributed import Parallel
+from forerun.training.loop.trainer import train
 from training.loop.toy import Head, Numbers, Toy, settings
 
 MODES = ("ddp", "fsdp")
@@ -81,7 +83,7 @@ def failures(output: Path, parallel: Parallel) -> None:
     with pytest.raises(NumericError, match="batch 1 of rank 1"):
         train(poisoned, Numbers(), choice("adamw"), output, parallel=parallel)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "save_file", _full)
+        patch.setattr(checkpoint, "save_file", _full)
         with pytest.raises(CheckpointError, match="No space left"):
             train(Toy(), Numbers(), choice("adamw"), output, parallel=parallel)  # type: ignore[arg-type]
     assert parallel.share(parallel.rank) == 0

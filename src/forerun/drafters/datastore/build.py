@@ -22,8 +22,8 @@ from forerun.drafters.datastore.format import (
 )
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import digest_of
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.data.read import BadRecords, Record, read_records
+from forerun.training.data.prepare import BadRecords, Record, read_records
+from forerun.training.data.store import TokenizerIdentity
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:

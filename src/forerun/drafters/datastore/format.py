@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from forerun.errors import DataError, VocabularyMismatchError
 from forerun.manifests import ManifestKind, digest_of
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.data.store import TokenizerIdentity
 
 KIND = ManifestKind(
     format="forerun-datastore", version=2, what="a datastore", remedy="make one with: forerun datastore build"

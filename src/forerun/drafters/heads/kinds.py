@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Way = Literal["sequential", "parallel"]
 Role = Literal["head", "draft_model", "target"]
-READ_HEAD = "forerun.checkpoints.files:read_head"
+READ_HEAD = "forerun.checkpoints.formats:read_head"
 """Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
 
 

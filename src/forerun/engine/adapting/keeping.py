@@ -20,8 +20,8 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError
 from forerun.target import Target
-from forerun.training.data.identity import TokenizerIdentity
-from forerun.training.loop import files
+from forerun.training.data.store import TokenizerIdentity
+from forerun.training.loop import checkpoint
 from forerun.writing import remove_folder, tidy, written
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class Keeper:
             record = {"version": version, **self._described, **facts}
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-        path = files.write_directory(self.directory / f"checkpoint-{version}", fill)
+        path = checkpoint.write_directory(self.directory / f"checkpoint-{version}", fill)
         self._link(path)
-        files.rotate(self.directory, KEEP)
+        checkpoint.rotate(self.directory, KEEP)
         return path
 
     def withdraw(self, version: int) -> None:
@@ -107,7 +107,7 @@ class Keeper:
         bad = self.directory / f"checkpoint-{version}"
         if not bad.is_dir():
             return
-        before = [path for number, path in files.checkpoints(self.directory) if number < version]
+        before = [path for number, path in checkpoint.checkpoints(self.directory) if number < version]
         if before:
             self._link(before[-1])
         remove_folder(bad)
@@ -117,7 +117,7 @@ class Keeper:
     def _served(self) -> Path | None:
         """What ``latest`` points to; where there is no such link, the newest."""
         link = self.directory / LATEST
-        return link.resolve() if link.is_symlink() and link.is_dir() else files.latest(self.directory)
+        return link.resolve() if link.is_symlink() and link.is_dir() else checkpoint.latest(self.directory)
 
     def _link(self, path: Path | None) -> None:
         link = self.directory / LATEST

@@ -1,91 +1,179 @@
-"""The class that a converted model has: its own, and above it the loss of its head.
+"""`convert`: a loaded transformers model becomes one that trains, saves and exports its own EAGLE head.
 
-Knows how a head is trained, saved and exported; not how one is attached (`api`), nor who trains it.
+The interface is that of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
-from forerun.checkpoints.export import Exported, export_head
+from forerun.checkpoints.engines import Exported, export_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.target.parts import device_of
 from forerun.training.batch import TokenBatch
-from forerun.training.convert import files
-from forerun.training.convert.settings import ConvertSettings
+from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle import EagleObjective, EagleSettings
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from forerun.writing import written
 
-# What transformers' data collators hand to a model, as a `TokenBatch`. Knows no model.
-
-
+FOLDER = "eagle_head"
+"""Of the head, inside the model's directory."""
+MARKER = "forerun_convert.json"
+"""Says that a directory holds a converted model, and with which settings it was converted."""
 IGNORED = -100
 """transformers' label of a token that does not count."""
-
-
-def token_batch(
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-) -> TokenBatch:
-    """A batch whose padding is at the end of each row, wherever it was.
-
-    Args:
-        input_ids: (B, S) int64.
-        attention_mask: (B, S), 0 for padding; None: there is none.
-        labels: (B, S), -100 where token i does not count; not shifted, as everywhere in transformers.
-        loss_mask: (B, S), the same as a mask; a token counts if both say so. Without either, all count.
-        position_ids: (B, S); where they do not go on by one a new document begins, which sees nothing before it.
-
-    Raises:
-        ArgumentError: a shape other than (B, S).
-    """
-    named = {"attention_mask": attention_mask, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
-    for name, values in named.items():
-        if values is not None and values.shape != input_ids.shape:
-            raise ArgumentError(
-                f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
-            )
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    counts = real if loss_mask is None else real & loss_mask.bool()
-    if labels is not None:
-        counts = counts & (labels != IGNORED)
-    # Stable: the real tokens of a row keep their order.
-    order = torch.sort((~real).long(), dim=1, stable=True).indices
-    real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
-    places = torch.arange(real.shape[1], device=real.device).expand_as(real)
-    if position_ids is None:
-        return TokenBatch(
-            tokens=tokens * real, loss_mask=counts, documents=real.long() - 1, positions=torch.where(real, places, 0)
-        )
-    positions = position_ids.gather(1, order)
-    begins = torch.ones_like(real)
-    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    documents = torch.where(real, begins.long().cumsum(1) - 1, -1)
-    return TokenBatch(
-        tokens=tokens * real, loss_mask=counts, documents=documents, positions=torch.where(real, positions, 0)
-    )
-
-
 HEAD = "eagle_module"
 """The head's name among the model's children, ModelOpt's."""
 OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
+_PLAIN = "_forerun_plain"
+
+
+def convert(model: Any, mode: Any) -> Any:
+    """Attach a trainable EAGLE head to a loaded transformers causal LM, in place, and freeze everything else.
+
+    The model keeps its name, its weights and, in eval mode, its behaviour: ``generate`` gives the same tokens. In train
+    mode, or with ``labels`` or ``loss_mask``, ``model(input_ids, attention_mask, ...)`` returns an `EagleOutput` whose
+    loss is that of training-time test (arXiv 2503.01840): the head unrolled on its own features, soft cross-entropy
+    to the model's own distribution, mean over the counted tokens. ``labels`` (-100: does not count) and ``loss_mask``
+    say which tokens count; the values of labels are not looked at. transformers' ``Trainer`` takes it as it is.
+
+    It also gains ``set_draft_vocabulary``, ``export_head`` and ``load_head``; ``save_pretrained`` writes the head
+    beside the base. A head with ``draft_vocab_size`` below ``vocab_size`` must be told its tokens before its first
+    forward, by ``set_draft_vocabulary(token_ids)`` or ``eagle_draft_vocab_ids`` in the configuration. Fresh weights
+    follow torch's seed (``transformers.set_seed``).
+
+    Args:
+        model: a transformers causal LM; not yet wrapped, compiled or sharded.
+        mode: ``[("eagle", config)]`` with ModelOpt's keys, see `EAGLE3_DEFAULT_CFG`; or
+            ``{"algorithm": "eagle", "config": config}``.
+
+    Returns:
+        the same object.
+
+    Raises:
+        ArgumentError: the model is converted already, or the configuration is unknown, contradictory or unsupported.
+        UnsupportedModelError: a model whose hidden states cannot be read (recurrent state, no causal LM).
+    """
+    if isinstance(model, EagleModel):
+        raise ArgumentError("convert: this model is converted already; its head is model.eagle_module")
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(f"convert: expected a transformers causal LM, got {type(model).__name__}")
+    settings = read_mode(mode)
+    _check_forward(model)
+    config = head_shape(model, settings)
+    source = OnlineFeatures(model, config.boundaries)
+    ids = None if settings.draft_vocab_ids is None else checked_ids(settings.draft_vocab_ids, config)
+    _attach(model, _fresh(model, config, ids), settings, source)
+    model._eagle_ready = ids is not None or not config.reduced_vocabulary
+    return model
+
+
+def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
+    """Attach the head that was saved in `directory`, if any, to its base model; returns the same object.
+
+    Raises:
+        CheckpointError: the head is incomplete, or not this model's.
+    """
+    loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
+    if not isinstance(directory, str | Path):
+        return model
+    folder = Path(directory) / subfolder
+    mode = _read_marker(folder)
+    if mode is None or isinstance(loaded, EagleModel) or loaded.get_output_embeddings() is None:
+        return model
+    settings = read_mode(mode)
+    text = loaded.config.get_text_config()
+    found = read_head(folder / FOLDER, num_layers=text.num_hidden_layers)
+    if (found.config.target_hidden_size, found.config.vocab_size) != (text.hidden_size, text.vocab_size):
+        raise CheckpointError(
+            f"{folder / FOLDER} is the head of a model with {found.config.target_hidden_size} hidden units and "
+            f"{found.config.vocab_size} tokens; this one has {text.hidden_size} and {text.vocab_size}"
+        )
+    _attach(loaded, found.build(), settings, OnlineFeatures(loaded, found.config.boundaries))
+    loaded._eagle_ready = loaded._eagle_fresh = True
+    return model
+
+
+def enable_huggingface_checkpointing() -> None:
+    """From now on ``from_pretrained`` of every transformers class gives a converted model back converted.
+
+    Only directories on this machine are looked at. Calling it again changes nothing.
+    """
+    current = PreTrainedModel.__dict__["from_pretrained"]
+    if hasattr(current, _PLAIN):
+        return
+    plain = current.__func__
+
+    @functools.wraps(plain)
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, **keywords: Any) -> Any:
+        loaded = plain(cls, pretrained_model_name_or_path, *arguments, **keywords)
+        return restore(loaded, pretrained_model_name_or_path, keywords.get("subfolder") or "")
+
+    wrapped = classmethod(from_pretrained)
+    setattr(wrapped, _PLAIN, current)
+    PreTrainedModel.from_pretrained = wrapped
+
+
+def disable_huggingface_checkpointing() -> None:
+    """Undo `enable_huggingface_checkpointing`; without it, nothing happens."""
+    PreTrainedModel.from_pretrained = getattr(
+        PreTrainedModel.__dict__["from_pretrained"], _PLAIN, PreTrainedModel.__dict__["from_pretrained"]
+    )
+
+
+def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: OnlineFeatures) -> None:
+    """From here on nothing may fail: the model is half converted."""
+    base: Any = type(model)
+    model.requires_grad_(False)
+    model.__class__ = converted_class(base)
+    if "_old_forward" in model.__dict__:
+        model._old_forward = types.MethodType(type(model).forward, model)  # accelerate calls this one
+    setattr(model, HEAD, head.to(device_of(model.get_input_embeddings())).train(model.training))
+    model._eagle_settings, model._eagle_source = settings, source
+    model._eagle_fresh = model._eagle_reading = False
+
+
+def _check_forward(model: Any) -> None:
+    if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
+        raise ArgumentError("convert: somebody replaced this model's forward (a compiler?); convert it before that")
+
+
+def _fresh(model: Any, config: EagleConfig, ids: Tensor | None) -> EagleHead:
+    """An untrained head in float32; until its tokens are known it stands for the first ones."""
+    seed = torch.initial_seed()
+    if ids is None and config.reduced_vocabulary:
+        ids = torch.arange(config.draft_vocab_size)
+    return EagleHead.initial(model, config, ids, seed=seed)
+
+
+def _read_marker(directory: Path) -> Any:
+    """What `convert` was given when the model in `directory` was converted; None: it is no converted model's."""
+    file = directory / MARKER
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON: {error}") from error
 
 
 @dataclass
@@ -166,8 +254,10 @@ class EagleModel:
             tensors={name: tensor.detach().cpu().clone() for name, tensor in head.items()},
         )
         directory = Path(save_directory)
-        write_head(checkpoint, directory / files.FOLDER, "flat", self._facts(str(directory.absolute())))
-        files.write_settings(directory, self._eagle_settings.given)
+        write_head(checkpoint, directory / FOLDER, "flat", self._facts(str(directory.absolute())))
+        record = {"algorithm": "eagle", "config": self._eagle_settings.given}
+        with written(directory / MARKER) as fresh:
+            fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def load_head(self, directory: str | os.PathLike[str]) -> None:
         """Put the weights of a saved head into this model's; `directory` is a converted model's or the head's own.
@@ -179,7 +269,7 @@ class EagleModel:
             CheckpointError: there is no head, or one of another shape.
         """
         folder = Path(directory)
-        folder = folder / files.FOLDER if (folder / files.FOLDER).is_dir() else folder
+        folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         found = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
         try:
             if found.config.boundaries != self.eagle_module.config.boundaries:
@@ -205,10 +295,10 @@ class EagleModel:
             CheckpointError: the engine would not serve the head as it was trained.
         """
         self._check_ready()
-        head = files.for_export(self, self._eagle_settings)
+        head = _for_export(self, self._eagle_settings)
         facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")
         with tempfile.TemporaryDirectory() as folder:
-            stored = write_head(head, Path(folder) / files.FOLDER, "flat", facts)
+            stored = write_head(head, Path(folder) / FOLDER, "flat", facts)
             return export_head(stored, facts, to, Path(directory), force=force)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -220,7 +310,7 @@ class EagleModel:
         if not strict and not self._eagle_fresh and not any(name.startswith(f"{HEAD}.") for name in state_dict):
             raise ArgumentError(
                 "these weights hold no head, so the model's would stay as it is now. A checkpoint of a converted model "
-                f"keeps it in {files.FOLDER}/: call model.load_head(checkpoint) first, or load the checkpoint with "
+                f"keeps it in {FOLDER}/: call model.load_head(checkpoint) first, or load the checkpoint with "
                 "from_pretrained after forerun.enable_huggingface_checkpointing()"
             )
         return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
@@ -235,7 +325,9 @@ class EagleModel:
             )
 
     def _facts(self, name: str) -> TargetFacts:
-        return files.target_facts(self, name)
+        """What a head's file says of its base model, found under `name`."""
+        facts = TargetFacts.of(cast(Any, self).config, name)
+        return facts if facts.architectures else dataclasses.replace(facts, architectures=(type(self).__name__,))
 
     def _eagle_wants(self, given: Mapping[str, Any]) -> bool:
         """Whether a call asks for the loss. One with a cache comes from ``generate``, also in train mode."""
@@ -273,11 +365,7 @@ class EagleModel:
     def _eagle_objective(self, *, checkpointing: bool) -> Eagle3Objective:
         # Made anew: whoever moves or shards the model replaces the tensors that it would hold.
         given, target = self._eagle_settings, FrozenTarget.of(self)
-        common: dict[str, Any] = {
-            "steps": given.steps,
-            "decay": given.decay,
-            "gradient_checkpointing": checkpointing,
-        }
+        common: dict[str, Any] = {"steps": given.steps, "decay": given.decay, "gradient_checkpointing": checkpointing}
         if self.eagle_module.config.generation == 3:
             return Eagle3Objective(self.eagle_module, target, Eagle3Settings(**common))
         # ModelOpt pulls features only on request, and reads them as they are.
@@ -302,13 +390,10 @@ def checked_ids(token_ids: Sequence[int] | Tensor, config: EagleConfig) -> Tenso
 
 
 @functools.cache
-def converted_class(base: type, restore: Callable[[Any, Any, str], Any]) -> type:
+def converted_class(base: type) -> type:
     """`base` with `EagleModel` above it, under the same name: transformers writes it as the architecture.
 
     ``forward`` takes what the base's takes, and ``loss_mask``.
-
-    Args:
-        restore: (base model, directory, subfolder) -> the same with its head, as `api.restore`.
     """
     plain = cast(Any, base).forward
     signature = _with_loss_mask(inspect.signature(plain))
@@ -346,3 +431,63 @@ def _with_loss_mask(signature: inspect.Signature) -> inspect.Signature:
     fixed = [item for item in parameters if item.kind is not inspect.Parameter.VAR_KEYWORD]
     mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
     return signature.replace(parameters=[*fixed, mask, *rest])
+
+
+def _for_export(model: Any, settings: ConvertSettings) -> HeadCheckpoint:
+    """The head of a converted model as engines want it: an output head of its own, the dtype that was asked for."""
+    found = HeadCheckpoint.of(model.eagle_module)
+    config, tensors = found.config, dict(found.tensors)
+    if config.generation == 3 and not config.own_lm_head:
+        config = dataclasses.replace(config, own_lm_head=True)
+        tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu().clone()
+    if settings.export_rope_scaling is not None and config.rope_scaling is None:
+        config = dataclasses.replace(config, rope_scaling=dict(settings.export_rope_scaling))
+    dtype: torch.dtype = getattr(torch, settings.export_dtype)
+    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return HeadCheckpoint(config=config, tensors=tensors)
+
+
+def token_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> TokenBatch:
+    """A batch whose padding is at the end of each row, wherever it was.
+
+    Args:
+        input_ids: (B, S) int64.
+        attention_mask: (B, S), 0 for padding; None: there is none.
+        labels: (B, S), -100 where token i does not count; not shifted, as everywhere in transformers.
+        loss_mask: (B, S), the same as a mask; a token counts if both say so. Without either, all count.
+        position_ids: (B, S); where they do not go on by one a new document begins, which sees nothing before it.
+
+    Raises:
+        ArgumentError: a shape other than (B, S).
+    """
+    named = {"attention_mask": attention_mask, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+    for name, values in named.items():
+        if values is not None and values.shape != input_ids.shape:
+            raise ArgumentError(
+                f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
+            )
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    counts = real if loss_mask is None else real & loss_mask.bool()
+    if labels is not None:
+        counts = counts & (labels != IGNORED)
+    # Stable: the real tokens of a row keep their order.
+    order = torch.sort((~real).long(), dim=1, stable=True).indices
+    real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
+    places = torch.arange(real.shape[1], device=real.device).expand_as(real)
+    if position_ids is None:
+        return TokenBatch(
+            tokens=tokens * real, loss_mask=counts, documents=real.long() - 1, positions=torch.where(real, places, 0)
+        )
+    positions = position_ids.gather(1, order)
+    begins = torch.ones_like(real)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    documents = torch.where(real, begins.long().cumsum(1) - 1, -1)
+    return TokenBatch(
+        tokens=tokens * real, loss_mask=counts, documents=documents, positions=torch.where(real, positions, 0)
+    )

@@ -1,29 +1,314 @@
-"""The target writes the answers itself: `forerun data regenerate`. Every finished record is one line, safe at once.
+"""Training answers written by the target itself, through the local engine or an OpenAI-compatible endpoint.
 
-Two ways to get answers, the local engine and an endpoint, drive the same scripts. A run that was stopped goes on where
-it was: ids that the output holds are not asked again.
+A record is a script of questions, whoever answers them. Every finished record is one line, safe at once. A run that was
+stopped goes on where it was: ids that the output holds are not asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import importlib
 import json
+import math
 import os
+import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, DataError, ForerunError
-from forerun.training.data.endpoint import Endpoint, EndpointError, Generation
-from forerun.training.data.read import EXAMPLES_KEPT, BadRecords, Record, read_records
-from forerun.training.data.scripts import Answer, Director, Question, Script
+from forerun.training.data.prepare import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from forerun.engine.llm import LLM
     from forerun.types import CompletionOutput, StreamChunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One thing to generate: the next turn of a conversation, or what follows a text."""
+
+    messages: tuple[Message, ...]
+    """The conversation so far; empty for plain text."""
+    tools: tuple[Mapping[str, Any], ...]
+    """Tools the conversation may call."""
+    prompt: str
+    """The text to continue, where there is no conversation."""
+    seed: int | None
+    """For the sampling, below 2**31; None leaves it to whoever answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the target wrote."""
+
+    text: str
+    truncated: bool
+    """A limit on tokens ended it, not the target."""
+    reasoning: str = ""
+    """What an endpoint reports separately as the target's thinking."""
+
+
+Script = Generator[Question, Answer, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Director:
+    """Makes the scripts."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    """Cuts prompts out of plain texts; needed for those only."""
+    prompt_tokens: int = 64
+    """Tokens of a plain text that are given; the target writes the rest."""
+    seed: int | None = None
+    """Mixed with each record's id and turn, so that a resumed run asks the same."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ArgumentError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+
+    def script(self, record: Record) -> Script:
+        """The questions of one record.
+
+        Raises:
+            DataError: when it is advanced: nothing in it can be answered, or a plain text without a tokenizer.
+        """
+        return self._conversation(record) if record.messages else self._text(record)
+
+    def _conversation(self, record: Record) -> Script:
+        """Keep what others said, write every turn of the assistant anew, and answer what was left unanswered.
+
+        A conversation ends early where an answer is cut off, and before the first call of a tool: the tool's recorded
+        reply would not fit another call.
+        """
+        history: list[Message] = []
+        truncated = False
+        for message in (*_askable(record.messages), None):
+            if message is not None and message["role"] != "assistant":
+                history.append(message)
+                continue
+            if truncated or not history or history[-1]["role"] not in ("user", "tool"):
+                continue
+            answer = yield self._question(record, tuple(history), "", len(history))
+            turn: Message = {"role": "assistant", "content": answer.text}
+            history.append(turn | ({"reasoning_content": answer.reasoning} if answer.reasoning else {}))
+            truncated = answer.truncated
+            if truncated:
+                break
+        while history and history[-1]["role"] != "assistant":
+            history.pop()
+        if not history:
+            raise DataError("no user turn that could be answered without a tool")
+        line: dict[str, Any] = {"id": record.id, "messages": history}
+        if record.tools:
+            line["tools"] = [dict(tool) for tool in record.tools]
+        return line | ({"truncated": True} if truncated else {})
+
+    def _text(self, record: Record) -> Script:
+        if self.tokenizer is None:
+            raise DataError("a plain text needs the target's tokenizer to cut its prompt; add --target MODEL")
+        prompt = _beginning(record.text, self.prompt_tokens, self.tokenizer)
+        answer = yield self._question(record, (), prompt, 0)
+        if not answer.text:
+            raise DataError("the target ends the text at once, so there is nothing to learn")
+        text = prompt + answer.text
+        given = _tokens_before(text, len(prompt), self.tokenizer)
+        line: dict[str, Any] = {"id": record.id, "text": text, "prompt_tokens": given}
+        return line | ({"truncated": True} if answer.truncated else {})
+
+    def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> Question:
+        seed = None
+        if self.seed is not None:
+            digest = hashlib.sha256(f"{self.seed}/{record.id}/{turn}".encode()).digest()
+            seed = int.from_bytes(digest[:4], "big") >> 1
+        return Question(messages=messages, tools=record.tools, prompt=prompt, seed=seed)
+
+
+def _askable(messages: Sequence[Message]) -> list[Message]:
+    """The messages before the first that calls a tool or reports from one."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") or message.get("function_call"):
+            break
+        if message["role"] == "tool":
+            # Whoever spoke before it called it, in a way that this format does not mark.
+            while found and found[-1]["role"] == "assistant":
+                found.pop()
+            break
+        found.append(message)
+    else:
+        return found
+    while found and found[-1]["role"] != "assistant":
+        found.pop()
+    return found
+
+
+def _offsets(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    if not tokenizer.is_fast:
+        raise DataError("plain texts need a fast tokenizer, one that tells where each token stands")
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
+
+
+def _beginning(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of its first `tokens` tokens; special tokens put in front take no part."""
+    ends = [end for start, end in _offsets(text, tokenizer) if end > start]
+    return text[: ends[min(tokens, len(ends)) - 1]] if ends else text
+
+
+def _tokens_before(text: str, place: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens of `text` begin before a character; one that reaches across it is among them."""
+    offsets = _offsets(text, tokenizer)
+    return next((n for n, (start, end) in enumerate(offsets) if end > start >= place), len(offsets))
+
+
+BUSY = frozenset({408, 409, 425, 429})
+"""Statuses besides 5xx that a later attempt may cure."""
+UNFIT = frozenset({400, 413, 422})
+"""Statuses that blame this one request: a conversation too long for the model, for example."""
+LONGEST_PAUSE_S = 60.0
+
+
+class EndpointError(ForerunError, ConnectionError):
+    """The endpoint cannot be reached, or refuses requests of this kind altogether."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """How answers are sampled."""
+
+    max_tokens: int = 1024
+    """Most tokens of one answer."""
+    temperature: float | None = None
+    """0 is greedy; None takes the model's or the server's default."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens whose mass reaches this; None takes the default."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ArgumentError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ArgumentError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ArgumentError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where the target answers and how patient to be with it."""
+
+    url: str
+    """Base, with or without ``/v1``."""
+    model: str
+    """The name under which the server knows the target."""
+    generation: Generation = field(default_factory=Generation)
+    retries: int = 6
+    """Further attempts after the first, for timeouts, 429 and 5xx."""
+    first_pause_s: float = 0.5
+    """Pause before the second attempt; doubles each time."""
+    timeout_s: float = 600.0
+    """For one answer."""
+    api_key: str | None = None
+    """Bearer token; None takes ``OPENAI_API_KEY`` if it is set."""
+
+    def client(self, transport: Any = None, connections: int = 100) -> Any:
+        """An `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport` replaces the network.
+
+        Raises:
+            ArgumentError: httpx is not installed, or the URL is none.
+        """
+        httpx = _httpx()
+        key = self.api_key or os.environ.get("OPENAI_API_KEY")
+        if not self.url.startswith(("http://", "https://")):
+            raise ArgumentError(f"--endpoint must begin with http:// or https://, got {self.url!r}")
+        base = self.url.rstrip("/")
+        return httpx.AsyncClient(
+            base_url=base if base.endswith("/v1") else f"{base}/v1",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(self.timeout_s, connect=min(30.0, self.timeout_s)),
+            limits=httpx.Limits(max_connections=connections),
+            transport=transport,
+        )
+
+    async def ask(self, client: Any, question: Question) -> Answer:
+        """One answer.
+
+        Raises:
+            DataError: the endpoint refuses this question; others may pass.
+            EndpointError: it cannot be reached, stays busy, or refuses all questions.
+        """
+        path = "/chat/completions" if question.messages else "/completions"
+        response = await self._post(client, path, self._body(question))
+        try:
+            choice = response.json()["choices"][0]
+            message = choice["message"] if question.messages else choice
+            text = message["content" if question.messages else "text"] or ""
+            thought = message.get("reasoning_content") or message.get("reasoning") or ""
+            truncated = choice.get("finish_reason") == "length"
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EndpointError(
+                f"{self.url}{path} answered something that is no OpenAI response: {response.text[:200]!r}"
+            ) from error
+        if question.messages and not text and not truncated:
+            raise DataError("the endpoint's answer has no text")
+        return Answer(text=text, truncated=truncated, reasoning=thought if isinstance(thought, str) else "")
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        generation = self.generation
+        options: dict[str, Any] = {
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "seed": question.seed,
+            "tools": [dict(tool) for tool in question.tools] or None,
+        }
+        said: dict[str, Any] = (
+            {"messages": list(question.messages)} if question.messages else {"prompt": question.prompt}
+        )
+        given = {key: value for key, value in options.items() if value is not None}
+        return {"model": self.model, "max_tokens": generation.max_tokens, **said, **given}
+
+    async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
+        httpx = _httpx()
+        attempt = 0
+        while True:
+            response = None
+            try:
+                response = await client.post(path, json=body)
+                trouble = f"status {response.status_code}: {response.text[:300]}"
+            except httpx.TransportError as error:
+                trouble = f"{type(error).__name__}: {error}"
+            if response is not None and response.is_success:
+                return response
+            if response is not None and response.status_code < 500 and response.status_code not in BUSY:
+                kind = DataError if response.status_code in UNFIT else EndpointError
+                raise kind(f"{self.url} refused the request with {trouble}")
+            if attempt == self.retries:
+                raise EndpointError(f"{self.url} failed {attempt + 1} times, the last with {trouble}")
+            await asyncio.sleep(self._pause(attempt, response))
+            attempt += 1
+
+    def _pause(self, attempt: int, response: Any) -> float:
+        """Seconds to wait: what the server asks for, else twice as long each time, not all clients at once."""
+        asked = response.headers.get("Retry-After", "") if response is not None else ""
+        try:
+            wanted = float(asked)
+        except ValueError:
+            wanted = self.first_pause_s * 2**attempt * random.uniform(0.5, 1.0)
+        return min(max(wanted, 0.0), LONGEST_PAUSE_S)
+
+
+def _httpx() -> Any:
+    try:
+        return importlib.import_module("httpx")
+    except ImportError as error:
+        raise ArgumentError("an endpoint needs httpx; install it with: pip install 'forerun[train]'") from error
+
 
 MOST_FAILURES = 20
 """Records in a row that an unreachable endpoint may cost before the run gives up."""
@@ -305,7 +590,7 @@ class Lines:
             self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, at once and in one piece.
+        """Append one record, at once and as a whole.
 
         Raises:
             OSError: the disk is full; what the file had before is still whole.

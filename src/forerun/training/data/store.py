@@ -1,31 +1,75 @@
-"""Prepared data: token ids and masks of many documents, memory-mapped, in a directory with a strict manifest.
+"""Prepared data: token ids and masks of documents in a directory; from there the draft vocabulary and packed windows.
 
 ``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` (int64, one more than documents), and ``manifest.json``
 with the sha256 of each, which is compared whenever the directory is opened: five bytes a token, of which a processor
-hashes more than 1 GB a second. The directory is written under a temporary name and renamed when it is complete. Knows
-no tokenizer beyond its identity.
+hashes more than 1 GB a second. The directory is written under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from forerun.errors import DataError, VocabularyMismatchError
+from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import ManifestKind, digest_of
-from forerun.training.data.identity import TokenizerIdentity
+from forerun.training.batch import TokenBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerIdentity:
+    """What tells one tokenizer from another."""
+
+    name: str
+    """Directory name or hub id it was loaded from; for messages, not for comparison."""
+    vocab_size: int
+    """Token ids are below this."""
+    vocabulary: str
+    """sha256 of the token strings and their ids."""
+    template: str
+    """sha256 of the chat template; empty where there is none."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> TokenizerIdentity:
+        """The identity of a loaded tokenizer; `name` overrides the one it carries."""
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        template: Any = tokenizer.chat_template
+        return cls(
+            name=short_name(name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"),
+            vocab_size=max(vocabulary.values()) + 1,
+            vocabulary=_hash(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
+            template=_hash(template) if template else "",
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+def short_name(source: str) -> str:
+    """A hub id as it is, a directory by its last part: manifests travel, places on one machine do not."""
+    path = Path(source)
+    return path.name if path.is_absolute() or path.exists() else source
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
 
 KIND = ManifestKind(
     format="forerun-prepared-data", version=2, what="prepared data", remedy="make some with: forerun data prepare"
@@ -129,11 +173,8 @@ class PreparedData:
 class PreparedWriter:
     """Writes a prepared directory; a context manager. Nothing appears under the final name unless `finish` was called.
 
-    Args:
-        folder: where the data goes; must not exist, or be an empty directory.
-
     Raises:
-        DataError: there is something already.
+        DataError: there is something in `folder` already.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -176,9 +217,7 @@ class PreparedWriter:
     def finish(self, tokenizer: TokenizerIdentity, about: Mapping[str, Any]) -> PreparedData:
         """Write the manifest, give the directory its name, and open it.
 
-        Args:
-            tokenizer: whose ids these are.
-            about: further entries of the manifest; its ``counts`` are completed here.
+        `about` has further entries of the manifest; its ``counts`` are completed here.
         """
         for file in self._files.values():
             file.flush()
@@ -215,3 +254,213 @@ def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
     # A plain array on the same pages: slicing one is several times faster than slicing a memmap.
     numbers: NDArray[Any] = np.asarray(np.memmap(path, kind, mode="r", shape=(length,)))
     return numbers
+
+
+_BLOCK = 1 << 22
+"""Tokens counted at once."""
+
+
+def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
+    """(V,) int64: how often each token counts, prompts and templates left out.
+
+    V is `vocab_size`, the rows of the target's head; it may be larger than the tokenizer's vocabulary.
+
+    Raises:
+        ArgumentError: the data holds a token id of V or more.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, data.num_tokens, _BLOCK):
+        tokens = data.tokens[start : start + _BLOCK]
+        counted = tokens[data.mask[start : start + _BLOCK] != 0]
+        if counted.size and int(counted.max()) >= vocab_size:
+            raise ArgumentError(
+                f"{data.folder} holds token id {int(counted.max())}, outside the target's vocabulary of {vocab_size}; "
+                f"it was prepared with the tokenizer of {data.tokenizer.name!r}"
+            )
+        counts += np.bincount(counted, minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
+    """(size,) int64, ascending: the ids of the most frequent tokens.
+
+    `counts` (V,) are those of `token_counts`. Of equally frequent tokens the lower id comes first; with fewer different
+    tokens than `size`, the lowest unused ids fill up.
+
+    Raises:
+        ArgumentError: `size` is below 1 or above V.
+    """
+    if not 1 <= size <= len(counts):
+        raise ArgumentError(f"the draft vocabulary must have 1 to {len(counts)} tokens (the target's), got {size}")
+    # A stable sort keeps equals in ascending order of id, and tokens that never occur are equals, too.
+    order = torch.sort(counts, descending=True, stable=True).indices
+    return order[:size].sort().values
+
+
+def coverage(counts: Tensor, ids: Tensor) -> float:
+    """The share of counted tokens, in [0, 1], that a draft vocabulary can say; 1 where nothing was counted."""
+    total = int(counts.sum())
+    return int(counts[ids].sum()) / total if total else 1.0
+
+
+BUCKET = 2048
+"""Segments that are sorted and packed together: large enough to fill windows, small enough to stay random."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Where a run of a batch's tokens came from."""
+
+    row: int
+    """Row of the batch."""
+    column: int
+    """First token's place in the row."""
+    document: int
+    """Number in the prepared data."""
+    offset: int
+    """First token's place in that document; above 0 where a document longer than the window was split."""
+    length: int
+    """Tokens."""
+
+
+class PackedWindows:
+    """Batches of packed windows. ``batch(step)`` depends on the arguments and the step, on nothing else.
+
+    The global batch is ``rows * world`` windows; rank r takes rows ``r * rows`` to ``(r + 1) * rows`` of it. So
+    1 process with 8 rows and 4 processes with 2 rows see the same windows in the same order.
+
+    Args:
+        data: the documents.
+        length: S, tokens per window.
+        rows: B, windows per process and step.
+        seed: of the packing and of every epoch's order.
+        min_tokens: leave out segments with fewer tokens to learn than this.
+
+    Raises:
+        ArgumentError: `length` below 2, `rows` or `min_tokens` below 1.
+        DataError: no segment has enough tokens to learn.
+    """
+
+    def __init__(self, data: PreparedData, *, length: int, rows: int, seed: int, min_tokens: int = 1) -> None:
+        if length < 2 or rows < 1 or min_tokens < 1 or seed < 0:
+            raise ArgumentError(
+                "windows need length >= 2, rows >= 1, min_tokens >= 1 and seed >= 0, "
+                f"got {length}, {rows}, {min_tokens}, {seed}"
+            )
+        self.data, self.length, self.rows, self.seed = data, length, rows, seed
+        self._segments = _cut(data, length, min_tokens)
+        if not len(self._segments):
+            raise DataError(
+                f"no document of {data.folder} has {min_tokens} tokens to learn within a window of {length}; "
+                "use longer windows or a smaller min_tokens"
+            )
+        self._windows = _pack(self._segments[:, 2], length, np.random.default_rng([seed, 0]))
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        """Number of different windows."""
+        return len(self._windows)
+
+    @property
+    def fill(self) -> float:
+        """Share of the windows' places, in (0, 1], that hold tokens."""
+        return float(self._segments[:, 2].sum()) / (len(self) * self.length)
+
+    def steps_per_epoch(self, world: int = 1) -> int:
+        """Steps in which every window is seen at least once; the last is filled up with the epoch's first windows."""
+        return -(-len(self) // (self.rows * world))
+
+    def segments(self, step: int, rank: int = 0, world: int = 1) -> list[Segment]:
+        """What the rows of ``batch(step, rank, world)`` are made of, row by row, left to right.
+
+        Raises:
+            ArgumentError: a negative step, or no such rank.
+        """
+        if step < 0 or not 0 <= rank < world:
+            raise ArgumentError(f"step must be at least 0 and rank below world, got {step}, {rank} of {world}")
+        found = []
+        for row, window in enumerate(self._share(step, rank, world)):
+            column = 0
+            for number in self._windows[window]:
+                document, offset, length = (int(value) for value in self._segments[number])
+                found.append(Segment(row=row, column=column, document=document, offset=offset, length=length))
+                column += length
+        return found
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
+        """One process's rows of a step, B = `rows`, S = `length`.
+
+        A segment's first token never counts: nothing before it may predict it.
+
+        Raises:
+            ArgumentError: a negative step, or no such rank.
+        """
+        shape = (self.rows, self.length)
+        tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        mask, documents = np.zeros(shape, bool), np.full(shape, -1, np.int64)
+        numbers = [0] * self.rows
+        for segment in self.segments(step, rank, world):
+            ids, counted = self.data.document(segment.document)
+            source = slice(segment.offset, segment.offset + segment.length)
+            place = (segment.row, slice(segment.column, segment.column + segment.length))
+            tokens[place] = ids[source]
+            mask[place] = counted[source]
+            mask[segment.row, segment.column] = False
+            documents[place] = numbers[segment.row]
+            positions[place] = np.arange(segment.length)
+            numbers[segment.row] += 1
+        return TokenBatch(
+            tokens=torch.from_numpy(tokens),
+            loss_mask=torch.from_numpy(mask),
+            documents=torch.from_numpy(documents),
+            positions=torch.from_numpy(positions),
+        )
+
+    def _share(self, step: int, rank: int, world: int) -> list[int]:
+        """The windows of one rank at one step."""
+        epoch, step = divmod(step, self.steps_per_epoch(world))
+        if self._order[0] != epoch:
+            order = np.random.default_rng([self.seed, 1, epoch]).permutation(len(self))
+            self._order = (epoch, order)
+        first = (step * world + rank) * self.rows
+        return [int(self._order[1][place % len(self)]) for place in range(first, first + self.rows)]
+
+
+def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
+    """(segments, 3) int64: document, offset, length. Only what is longer than the window is split."""
+    segments = []
+    for document, tokens in enumerate(data.lengths.tolist()):
+        start = int(data.offsets[document])
+        for offset in range(0, tokens, length):
+            size = min(length, tokens - offset)
+            first = start + offset
+            if np.count_nonzero(data.mask[first + 1 : first + size]) >= min_tokens:
+                segments.append((document, offset, size))
+    return np.array(segments, np.int64).reshape(-1, 3)
+
+
+def _pack(lengths: NDArray[np.int64], capacity: int, random: np.random.Generator) -> list[list[int]]:
+    """Windows as lists of segment numbers: within shuffled buckets the longest first, each where least room is left."""
+    windows: list[list[int]] = []
+    order = random.permutation(len(lengths))
+    for start in range(0, len(order), BUCKET):
+        bucket = order[start : start + BUCKET]
+        bucket = bucket[np.argsort(-lengths[bucket], kind="stable")]
+        windows.extend(_best_fit([(int(segment), int(lengths[segment])) for segment in bucket], capacity))
+    return windows
+
+
+def _best_fit(segments: Sequence[tuple[int, int]], capacity: int) -> list[list[int]]:
+    windows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    """(room left, window), ascending."""
+    for segment, length in segments:
+        place = bisect.bisect_left(rooms, (length, 0))
+        if place == len(rooms):
+            windows.append([segment])
+            bisect.insort(rooms, (capacity - length, len(windows) - 1))
+            continue
+        room, window = rooms.pop(place)
+        windows[window].append(segment)
+        bisect.insort(rooms, (room - length, window))
+    return windows

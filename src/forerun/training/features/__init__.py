@@ -1,4 +1,4 @@
 """Hidden states of the target for training draft heads: made while training (`online`) or stored first (`store`).
 
-One file per concern; importing this imports nothing of them. Boundary ids are forerun's everywhere.
+Importing this imports nothing of them. Boundary ids are forerun's everywhere.
 """

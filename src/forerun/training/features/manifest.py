@@ -1,6 +1,6 @@
-"""What a feature store was made from and how: the manifest, the target's hash, and how many bytes a store takes.
+"""The manifest of a feature store: what it was made from and how, the target's hash, and how many bytes it takes.
 
-Knows neither shards nor loaded models; whoever reads features compares manifests first.
+Whoever reads features compares manifests first.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.manifests import ManifestKind
 from forerun.target.headers import weight_files
 from forerun.target.load import check_directory, explained
-from forerun.types import Signal
+from forerun.training.data.store import PreparedData, TokenizerIdentity
+from forerun.types import LAST_HIDDEN, Signal
 
 KIND = ManifestKind(
     format="forerun-features", version=3, what="a feature store", remedy="make one with: forerun features"
@@ -66,7 +67,7 @@ class FeatureManifest:
     hidden_size: int
     """Of the target."""
     tokenizer_hash: str
-    """Of its vocabulary, see `data.identity.TokenizerIdentity`."""
+    """Of its vocabulary, see `TokenizerIdentity`."""
     template_hash: str
     """Of its chat template; empty where there is none."""
     data_hash: str
@@ -180,7 +181,78 @@ def human(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-# --- the target's hash ----------------------------------------------------------------------------------------------
+def describe(
+    directory: Path,
+    name: str,
+    tokenizer: Any,
+    data: PreparedData,
+    boundaries: Sequence[Signal],
+    *,
+    hidden_size: int,
+    dtype: str = "bfloat16",
+    source: str = "transformers",
+) -> FeatureManifest:
+    """The manifest of the features of `data` by the checkpoint in `directory`, for writing or for comparing.
+
+    Args:
+        name: of the target, for people.
+        tokenizer: the target's, as transformers loads it.
+        hidden_size: of the target.
+        dtype: one of `manifest.DTYPES`, or a short name.
+        source: transformers or vllm.
+
+    Raises:
+        VocabularyMismatchError: another tokenizer made the data.
+        DataError: there are no documents.
+        CheckpointError: no target there.
+    """
+    identity = TokenizerIdentity.of(tokenizer, name)
+    data.check_tokenizer(identity)
+    if len(data) == 0:
+        raise DataError("the prepared data holds no documents")
+    return FeatureManifest(
+        target=identity.name,
+        target_hash=target_hash(directory),
+        boundaries=tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN),
+        dtype=dtype_named(dtype),
+        hidden_size=hidden_size,
+        tokenizer_hash=identity.vocabulary,
+        template_hash=identity.template,
+        data_hash=data.hash,
+        documents=len(data),
+        tokens=int(data.lengths.sum()),
+        source=source,
+    )
+
+
+def wanted_manifest(
+    target: str | Path, tokenizer: Any, data: PreparedData, boundaries: Sequence[Signal], hidden_size: int
+) -> FeatureManifest:
+    """What ``FeatureStore.open(directory, wanted)`` compares a store with before a head is trained from it.
+
+    Args:
+        target: directory, hub id or the name of a shipped model.
+        boundaries: those that the head reads, in its order; `LAST_HIDDEN` may be among them.
+
+    Raises:
+        as `describe`.
+    """
+    directory = checkpoint_directory(target)
+    return describe(directory, str(target), tokenizer, data, boundaries, hidden_size=hidden_size)
+
+
+def check_lengths(lengths: Sequence[int], limit: int) -> None:
+    """Refuse data that does not fit before anything is run.
+
+    Raises:
+        DataError: a document is empty or longer than `limit` tokens; names the first.
+    """
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= limit:
+            raise DataError(
+                f"document {index} has {length} tokens, but the target takes 1..{limit}: prepare the data with a "
+                "smaller maximum length"
+            )
 
 
 def checkpoint_directory(target: str | Path) -> Path:
@@ -237,12 +309,12 @@ def target_hash(directory: Path) -> str:
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in weight_files(directory):
         digest.update(path.name.encode())
-        for piece in _pieces(path):
-            digest.update(piece)
+        for sample in _samples(path):
+            digest.update(sample)
     return digest.hexdigest()
 
 
-def _pieces(path: Path) -> Iterable[bytes]:
+def _samples(path: Path) -> Iterable[bytes]:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)

@@ -1,9 +1,8 @@
-"""Features on disk: shards of fixed records, memory-mapped, with a manifest that says what they belong to.
+"""Features on disk: written from a source, read as a store or for packed windows.
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
-second names the shard's documents, their lengths in tokens and their CRC-32; a shard counts once it is there. Knows no
-model and no window: documents go in and come out whole or in part.
+second names the shard's documents, their lengths in tokens and their CRC-32; a shard counts once it is there.
 
 Each document is compared with its CRC-32 when it is first read. One checksum for a whole shard would read a gigabyte
 for the first token of it. Disks and transfers make errors, they do not forge: CRC-32 finds those, at 2.1 GiB/s on one
@@ -16,11 +15,11 @@ import errno
 import itertools
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Protocol, Self
 
 import numpy as np
 import torch
@@ -28,12 +27,9 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, NumericError
 from forerun.manifests import read_sealed, write_sealed
-from forerun.training.features.manifest import (
-    DTYPES,
-    SCALE_BYTES,
-    FeatureManifest,
-    human,
-)
+from forerun.training.batch import FeatureBatch
+from forerun.training.data.store import PackedWindows, PreparedData
+from forerun.training.features.manifest import DTYPES, SCALE_BYTES, FeatureManifest, human
 from forerun.types import LAST_HIDDEN, Signal
 
 SHARD_BYTES = 1 << 30
@@ -365,3 +361,119 @@ def _places(shards: Sequence[Shard]) -> Iterator[tuple[int, _Place]]:
 def _is_full(error: BaseException) -> bool:
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class OfflineFeatures:
+    """Reads packed windows' features from a store.
+
+    Features were extracted from whole documents. A segment that begins within its document (offset > 0) therefore gets
+    states that saw everything before it, where `OnlineFeatures` would only see the segment: nearer to what the head
+    meets when it drafts, and why the two agree exactly only for segments with offset 0.
+    """
+
+    def __init__(self, store: FeatureStore, windows: PackedWindows, *, dtype: torch.dtype | None = None) -> None:
+        """Features of `windows` from `store`, which must be of the same prepared data.
+
+        Args:
+            dtype: of the features; by default as stored, and bfloat16 for float8.
+        """
+        self.store, self.windows, self._dtype = store, windows, dtype
+
+    @property
+    def boundaries(self) -> tuple[Signal, ...]:
+        """Those stored, without `LAST_HIDDEN`."""
+        return self.store.manifest.boundaries
+
+    def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
+        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU.
+
+        Raises:
+            DataError: a segment is not in the store, or reaches beyond its document's features.
+        """
+        batch = self.windows.batch(step, rank, world)
+        rows, size = batch.tokens.shape
+        found: dict[Signal, torch.Tensor] = {}
+        for segment in self.windows.segments(step, rank, world):
+            if segment.column < 0 or segment.column + segment.length > size or not 0 <= segment.row < rows:
+                raise DataError(f"step {step}: a segment of document {segment.document} lies outside the batch")
+            states = self.store.read(segment.document, segment.offset, segment.length, dtype=self._dtype)
+            for signal, values in states.items():
+                if signal not in found:
+                    found[signal] = values.new_zeros(rows, size, values.shape[-1])
+                found[signal][segment.row, segment.column : segment.column + segment.length] = values
+        if LAST_HIDDEN not in found:
+            raise DataError(f"step {step}: no segment of any document is in the batch")
+        return FeatureBatch(batch=batch, features=found)
+
+
+STRETCH = 512
+"""Documents that are sorted by length together."""
+
+
+class Source(Protocol):
+    """Something that runs the target: `OnlineFeatures` or `VllmFeatures`."""
+
+    @property
+    def signals(self) -> tuple[Signal, ...]:
+        """What it captures, `LAST_HIDDEN` last."""
+        ...
+
+    def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Signal, Tensor]]:
+        """The states (L, Ht) of whole documents."""
+        ...
+
+
+def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
+    """The documents of each pass: at most `batch_tokens` tokens with padding, or one longer document.
+
+    The same for the same arguments; documents in `done` are left out.
+
+    Raises:
+        ArgumentError: batch_tokens is below 1.
+    """
+    if batch_tokens < 1:
+        raise ArgumentError(f"a pass needs at least one token, got {batch_tokens}")
+    for start in range(0, len(lengths), STRETCH):
+        stretch = [index for index in range(start, min(start + STRETCH, len(lengths))) if index not in done]
+        group: list[int] = []
+        for index in sorted(stretch, key=lambda index: (lengths[index], index)):
+            # Lengths ascend: this document is the longest of the group.
+            if group and (len(group) + 1) * lengths[index] > batch_tokens:
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+
+def extract(
+    source: Source,
+    data: PreparedData,
+    writer: FeatureWriter,
+    *,
+    batch_tokens: int = 8192,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Store the features of every document that the writer does not have yet.
+
+    Args:
+        batch_tokens: most tokens of a pass, padding included.
+        progress: called with the number of tokens stored since the last call.
+
+    Raises:
+        DataError: the disk is full, or the source gives other shapes than the manifest says.
+        NumericError: NaN or infinite states; everything before is stored.
+    """
+    lengths = data.lengths.tolist()
+    for group in passes(lengths, writer.done, batch_tokens):
+        tokens = [data.document(index)[0].tolist() for index in group]
+        for index, states in zip(group, source.documents(tokens), strict=True):
+            writer.append(index, states)
+            progress(lengths[index])
+
+
+def sample(data: PreparedData, tokens: int = 64) -> list[int]:
+    """The beginning of the longest of the first documents, for the probe."""
+    first = [data.document(index)[0] for index in range(min(len(data), 16))]
+    longest: list[int] = max(first, key=len)[:tokens].tolist()
+    return longest

@@ -2,12 +2,13 @@
 
 Follows vLLM's documentation (docs.vllm.ai, features/speculative_decoding/extract_hidden_states; vllm >= 0.18): layer
 ids are boundaries, a prompt's states come back as ``hidden_states`` (tokens, ids, Ht) beside ``token_ids``, and the
-last boundary is before the final norm. On an accelerator vLLM's own connector writes them; on the CPU it cannot, and
-`vllm_connector` does. Imports vllm when it is used. What it captures must be probed like any source's.
+last boundary is before the final norm, which `FinalNorm` applies. On an accelerator vLLM's own connector writes them;
+on the CPU it cannot, and `vllm_connector` does. Imports vllm when it is used.
 """
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import importlib
 import os
@@ -18,12 +19,66 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError
+from forerun.target.headers import read_header, weight_files
+from forerun.target.parts import base_name, base_of, norm_after_layers
 from forerun.training.features.online import check_boundaries
 from forerun.types import LAST_HIDDEN, Signal
+
+
+class FinalNorm:
+    """Raw states (.., Ht) after the last layer -> states after the final norm, on the CPU."""
+
+    def __init__(self, directory: Path, config: Any) -> None:
+        """Find the norm in the model's skeleton and load its weights.
+
+        Args:
+            directory: the target's checkpoint.
+            config: its configuration, as transformers reads it.
+
+        Raises:
+            UnsupportedModelError: the module after the layers cannot be told.
+            CheckpointError: its weights are not in the checkpoint.
+        """
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        base = base_of(model)
+        try:
+            name, norm = norm_after_layers(base, config.get_text_config(decoder=True).num_hidden_layers)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}; use --source transformers") from None
+        prefixes = (f"{base_name(model)}.{name}.", f"{name}.")
+        stored = _stored(directory, prefixes, set(norm.state_dict()))
+        self._norm = norm.to_empty(device="cpu").eval().requires_grad_(False)
+        self._norm.load_state_dict(stored, assign=True)
+        self._dtype = next(iter(stored.values())).dtype
+
+    @torch.no_grad()
+    def __call__(self, states: Tensor) -> Tensor:
+        """(.., Ht) -> (.., Ht), in the dtype of the norm's weights."""
+        normed: Tensor = self._norm(states.cpu().to(self._dtype))
+        return normed
+
+
+def _stored(directory: Path, prefixes: tuple[str, ...], names: set[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        held = set(read_header(path))
+        wanted = {prefix + name: name for prefix in prefixes for name in names if prefix + name in held}
+        if wanted:
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(key) for key, name in wanted.items()}
+    if set(found) != names:
+        raise CheckpointError(f"{directory} lacks the final norm's {', '.join(sorted(names - set(found)))}")
+    return found
+
 
 ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
 """vLLM's own: copies beside the computation, then writes in threads."""
@@ -34,7 +89,7 @@ CPU_CONNECTOR = {
 CPU_OPTIONS: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 30}
 """Defaults of the engine on the CPU: no compiler is needed, and a cache (bytes) for a pass or two. vLLM's own default
 takes 92 % of the memory, and stops where that is not free."""
-PATIENCE = 120.0
+WRITE_TIMEOUT_S = 120.0
 """Seconds that a prompt's states may take to be written once vLLM has answered."""
 
 
@@ -57,7 +112,7 @@ class VllmFeatures:
 
         Args:
             target: directory or hub id.
-            norm: raw states at the last boundary -> LAST_HIDDEN, see `final_norm.FinalNorm`.
+            norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
             num_layers: of the target.
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
@@ -191,7 +246,7 @@ def _wait_for_writer(lock: Path) -> None:
     Raises:
         DataError: it does not.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
     with lock.open() as file:
         while True:
             try:
@@ -200,8 +255,8 @@ def _wait_for_writer(lock: Path) -> None:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise DataError(
-                        f"vLLM answered {PATIENCE:.0f} s ago and has not written its states. In one process with its "
-                        "engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
+                        f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process "
+                        "with its engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
                         "--source transformers"
                     ) from None
                 time.sleep(0.005)

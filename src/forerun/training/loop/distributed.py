@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forerun.errors import ArgumentError, ForerunError
-from forerun.training.batch import FeatureBatch
-from forerun.training.loop.objective import Objective
+from forerun.training.batch import FeatureBatch, Objective
 
 Mode = Literal["single", "ddp", "fsdp"]
 Result = TypeVar("Result")
@@ -175,6 +175,13 @@ def spread(objective: Objective, parallel: Parallel) -> nn.Module:
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     fully_shard(forward, mesh=mesh, ignored_params=frozen)
     return forward
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a tensor that every process holds, laid out as `like` where that is sharded."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Where numbers go: a JSONL file and the console always, TensorBoard, W&B and trackio by name.
+"""Trackers of training: a JSONL file and the console always; TensorBoard, W&B and trackio by name.
 
-Knows steps and names of values; not where they come from.
+accelerate's trackers are not used: each of their calls needs accelerate's global `PartialState`, which sets the number
+of threads, the device and environment variables of the process that logs, and so the bits of what it computes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Tracker(Protocol):
         ...
 
 
-class JsonLines:
+class JsonLines(Tracker):
     """One JSON object per call in a file; values that are not finite become null."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
@@ -62,7 +63,6 @@ class JsonLines:
             raise CheckpointError(message) from error
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -73,7 +73,7 @@ def _upto(line: str, step: int) -> bool:
         return False  # a line that a kill cut short
 
 
-class Bar:
+class Bar(Tracker):
     """A progress bar on stderr: loss, learning rate, tokens per second, time left; plain lines if no terminal."""
 
     def __init__(self, total: int, step: int = 0, console: Console | None = None) -> None:
@@ -92,7 +92,6 @@ class Bar:
         self._bar.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Move the bar, or write a line if the last one is old."""
         text = _brief(values)
         if "loss" not in values:
             self._console.print(f"step {step}: {text}", highlight=False)
@@ -103,7 +102,6 @@ class Bar:
             self._console.print(f"step {step}/{self._total}  {text}", highlight=False)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
         self._bar.stop()
 
 
@@ -116,23 +114,21 @@ def _brief(values: Mapping[str, float]) -> str:
     )
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one scalar per value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out the events."""
         self._writer.close()
 
 
-class Remote:
+class Remote(Tracker):
     """wandb, or trackio, which has the same functions."""
 
     def __init__(self, package: str, project: str, name: str, config: Mapping[str, Any]) -> None:
@@ -140,11 +136,9 @@ class Remote:
         self._package.init(project=project, name=name, config=dict(config))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values."""
         self._package.log(dict(values), step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._package.finish()
 
 
@@ -157,11 +151,14 @@ def _import(module: str, package: str) -> Any:
         ) from error
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
 def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, project: str = "forerun") -> Tracker:
     """A tracker by name, for the `trackers` of `train`; open it on the first process only.
 
     Args:
-        name: "tensorboard", "wandb" or "trackio".
+        name: one of `TRACKERS`.
         output: directory of the run; its name becomes the run's, and event files go to ``output/tensorboard``.
         config: settings shown beside the run.
         project: of wandb or trackio.
@@ -169,9 +166,9 @@ def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, pr
     Raises:
         ArgumentError: an unknown name, or its package is not installed.
     """
+    if name not in TRACKERS:
+        hint = nearest(name, TRACKERS)
+        raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")
     if name == "tensorboard":
         return TensorBoard(output / "tensorboard")
-    if name in ("wandb", "trackio"):
-        return Remote(name, project, output.name, config or {})
-    known = ("tensorboard", "wandb", "trackio")
-    raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(known)}.{nearest(name, known)}")
+    return Remote(name, project, output.name, config or {})

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, and every way to end. Knows no drafter and no data format.
+"""The training loop: where a run begins, steps, evaluation, checkpoints, and every way to end.
 
 The gradient of a step is that of (sum of losses) / (sum of weights) over all its batches and processes, so neither the
 number of processes nor the accumulation changes anything but rounding.
@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -22,16 +27,13 @@ import torch
 from torch import nn
 
 from forerun.errors import ArgumentError, CheckpointError, NumericError
-from forerun.training.loop import files, provenance, randomness, state
+from forerun.training.batch import Batches, Objective
+from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, gathered, spread
-from forerun.training.loop.gradient import Sums, backward, scale
-from forerun.training.loop.objective import Batches, Objective
-from forerun.training.loop.optimizers import build_optimizers, set_rate
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
-from forerun.writing import tidy
-
-# Where a run begins: nowhere, or at a checkpoint that fits. Knows no weights.
+from forerun.training.loop.update import Sums, backward, build_optimizers, scale, set_rate
+from forerun.writing import tidy, written
 
 
 def start_from(
@@ -41,7 +43,7 @@ def start_from(
     parallel: Parallel,
     *,
     allow_changes: bool = False,
-) -> state.Saved | None:
+) -> checkpoint.Saved | None:
     """The checkpoint to go on from, as the first process sees it, on all; none: begin anew.
 
     Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
@@ -53,12 +55,12 @@ def start_from(
         CheckpointError: no such checkpoint, or it is incomplete.
     """
 
-    def look() -> state.Saved | None:
+    def look() -> checkpoint.Saved | None:
         tidy(output)
         path = _choose(output, resume)
         if path is None:
             return None
-        saved = state.read(path)
+        saved = checkpoint.read(path)
         changed = _changes(saved.recipe, recipe)
         if changed and not allow_changes:
             raise ArgumentError(
@@ -90,7 +92,7 @@ def _shown(recipe: Mapping[str, Any], key: str) -> str:
 
 
 def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | None:
-    newest = files.latest(output)
+    newest = checkpoint.latest(output)
     if resume == "auto":
         return newest
     if resume == "never":
@@ -106,9 +108,6 @@ def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | Non
             "output directory to go on from the older checkpoint."
         )
     return path
-
-
-# Ctrl-C and SIGTERM: the first asks training to stop, the second stops it. Knows nothing of training.
 
 
 ECHO_S = 1.0
@@ -146,21 +145,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-# The learning rate as a function of the step. Knows no optimizer and keeps no state: resuming needs only the step.
-
-
 def rate_factor(step: int, total: int, warmup: int, shape: str, floor: float) -> float:
-    """Factor on the peak learning rate, in (0, 1] for steps below `total`.
+    """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`.
 
-    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` towards `floor`, reached at step `total`
-    (one after the last), on a half cosine or a line, or 1 for ever.
-
-    Args:
-        step: optimizer step, from 0.
-        total: steps in all.
-        warmup: steps of warm-up.
-        shape: "cosine", "linear" or "constant".
-        floor: share of the peak in [0, 1].
+    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` to `floor`, a share of the peak, at step
+    `total` (one after the last), on a half cosine or a line, or 1 for ever ("cosine", "linear", "constant").
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -250,12 +239,12 @@ def train(
     start = start_from(output, resume, fixed, parallel, allow_changes=allow_changes)
     if start:
         weights = start.path
-        parallel.on_first(lambda: state.load_weights(weights, module))
+        parallel.on_first(lambda: checkpoint.load_weights(weights, module))
     model = spread(objective, parallel)
     optimizers = build_optimizers(module, settings)
     if start:
-        state.load_optimizers(start.path, module, optimizers, parallel)
-    progress = start.progress if start else state.Progress()
+        checkpoint.load_optimizers(start.path, module, optimizers, parallel)
+    progress = start.progress if start else checkpoint.Progress()
     loop = _Loop(
         model=model,
         module=module,
@@ -275,18 +264,18 @@ def train(
     if parallel.first:
         step = progress.step
         loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
-    randomness.begin(start.random if start else [], settings.seed, parallel.rank, progress.step)
+    checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, progress.step)
     try:
         reason = loop.run()
     finally:
-        for talker in loop.trackers:
-            talker.close()
+        for tracker in loop.trackers:
+            tracker.close()
     return loop.result(reason)
 
 
 def _record(loop: _Loop) -> None:
     record = {"recipe": loop.recipe, "steps": loop.total, "resumed_from": loop.saved}
-    provenance.write(loop.output, provenance.describe(loop.settings, loop.parallel, record))
+    _write_run(loop.output, _describe_run(loop.settings, loop.parallel, record))
 
 
 def _make_masters(module: nn.Module) -> None:
@@ -311,7 +300,7 @@ class _Loop:
     evaluate: Evaluate | None
     recipe: Mapping[str, Any]
     total: int
-    progress: state.Progress
+    progress: checkpoint.Progress
     began: float
     saved: Path | None
     trackers: list[Tracker] = field(default_factory=list)
@@ -425,7 +414,7 @@ class _Loop:
         step = self.progress.step
         self.module.eval()
         try:
-            with gathered(self.model), randomness.preserved():
+            with gathered(self.model), checkpoint.random_preserved():
                 values = {name: float(value) for name, value in self.evaluate(step).items()}
         finally:
             self.module.train()
@@ -439,18 +428,72 @@ class _Loop:
             raise ArgumentError(f"best_metric={deciding!r} is not among the values of evaluation: {sorted(values)}.")
         best = self.progress.best
         if math.isfinite(values[deciding]) and (best is None or values[deciding] > best):
-            state.save_best(self.output, self.module, self.parallel, step, values)
+            checkpoint.save_best(self.output, self.module, self.parallel, step, values)
             self.progress.best, self.progress.best_step = values[deciding], step
 
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
             return
         notes = {"recipe": self.recipe}
-        self.saved = state.save(self.output, self.module, self.optimizers, self.progress, self.parallel, notes)
+        self.saved = checkpoint.save(self.output, self.module, self.optimizers, self.progress, self.parallel, notes)
         self.saved_step, self.saved_at = self.progress.step, time.monotonic()
         if self.parallel.first:
-            files.rotate(self.output, self.settings.keep_checkpoints)
+            checkpoint.rotate(self.output, self.settings.keep_checkpoints)
 
     def _log(self, values: Mapping[str, float]) -> None:
         for tracker in self.trackers:
             tracker.log(self.progress.step, values)
+
+
+def _describe_run(settings: TrainSettings, parallel: Parallel, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, seed, command, settings, git commit, device and start time (UTC); `extra` is added."""
+    cuda = parallel.device.type == "cuda"
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "seed": settings.seed,
+        "settings": settings.to_json(),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in ("forerun", "torch", "transformers")},
+        "git_commit": _commit(),
+        "device": torch.cuda.get_device_name(parallel.device) if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world": parallel.world,
+        "mode": parallel.mode,
+        **extra,
+    }
+
+
+def _write_run(output: Path, run: dict[str, Any]) -> None:
+    """Write ``output/run.json``; the runs that went before in this directory move into "previous".
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    path = output / "run.json"
+    try:
+        former = json.loads(path.read_text(encoding="utf-8"))
+        previous = [*former.pop("previous", []), former]
+    except (OSError, ValueError, AttributeError):
+        previous = []
+    try:
+        with written(path) as fresh:
+            fresh.write_text(json.dumps({**run, "previous": previous}, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}. Choose another output, or make room.") from error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

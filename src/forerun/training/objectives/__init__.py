@@ -12,7 +12,7 @@ OBJECTIVES: dict[str, str] = {
     "eagle": "forerun.training.objectives.eagle:EagleObjective",
     "medusa": "forerun.training.objectives.medusa:MedusaObjective",
 }
-"""Kind of head -> ``module:Class``, a `loop.objective.Objective`."""
+"""Kind of head -> ``module:Class``, a `batch.Objective`."""
 
 
 def objective_for(kind: HeadKind) -> Any:

@@ -1,15 +1,15 @@
 """EAGLE-3's objective: training-time test (arXiv 2503.01840). The head is unrolled on its own features for T steps.
 
 At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t = 0 the target's),
-stands at position i + t, and predicts token i + 2 + t: its law is pulled towards the target's after token i + 1 + t.
-Only predictions of counted tokens of the same document enter. Knows no optimiser and no file.
+stands at position i + t, and predicts token i + 2 + t: its distribution is pulled towards the target's after token
+i + 1 + t. Only predictions of counted tokens of the same document enter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from forerun.drafters.heads.base import Advanced
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import Divergence, VocabularyLoss, soft_loss
-from forerun.training.loop.objective import LossReport
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, behind, counted
-from forerun.training.ttt_attention import Block, blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
 
@@ -64,7 +62,7 @@ class Unrolled:
     """(B, S) bool: predictions that count."""
 
 
-class Eagle3Objective:
+class Eagle3Objective(Objective):
     """The loss of a head on a batch of features."""
 
     kind: ClassVar[str] = "eagle3"
@@ -79,7 +77,6 @@ class Eagle3Objective:
         self.settings = settings or self.Settings()
 
     def parameters_module(self) -> nn.Module:
-        """What is trained."""
         return self.head
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
@@ -92,7 +89,7 @@ class Eagle3Objective:
         drafted = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
         survives = drafted.float()
         for step, agrees, overlap in zip(steps, found.agrees, found.overlap, strict=True):
-            # A chain that begins before the answer has steps that nobody judged: it is no chain that was drafted.
+            # A chain that begins before the answer has steps that are not counted: no such chain is drafted.
             drafted, survives = drafted & step.counted, survives * agrees
             metrics[f"acceptance_{step.step}"] = (survives.sum(), drafted.sum().float())
             metrics[f"overlap_{step.step}"] = (overlap.sum(), step.counted.sum().float())
@@ -163,7 +160,7 @@ class Eagle3Objective:
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
         """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht).
 
-        Arranged by the predicted token: there all steps follow the same law of the target.
+        Arranged by the predicted token: there all steps follow the same distribution of the target.
         """
         teacher = self.target.teacher(last, self.head.token_ids if self.head.config.reduced_vocabulary else None)
         student = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
@@ -183,3 +180,147 @@ class Eagle3Objective:
             for values in (found.weights, found.agrees, found.overlap)
         )
         return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap)
+
+
+QUERY_BLOCK = {"cpu": 64, "cuda": 256}
+"""Queries at a time: on a CPU few enough that their probabilities stay in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Queries that are computed together, and what they see of step 0."""
+
+    queries: slice
+    """n of them."""
+    keys: slice
+    """m of them: from the first that any of the queries sees to the last."""
+    hidden: Tensor
+    """(B, n, m) bool: pairs that do not see each other."""
+
+
+def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
+    """The blocks of `documents` (B, S), int64, rising from left to right within a row, -1 for padding at its end.
+
+    Args:
+        reach: keys of step 0 that a query sees, counted back from its own; none if it is not positive. None: all of its
+            document. At step t of a window W it is W - t.
+
+    Their masks together take at most B x S x S bytes; all steps and layers of one reach share them.
+    """
+    length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
+    reach = length if reach is None else max(0, reach)
+    index = torch.arange(length, device=documents.device)
+    blocks = []
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        same = documents == documents[:, first : first + 1]
+        lowest = max(int(torch.where(same, index, length).min()), first - reach + 1)
+        queries, keys = slice(first, last), slice(lowest, last)
+        distance = index[queries, None] - index[keys]
+        foreign = documents[:, None, keys] != documents[:, queries, None]
+        blocks.append(Block(queries=queries, keys=keys, hidden=foreign | (distance < 0) | (distance >= reach)))
+    return blocks
+
+
+def ttt_attention(
+    query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[Block]
+) -> Tensor:
+    """Attention of one unrolled step.
+
+    Args:
+        query: (B, heads, S, D), rotated.
+        key: (B, groups, S, D) of step 0, rotated; value: the same shape.
+        own: keys and values of the steps 1..t, shaped like `key`.
+        blocks: of the documents, from `blocks_of`.
+
+    Returns:
+        (B, S, heads, D)
+    """
+    # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    flat = [part.to(value.dtype) for line in own for part in line]
+    attended: Tensor = _TttAttention.apply(blocks, query, key, value, *flat)  # type: ignore[no-untyped-call]
+    return attended.transpose(1, 2)
+
+
+class _TttAttention(torch.autograd.Function):
+    """Flash-style: keeps the output and the scores of the own line, recomputes the rest."""
+
+    @staticmethod
+    def forward(
+        context: Any, blocks: Sequence[Block], query: Tensor, key: Tensor, value: Tensor, *own: Tensor
+    ) -> Tensor:
+        grouped = _grouped(query, key) * query.shape[-1] ** -0.5
+        lines = _lines(grouped, own[::2])
+        output, weights = torch.empty_like(grouped), torch.empty_like(lines)
+        for block in blocks:
+            probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
+            output[..., block.queries, :] = _times(probs.to(value.dtype), value[:, :, block.keys])
+        for weight, line_value in zip(weights.to(value.dtype).unsqueeze(-2).unbind(-1), own[1::2], strict=True):
+            output.addcmul_(weight, line_value.unsqueeze(2))
+        context.blocks = blocks
+        context.save_for_backward(query, key, value, lines, output, *own)
+        return output.view(query.shape)
+
+    @staticmethod
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, lines, output, *own = context.saved_tensors
+        scale = query.shape[-1] ** -0.5
+        grouped, gradient = _grouped(query, key) * scale, _grouped(upstream[0], key)
+        inner = (gradient.float() * output.float()).sum(-1, keepdim=True)
+        query_grad, weights = torch.empty_like(grouped), torch.empty_like(lines)
+        wide = torch.promote_types(key.dtype, torch.float32)  # many blocks add to the same keys
+        key_grad, value_grad = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for block in context.blocks:
+            probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
+            part, flow = grouped[..., block.queries, :], gradient[..., block.queries, :]
+            value_grad[:, :, block.keys] += _folded(probs.to(value.dtype)).transpose(-1, -2) @ _folded(flow)
+            pull = _times(flow, value[:, :, block.keys].transpose(-1, -2)).float()
+            pull = pull.sub_(inner[..., block.queries, :]).mul_(probs).to(key.dtype)
+            query_grad[..., block.queries, :] = _times(pull, key[:, :, block.keys])
+            key_grad[:, :, block.keys] += _folded(pull).transpose(-1, -2) @ _folded(part)
+        own_grad: list[Tensor] = []
+        for weight, line_key, line_value in zip(weights.unsqueeze(-2).unbind(-1), own[::2], own[1::2], strict=True):
+            pull = (gradient * line_value.unsqueeze(2)).float().sum(-1, keepdim=True)
+            pull = pull.sub_(inner).mul_(weight).to(key.dtype)
+            query_grad.addcmul_(pull, line_key.unsqueeze(2))
+            own_grad += [(pull * grouped).sum(2), (weight.to(value.dtype) * gradient).sum(2)]
+        return (
+            None,
+            query_grad.mul_(scale).view(query.shape),
+            key_grad.to(key.dtype),
+            value_grad.to(value.dtype),
+            *own_grad,
+        )
+
+
+def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Probabilities of a block's queries, float32: (B, groups, R, n, m) over step 0, (.., t) over their own line."""
+    scores = _times(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
+    scores = scores.masked_fill_(block.hidden[:, None, None], -torch.inf)
+    seen = scores.shape[-1]
+    probs = torch.softmax(torch.cat([scores, lines[..., block.queries, :]], -1), -1)
+    return probs[..., :seen], probs[..., seen:]
+
+
+def _grouped(query: Tensor, key: Tensor) -> Tensor:
+    """(B, heads, S, D) -> (B, groups, heads of a group, S, D)."""
+    return query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+
+
+def _folded(states: Tensor) -> Tensor:
+    """(B, groups, R, n, D) -> (B, groups, R * n, D)."""
+    return states.flatten(2, 3)
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """(B, groups, R, n, k) @ (B, groups, k, m), the same right factor for all heads of a group."""
+    product = _folded(left) @ right
+    return product.view(*left.shape[:4], right.shape[-1])
+
+
+def _lines(grouped: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """(B, groups, R, S, t) float32: each scaled query with the keys of its own index."""
+    if not keys:
+        return grouped.new_empty(*grouped.shape[:-1], 0, dtype=torch.float32)
+    return torch.stack([(grouped * key.unsqueeze(2)).float().sum(-1) for key in keys], -1)

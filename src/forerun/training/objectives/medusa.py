@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.medusa import MedusaHead
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, working_dtype
+from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.training.chunked_loss import hard_loss
-from forerun.training.loop.objective import LossReport
 from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ahead, counted
 
 
@@ -33,7 +32,7 @@ class MedusaSettings(ObjectiveSettings):
             raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
 
 
-class MedusaObjective:
+class MedusaObjective(Objective):
     """The loss of a Medusa head on a batch of features."""
 
     Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
@@ -42,7 +41,6 @@ class MedusaObjective:
         self.head, self.settings = head, settings or MedusaSettings()
 
     def parameters_module(self) -> nn.Module:
-        """What is trained."""
         return self.head
 
     def states(self, batch: FeatureBatch) -> Tensor:
@@ -68,7 +66,7 @@ class MedusaObjective:
             found = hard_loss(states.flatten(0, 1), output, shares.flatten(), wanted.flatten())
             losses.append(found.loss)
             weights.append(found.weights.sum())
-            # A chain that begins before the answer has depths that nobody judged: it is no chain that was drafted.
+            # A chain that begins before the answer has depths that are not counted: no such chain is drafted.
             drafted, survives = drafted & counts, survives * found.agrees.view_as(survives)
             metrics[f"acceptance_{depth}"] = (survives.sum(), drafted.sum().float())
         return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)

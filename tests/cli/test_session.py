@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from forerun.cli import console, show
+from forerun.cli import console, session
 from forerun.types import CompletionOutput, OutputToken, RequestOutput, Source, SpeculationStats
 
 SOURCES = (Source.TARGET, Source.DRAFT, Source.DRAFT, Source.RECOVERED, Source.BONUS)
@@ -26,7 +26,7 @@ def rendered(*, terminal: bool, no_color: bool = False) -> str:
         color_system="truecolor" if terminal else None,
         soft_wrap=True,
     )
-    screen.print(show.coloured(TOKENS, screen), end="")
+    screen.print(session.coloured(TOKENS, screen), end="")
     return screen.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -61,10 +61,10 @@ def test_speed_counts_what_came_after_the_first_token() -> None:
         decode_s=0.5,
         time_to_first_token_s=0.1,
     )
-    assert show.tokens_per_second(output) == 4.0
-    line = show.statistics_line(output).plain
+    assert session.tokens_per_second(output) == 4.0
+    line = session.statistics_line(output).plain
     assert "4.0 tokens/s" in line and "3.00 tokens per target pass" in line and "2 of 4 drafted" in line
-    assert show.answer_record(output, answer, with_tokens=True)["speculation"] == {
+    assert session.answer_record(output, answer, with_tokens=True)["speculation"] == {
         "steps": 1,
         "plain_steps": 0,
         "drafted": 4,

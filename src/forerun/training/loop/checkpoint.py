@@ -1,29 +1,36 @@
-"""What a checkpoint holds, and how it comes back on any number of processes.
+"""Training checkpoints: what they hold, how they are written, and how they come back on any number of processes.
 
 ``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32), ``optimizer.safetensors`` (one tensor per
 parameter and kind, ``<parameter>|<kind>``), ``random.json`` (per process) and ``state.json``. No pickle. Everything is
-stored whole, whatever the number of processes, so another number can read it. Knows no schedule and no objective.
+stored whole, whatever the number of processes, so another number can read it.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterable, Mapping
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from forerun.errors import CheckpointError
-from forerun.training.loop import files, randomness
-from forerun.training.loop.distributed import Parallel
+from forerun.training.loop.distributed import Parallel, shard_like
+from forerun.writing import remove_folder, written_folder
 
 FORMAT = 1
+CHECKPOINT, BEST = re.compile(r"checkpoint-(\d+)"), "best"
 MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "random.json", "state.json"
 Optimizers = Iterable[torch.optim.Optimizer]
 
@@ -53,7 +60,7 @@ class Saved:
     path: Path
     progress: Progress
     random: list[str]
-    """Per process that wrote it, the text of `randomness.capture`."""
+    """Per process that wrote it, the text of `capture_random`."""
     recipe: Mapping[str, Any] | None
     """What decided what was trained, by key; none in checkpoints of an older forerun."""
 
@@ -97,21 +104,13 @@ def save(
     parallel: Parallel,
     notes: Mapping[str, Any],
 ) -> Path:
-    """Write ``output/checkpoint-<step>``; all processes must call it.
-
-    Args:
-        output: directory of the run.
-        module: what is trained, sharded or not.
-        optimizers: theirs too.
-        progress: where training stands.
-        parallel: the first process writes.
-        notes: plain values kept in ``state.json``: the recipe.
+    """Write ``output/checkpoint-<step>``, with `notes` (the recipe) in its ``state.json``; all processes must call it.
 
     Raises:
         CheckpointError: the disk is full, or refuses; earlier checkpoints are intact.
     """
     weights, moments = weights_of(module), optimizer_tensors(module, optimizers)
-    states = parallel.collect(randomness.capture())
+    states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), **notes}
 
     def fill(folder: Path) -> None:
@@ -120,7 +119,7 @@ def save(
         (folder / RANDOM).write_text(json.dumps(states), encoding="utf-8")
         (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
-    return parallel.on_first(lambda: files.write_directory(output / f"checkpoint-{progress.step}", fill))
+    return parallel.on_first(lambda: write_directory(output / f"checkpoint-{progress.step}", fill))
 
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
@@ -136,7 +135,7 @@ def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, va
         record = {"step": step, "values": dict(values)}
         (folder / "best.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
-    return parallel.on_first(lambda: files.write_directory(output / files.BEST, fill))
+    return parallel.on_first(lambda: write_directory(output / BEST, fill))
 
 
 def read(path: Path) -> Saved:
@@ -182,7 +181,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
     Raises:
         CheckpointError: the checkpoint was written by another optimizer, or for other parameters.
     """
-    stored = parallel.on_first(lambda: _load(path / OPTIMIZER)) if parallel.world == 1 else _shared(path, parallel)
+    stored = _shared(path, parallel)
     parameters = dict(module.named_parameters())
     by_parameter: dict[int, dict[str, Tensor]] = {}
     for name, value in stored.items():
@@ -193,7 +192,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
         if value.ndim and value.shape != parameter.shape:
             shapes = f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
             raise CheckpointError(f"{path / OPTIMIZER}: {name} has shape {shapes}.")
-        by_parameter.setdefault(id(parameter), {})[kind] = _like(value, parameter)
+        by_parameter.setdefault(id(parameter), {})[kind] = shard_like(value, parameter) if value.ndim else value
     for optimizer in optimizers:
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {index: by_parameter.pop(id(p)) for index, p in enumerate(owned) if id(p) in by_parameter}
@@ -211,14 +210,6 @@ def _refuse_other_kinds(path: Path, optimizer: torch.optim.Optimizer, states: It
             f"{path} was trained with another optimizer than the settings say; set optimizer to the former one, "
             "or begin a new output directory."
         )
-
-
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of the full `value` if `parameter` is sharded; counters (no dimension) stay whole."""
-    if not isinstance(parameter, DTensor) or value.ndim == 0:
-        return value
-    value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _shared(path: Path, parallel: Parallel) -> dict[str, Tensor]:
@@ -254,3 +245,111 @@ def _refuse_differences(path: Path, expected: Mapping[str, Tensor], stored: Mapp
         if tensor.shape != stored[name].shape:
             shapes = f"{tuple(stored[name].shape)}, the module wants {tuple(tensor.shape)}"
             raise CheckpointError(f"{path}: {name} has shape {shapes}.")
+
+
+def checkpoints(output: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of the complete checkpoints in `output`, oldest first."""
+    if not output.is_dir():
+        return []
+    found = [(CHECKPOINT.fullmatch(path.name), path) for path in output.iterdir() if path.is_dir()]
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def latest(output: Path) -> Path | None:
+    """The newest complete checkpoint, or none."""
+    found = checkpoints(output)
+    return found[-1][1] if found else None
+
+
+def write_directory(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Let `fill` write into a fresh directory that takes the place of `folder`.
+
+    Raises:
+        CheckpointError: the disk is full, or refuses; what was there before is untouched.
+    """
+    try:
+        with written_folder(folder) as fresh:
+            fill(fresh)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(_refused(folder, error)) from error
+    return folder
+
+
+def rotate(output: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+    for _, path in checkpoints(output)[:-keep] if keep else ():
+        with suppress(OSError):
+            remove_folder(path)
+
+
+def _refused(folder: Path, error: Exception) -> str:
+    previous = latest(folder.parent)
+    kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
+    try:
+        free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free"
+    except OSError:
+        free = "free space unknown"
+    return (
+        f"Writing {folder} failed: {error} ({free}). Nothing saved before was touched: {kept}. "
+        "Make room or choose another output, then start the same command again: it resumes."
+    )
+
+
+def seed_all(seed: int, rank: int, step: int = 0) -> None:
+    """Seed every generator from the three numbers; processes and steps get unrelated streams."""
+    mixed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def begin_random(states: Sequence[str], seed: int, rank: int, step: int) -> None:
+    """Go on from the state that this rank saved; a rank that had none (more processes than before) is seeded."""
+    if rank < len(states):
+        restore_random(states[rank])
+    else:
+        seed_all(seed, rank, step)
+
+
+def capture_random() -> str:
+    """All states as JSON; torch's CUDA state is that of the current device, if CUDA is in use."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    states = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": _encode(torch.cuda.get_rng_state()) if cuda_in_use else None,
+    }
+    return json.dumps(states)
+
+
+def restore_random(text: str) -> None:
+    """Set all states to those of `capture_random`. A CUDA state is left out where there is no CUDA device."""
+    states = json.loads(text)
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(states["torch"]))
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decode(states["cuda"]))
+
+
+@contextmanager
+def random_preserved() -> Iterator[None]:
+    """Whatever is drawn inside leaves no trace outside."""
+    states = capture_random()
+    try:
+        yield
+    finally:
+        restore_random(states)
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""Head checkpoints as directories: safetensors and ``config.json`` in, a complete new directory or nothing out.
+"""The registry of formats, and head checkpoints as directories in any of them: `read_head`, `write_head`.
 
-Knows no keys: what a configuration means is the formats' business. No pickle is ever loaded.
+Safetensors and ``config.json`` in, a complete new directory or nothing out. No pickle is ever loaded.
 """
 
 from __future__ import annotations
@@ -9,17 +9,102 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.checkpoints.registry import FORMATS, format_named, format_of
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.drafters.heads.kinds import named
+from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
+
+if TYPE_CHECKING:
+    from forerun.checkpoints.base import Format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One line of the registry."""
+
+    path: str
+    """``module:Class``, imported when the format is used."""
+    summary: str
+    kinds: tuple[str, ...]
+    """Kinds of heads that it carries."""
+    engines: str = ""
+    """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
+    make of them; empty: nothing is known."""
+
+
+FORMATS: dict[str, Entry] = {
+    "speculators": Entry(
+        path="forerun.checkpoints.speculators:SpeculatorsFormat",
+        summary="speculators_config and a nested transformer_layer_config; vLLM serves the directory by itself",
+        kinds=("eagle3",),
+    ),
+    "modelopt": Entry(
+        path="forerun.checkpoints.modelopt:ModelOptFormat",
+        summary="NVIDIA ModelOpt's export: eagle_config with its layer norms, tensors named layers.0.*",
+        kinds=("eagle3",),
+    ),
+    "medusa": Entry(
+        path="forerun.checkpoints.medusa:MedusaFormat",
+        summary="Medusa: medusa_lm_head.safetensors beside three keys; the sizes are those of the tensors",
+        kinds=("medusa",),
+    ),
+    "flat": Entry(
+        path="forerun.checkpoints.flat:FlatFormat",
+        summary="EAGLE and SpecForge: one flat configuration, tensors named midlayer.*; every engine reads it",
+        kinds=("eagle3", "eagle"),
+        engines="forerun.checkpoints.eagle_engines:EagleEngines",
+    ),
+}
+"""The first that recognises a configuration reads it, so the most particular come first."""
+
+
+def format_named(name: str) -> Format:
+    """The format behind a registered name.
+
+    Raises:
+        ArgumentError: there is no such format; the message names the nearest.
+    """
+    if name not in FORMATS:
+        raise ArgumentError(f"unknown format {name!r}; there are {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
+    found: Format = named(FORMATS[name].path)()
+    return found
+
+
+def format_for(kind: str) -> str:
+    """The name of the format in which heads of a kind are written: the least particular, which most engines read.
+
+    Raises:
+        ArgumentError: none carries them.
+    """
+    found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
+    if not found:
+        raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")
+    return found[-1]
+
+
+def format_of(config: Mapping[str, Any]) -> Format:
+    """The format that a ``config.json`` is written in.
+
+    Raises:
+        CheckpointError: it is none of ours.
+    """
+    for name in FORMATS:
+        candidate = format_named(name)
+        if candidate.recognises(config):
+            return candidate
+    raise CheckpointError(
+        f"config.json is no head's in any known format ({', '.join(FORMATS)}); it has the keys "
+        f"{', '.join(sorted(config)[:12]) or 'none'}"
+    )
+
 
 log = logging.getLogger(__name__)
 CONFIG, README = "config.json", "README.md"
@@ -59,7 +144,7 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
 
 
 def read_files(path: str | Path) -> StoredFiles:
-    """Configuration and tensors of a directory or hub id, unread; errors as `read_head`."""
+    """Configuration and tensors of a directory or hub id, as stored; errors as `read_head`."""
     directory = _directory(path)
     config = _read_config(directory)
     try:

@@ -1,0 +1,544 @@
+"""The checks of ``forerun certify``: rules enumerated, greedy text and log-probabilities, seeded and sampled text.
+
+Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers'
+own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. How many answers are drawn follows
+from what is to be detected. The level is shared among the tests (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forerun.certify.reference import (
+    LOGPROB_TOLERANCE,
+    TIE_EPSILON,
+    Difference,
+    Reference,
+    dtype_name,
+    epsilon_of,
+    first_worse,
+)
+from forerun.errors import ArgumentError
+from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
+from forerun.verify import rule_named
+from forerun.verify.enumeration import TOLERANCE, check_rules
+
+if TYPE_CHECKING:
+    from forerun import LLM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How much to check."""
+
+    prompts: int = 6
+    """Prompts for the greedy and the log-probability check."""
+    prompt_tokens: int = 192
+    """Tokens of each, cut from the end."""
+    max_tokens: int = 96
+    """Tokens of each greedy answer."""
+    detect: float = 0.1
+    """Total variation from the target's distribution that each chi-square test is to detect; the number of answers
+    drawn follows from it."""
+    power: float = 0.99
+    """Probability with which it does."""
+    sample_tokens: int = 5
+    """Tokens of each sampled answer: the first comes without a draft, the next from drafts up to three levels deep."""
+    sample_prompt_tokens: int = 24
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """0 asks for the greedy checks, any other for a chi-square test at that temperature."""
+    family_error: float = 1e-6
+    """Probability that any chi-square test of this run fails although all is well."""
+    cells: int = 24
+    """Most cells of a chi-square test: more see finer, and need more answers."""
+    least: float = 0.01
+    """Least probability of a cell."""
+    seed: int = 20_260_101
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One piece of evidence."""
+
+    name: str
+    passed: bool
+    summary: str
+    """One line for people."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """The same and more for programs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything one run found."""
+
+    model: str
+    drafter: str
+    dtype: str
+    device: str
+    checks: list[Check]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed; no check is no proof."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def record(self) -> dict[str, Any]:
+        """The report as ``certify --json`` prints it."""
+        checks = [
+            {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
+            for check in self.checks
+        ]
+        return {
+            "passed": self.passed,
+            "model": self.model,
+            "drafter": self.drafter,
+            "dtype": self.dtype,
+            "device": self.device,
+            "checks": checks,
+        }
+
+
+Outcome = tuple[int, ...]
+REST: Outcome = ()
+"""The cell of everything that has no cell of its own."""
+IMPOSSIBLE = 1e-12
+"""Probability below which a cell counts as outside the distribution: one answer there is a failure."""
+_TOGETHER = 1024
+"""Answers asked for at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One way to ask for sampled answers."""
+
+    params: SamplingParams
+    seeded: bool
+    """Whether each request has a seed of its own. Without one, `auto`, `merge` and `first_of` may sample drafts."""
+
+    @property
+    def name(self) -> str:
+        """As a report calls it."""
+        cut = self.params.top_p is not None and self.params.top_p < 1
+        nucleus = f", top-p {self.params.top_p:g}" if cut else ""
+        return f"T = {self.params.temperature:g}{nucleus}, {'seeded' if self.seeded else 'no seed'}"
+
+
+def chi_square_check(
+    llm: LLM, reference: Reference, prompt: Sequence[int], setting: Setting, plan: Plan, tests: int
+) -> tuple[Check, set[str]]:
+    """Draw speculative answers to `prompt` and compare them with the exact distribution; one of `tests` tests.
+
+    Where the engine decides how much to draft, it decides as if drafts were free: a policy that drafts nothing in such
+    short answers, which is often right, would leave nothing to compare.
+
+    Returns:
+        The check, and the names of the rules that verified drafts.
+    """
+    params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
+    level = plan.family_error / tests
+    cells = exact_cells(reference, prompt, params, plan)
+    possible = sum(chance > 0 for chance in cells.values())
+    samples = draws_for(possible - 1, level, plan)
+    with llm.engine.drafting.free_of_charge():
+        answers, stats = draw(llm, prompt, setting, params, samples, plan.seed)
+    statistic, freedom = pearson(cells, count(cells, answers), samples)
+    chance = survival(statistic, freedom)
+    verified = stats.num_draft_tokens > 0
+    check = Check(
+        name=f"sampled distribution, {setting.name}",
+        passed=chance >= level and verified,
+        summary=(
+            f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {level:.1g}); "
+            f"{samples} answers detect a total variation of {plan.detect:.3g} over {possible} cells with "
+            f"{plan.power:.0%}; {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted, "
+            f"drafts up to {len(stats.drafted_per_depth)} deep"
+            + ("" if verified else "; nothing was drafted, so nothing was proved")
+        ),
+        figures={
+            "chi_square": statistic,
+            "degrees_of_freedom": freedom,
+            "p_value": chance,
+            "level": level,
+            "samples": samples,
+            "cells": possible,
+            "detects_total_variation": plan.detect,
+            "power": plan.power,
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_draft_tokens,
+            "depth": len(stats.drafted_per_depth),
+        },
+    )
+    return check, set(stats.steps_per_rule)
+
+
+def draws_for(freedom: int, level: float, plan: Plan) -> int:
+    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`.
+
+    The chi-square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the
+    noncentrality of its distribution (Cauchy-Schwarz).
+    """
+    freedom = max(freedom, 1)
+    critical = _smallest(lambda value: survival(value, freedom) <= level)
+    wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= plan.power)
+    return math.ceil(wanted / (4 * plan.detect**2))
+
+
+def _smallest(holds: Callable[[float], bool]) -> float:
+    """The smallest number above 0 for which `holds`, which stays true from there on; to one part in a thousand."""
+    high = 1.0
+    while not holds(high):
+        high *= 2
+    low = high / 2 if high > 1 else 0.0
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
+    """Probability that a noncentral chi-square variable exceeds `statistic`: a Poisson mixture of central ones."""
+    most = int(apart / 2 + 12 * math.sqrt(apart / 2 + 1)) + 12
+    terms = torch.arange(most, dtype=torch.float64)
+    weights = (terms * math.log(apart / 2) - apart / 2 - torch.lgamma(terms + 1)).exp()
+    tails = torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, statistic / 2))
+    return float((weights * tails).sum())
+
+
+def exact_cells(
+    reference: Reference, prompt: Sequence[int], params: SamplingParams, plan: Plan
+) -> dict[Outcome, float]:
+    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`.
+
+    The likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the
+    cell of its own beginning. They sum to 1.
+    """
+    cells: dict[Outcome, float] = {REST: 1.0}
+    going = [REST]
+    while going and len(cells) < plan.cells:
+        beginning = max(going, key=cells.__getitem__)
+        going.remove(beginning)
+        probs = reference.probs([*prompt, *beginning], params) * cells[beginning]
+        for token in torch.nonzero(probs >= plan.least).flatten().tolist():
+            longer = (*beginning, token)
+            cells[longer] = float(probs[token])
+            cells[beginning] -= cells[longer]
+            if len(longer) < plan.sample_tokens:
+                going.append(longer)
+    return _merge(cells, plan)
+
+
+def _merge(cells: dict[Outcome, float], plan: Plan) -> dict[Outcome, float]:
+    """What is left of a beginning beside its own cells joins a shorter one where it is little, and is impossible where
+    it is nothing."""
+    for outcome in sorted(cells, key=len, reverse=True):
+        if outcome and cells[outcome] < IMPOSSIBLE:
+            cells[outcome] = 0.0
+        elif outcome and cells[outcome] < plan.least:
+            cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
+    while IMPOSSIBLE < cells[REST] < plan.least and len(cells) > 2:
+        likely = [outcome for outcome in cells if outcome and cells[outcome] > 0]
+        cells[REST] += cells.pop(min(likely, key=cells.__getitem__))
+    cells[REST] = cells[REST] if cells[REST] > IMPOSSIBLE else 0.0
+    if sum(chance > 0 for chance in cells.values()) < 2:
+        raise ArgumentError(
+            "the answers to this prompt are certain, there is nothing to compare; give another prompt or temperature"
+        )
+    return cells
+
+
+def _home(beginning: Outcome, cells: Mapping[Outcome, float]) -> Outcome:
+    """The cell that answers with this beginning fall into: the longest part of it that has one."""
+    lengths = range(len(beginning), 0, -1)
+    return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
+
+
+def draw(
+    llm: LLM, prompt: Sequence[int], setting: Setting, params: SamplingParams, samples: int, seed: int
+) -> tuple[list[Outcome], SpeculationStats]:
+    """Speculative answers as a user gets them: under consecutive seeds, or without any."""
+    answers, stats = list[Outcome](), SpeculationStats()
+    for start in range(0, samples, _TOGETHER):
+        number = min(_TOGETHER, samples - start)
+        seeds = [seed + start + index if setting.seeded else None for index in range(number)]
+        many = [replace(params, seed=own) for own in seeds]
+        for output in llm.generate([{"prompt_token_ids": list(prompt)}] * number, many):
+            stats.add(output.outputs[0].speculation)
+            answers.append(tuple(output.outputs[0].token_ids))
+    return answers, stats
+
+
+def count(cells: Mapping[Outcome, float], answers: Iterable[Outcome]) -> Counter[Outcome]:
+    """How many answers fall into each cell."""
+    return Counter(_home(answer, cells) for answer in answers)
+
+
+def pearson(cells: dict[Outcome, float], counts: Counter[Outcome], samples: int) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
+    statistic, used = 0.0, 0
+    for outcome, chance in cells.items():
+        expected = chance * samples
+        if expected <= 0:
+            statistic += float("inf") if counts[outcome] else 0.0
+            continue
+        statistic += (counts[outcome] - expected) ** 2 / expected
+        used += 1
+    return statistic, max(used - 1, 1)
+
+
+def survival(statistic: float, freedom: int) -> float:
+    """Probability that a chi-square variable exceeds `statistic`: the regularised upper incomplete gamma function."""
+    if statistic == float("inf"):
+        return 0.0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+Tokens = list[int]
+
+
+def greedy_checks(
+    llm: LLM, reference: Reference, prompts: Sequence[Tokens], plan: Plan
+) -> tuple[list[Check], set[str]]:
+    """Greedy equality and equality of log-probabilities, and the names of the rules that verified.
+
+    One pass of transformers over prompt and answer shows at every place which token is its own greedy one, as far as
+    the answer had not yet parted from its own.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False)
+    answers = _answers(llm, prompts, params)
+    stats, parted, worst, compared = SpeculationStats(), list[Difference](), 0.0, 0
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        stats.add(answer.speculation)
+        logits = reference.logits([*prompt, *answer.token_ids[:-1]], len(answer.token_ids))
+        difference = first_worse(logits, answer.token_ids, index, epsilon_of(llm))
+        if difference is not None:
+            parted.append(difference)
+        common = len(answer.token_ids) if difference is None else difference.position
+        for place, token in enumerate(answer.tokens[:common]):
+            assert token.logprob is not None
+            expected = float(logits[place].log_softmax(-1)[token.id])
+            worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
+    checks = [_equality(answers, parted, stats), _logprob_equality(llm, worst, compared)]
+    return checks, _rules(answers)
+
+
+def seed_check(llm: LLM, prompts: Sequence[Tokens], plan: Plan, temperature: float) -> tuple[Check | None, set[str]]:
+    """With deterministic drafts, sampled text equals plain decoding's for the same seed; None where drafts are sampled.
+
+    Also the names of the rules that verified.
+    """
+    params = SamplingParams(
+        temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
+    )
+    speculative = _answers(llm, prompts, params)
+    rules = _rules(speculative)
+    if rules != {"sample_walk"}:
+        return None, rules
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, speculative=False)
+    plain = [output.outputs[0] for output in outputs]
+    same = sum(one.token_ids == other.token_ids for one, other in zip(plain, speculative, strict=True))
+    exact = epsilon_of(llm) == 0
+    share = f"{same} of {len(prompts)} sampled answers equal plain decoding's for the same seed"
+    check = Check(
+        name=f"same seed, same text, T = {temperature:g}",
+        passed=same == len(prompts) or not exact,
+        summary=share if exact or same == len(prompts) else f"{share}; the format's rounding moves the others",
+        figures={"equal": same, "prompts": len(prompts), "temperature": temperature},
+    )
+    return check, rules
+
+
+def _answers(llm: LLM, prompts: Sequence[Tokens], params: SamplingParams) -> list[CompletionOutput]:
+    """With drafts that are free: a policy may rightly draft nothing on a busy machine, which would prove nothing."""
+    with llm.engine.drafting.free_of_charge():
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [output.outputs[0] for output in outputs]
+
+
+def _rules(answers: Sequence[CompletionOutput]) -> set[str]:
+    """Those that verified drafts."""
+    return {rule for answer in answers for rule in answer.speculation.steps_per_rule}
+
+
+def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], total: SpeculationStats) -> Check:
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    bugs = [parted for parted in found if not parted.tie]
+    return Check(
+        name="greedy equality",
+        passed=not bugs and total.num_spec_steps > 0,
+        summary=_equality_summary(len(answers), tokens, found, total),
+        figures={
+            "prompts": len(answers),
+            "tokens": tokens,
+            "ties": len(found) - len(bugs),
+            "bugs": len(bugs),
+            "differences": [asdict(parted) | {"tie": parted.tie} for parted in found],
+            "mean_acceptance_length": round(total.mean_acceptance_length, 4),
+        },
+    )
+
+
+def _equality_summary(prompts: int, tokens: int, found: Sequence[Difference], total: SpeculationStats) -> str:
+    if not total.num_spec_steps:
+        return "nothing was drafted, so nothing was proved; choose other prompts or another drafter"
+    text = f"{prompts - len(found)} of {prompts} answers are transformers' own, {tokens} tokens, "
+    text += f"{total.mean_acceptance_length:.2f} tokens per target pass"
+    for parted in found:
+        kind = "a numeric tie" if parted.tie else "NOT a tie"
+        text += (
+            f"; prompt {parted.prompt} parts at token {parted.position}: {parted.plain} or {parted.speculative}, "
+            f"gap {parted.gap:.3g} nats, {kind} (epsilon {parted.epsilon:g})"
+        )
+    return text
+
+
+def _logprob_equality(llm: LLM, worst: float, compared: int) -> Check:
+    tolerance = LOGPROB_TOLERANCE.get(dtype_name(llm), 5e-4)
+    return Check(
+        name="log-probabilities",
+        passed=worst <= tolerance and compared > 0,
+        summary=f"at most {worst:.2g} nats from transformers' over {compared} tokens (tolerance {tolerance:g})",
+        figures={"largest_difference": worst, "tokens": compared, "tolerance": tolerance},
+    )
+
+
+Progress = Callable[[str], None]
+NUCLEUS = 0.9
+"""The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Subject:
+    llm: LLM
+    reference: Reference
+    prompts: list[list[int]]
+    """Token ids, as long as the plan wants them."""
+    plan: Plan
+    progress: Progress
+
+
+def certify(
+    llm: LLM,
+    prompts: Sequence[str],
+    plan: Plan | None = None,
+    progress: Progress = lambda _: None,
+    *,
+    reference: Reference | None = None,
+) -> Report:
+    """Prove, as far as a run can, that `llm`'s speculation changes nothing.
+
+    Args:
+        llm: configured with the drafter to examine.
+        prompts: texts; the ends of the first few are used.
+        plan: how much to check.
+        progress: is told what is being done.
+        reference: the target as transformers runs it; None loads its checkpoint a second time.
+
+    Raises:
+        ArgumentError: the model has no drafter or no tokenizer, or there are no prompts.
+    """
+    plan = plan or Plan()
+    if llm.speculative is None:
+        raise ArgumentError(
+            "there is nothing to certify without a drafter; name one with --drafter (see: forerun drafters)"
+        )
+    texts = _token_prompts(llm, prompts, plan)
+    if reference is None:
+        progress("loading the target as transformers runs it")
+        reference = Reference.of(llm)
+    subject = _Subject(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
+    checks, rules = _text_checks(subject)
+    sampled, more = _distribution_checks(subject)
+    checks, rules = checks + sampled, rules | more
+    return Report(
+        model=llm.target.name_or_path,
+        drafter=llm.speculative.method,
+        dtype=dtype_name(llm),
+        device=str(llm.target.device),
+        checks=[*_rule_checks(subject, rules), *checks],
+    )
+
+
+def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[list[int]]:
+    if llm.tokenizer is None:
+        raise ArgumentError("certify needs the model's tokenizer to read its prompts")
+    length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
+    if length < 1:
+        raise ArgumentError(f"answers of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}")
+    tokens = [list(llm.tokenizer(text, verbose=False)["input_ids"])[:length] for text in prompts[: plan.prompts]]
+    tokens = [prompt for prompt in tokens if prompt]
+    if not tokens:
+        raise ArgumentError("certify needs at least one prompt that is not empty")
+    return tokens
+
+
+def _text_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
+    checks: list[Check] = []
+    rules: set[str] = set()
+    for temperature in subject.plan.temperatures:
+        if temperature == 0:
+            subject.progress("greedy text against plain decoding")
+            found, more = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
+            rules |= more
+            checks += found
+        else:
+            subject.progress(f"sampled text for a seed, T = {temperature:g}")
+            check, more = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
+            checks += [check] if check is not None else []
+            rules |= more
+    return checks, rules
+
+
+def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
+    plan, rules = subject.plan, set[str]()
+    # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
+    cuts = (1.0, NUCLEUS) if TIE_EPSILON.get(dtype_name(subject.llm), 0.0) == 0 else (1.0,)
+    settings = [
+        Setting(
+            params=SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0),
+            seeded=seeded,
+        )
+        for temperature in plan.temperatures
+        if temperature > 0
+        for top_p in cuts
+        for seeded in (False, True)
+    ]
+    checks = []
+    for index, setting in enumerate(settings):
+        prompt = subject.prompts[index % len(subject.prompts)][: plan.sample_prompt_tokens]
+        subject.progress(f"sampled answers against the exact distribution, {setting.name}")
+        check, more = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
+        checks.append(check)
+        rules |= more
+    return checks, rules
+
+
+def _rule_checks(subject: _Subject, rules: set[str]) -> list[Check]:
+    checks = []
+    for name in sorted(rules):
+        subject.progress(f"the exact distributions of the rule {name}")
+        if not rule_named(name).lossless:
+            checks.append(
+                Check(name=f"rule {name}", passed=False, summary="this rule is not lossless, by its own account")
+            )
+            continue
+        found = list(check_rules([name]))
+        worst = max((case.error for case in found), default=float("inf"))
+        cases = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
+        figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
+        checks.append(
+            Check(
+                name=f"rule {name}",
+                passed=all(case.passed for case in found) and bool(found),
+                summary=cases,
+                figures=figures,
+            )
+        )
+    return checks

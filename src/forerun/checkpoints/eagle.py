@@ -1,0 +1,292 @@
+"""What the formats of EAGLE heads share: tensor names, layer ids, and the keys of their decoder layers.
+
+Our layer ids are boundaries: b is the state after b layers. Top-level lists (vLLM, EAGLE, speculators) mean the same.
+Lists inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) and TensorRT-LLM's YAML name the 0-based layer whose output
+is read, one less. Taking one for the other costs most of the acceptance and raises no error anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from forerun.checkpoints.base import HeadCheckpoint, target_mask
+from forerun.checkpoints.keys import NESTED, Keys
+from forerun.drafters.heads.eagle import EagleConfig, Rotary, default_boundaries
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.target.masks import FULL, SLIDING
+from forerun.types import LAST_HIDDEN
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Of `EagleConfig`: how features are normed."""
+MIDLAYER, FIRST = "midlayer.", "layers.0."
+ALIASES = {f"aux_norm_{where}.weight": f"fc_norm.{i}.weight" for i, where in enumerate(("low", "mid", "high"))}
+"""SGLang's earlier names of the norms before ``fc``."""
+UPPER_HIDDEN_NORM = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
+
+
+def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
+
+    Layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``; either name is
+    taken, both if they are equal.
+
+    Raises:
+        CheckpointError: a tensor is there under two names.
+    """
+    found = canonical_names(tensors)
+    for name in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
+        _merge_upper_norm(found, name)
+    return found
+
+
+def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `to_canonical`, but both names of a norm above the first layer stay."""
+    found: dict[str, Tensor] = {}
+    for stored, tensor in tensors.items():
+        if stored.endswith("rotary_emb.inv_freq"):
+            continue
+        name = FIRST + stored.removeprefix(MIDLAYER) if stored.startswith(MIDLAYER) else ALIASES.get(stored, stored)
+        if name in found:
+            raise CheckpointError(f"the tensor {name} is stored twice, once as {stored}; remove one of them")
+        found[name] = tensor
+    return found
+
+
+def _merge_upper_norm(tensors: dict[str, Tensor], hidden_norm: str) -> None:
+    ours = hidden_norm.replace("hidden_norm", "input_layernorm")
+    tensor = tensors.pop(hidden_norm)
+    if ours in tensors and not torch.equal(tensors[ours], tensor):
+        raise CheckpointError(
+            f"{ours} and {hidden_norm} differ: vLLM reads the first, SGLang and TensorRT-LLM the second, and nothing "
+            "says which one the head was trained with; remove the other"
+        )
+    tensors.setdefault(ours, tensor)
+
+
+def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
+    """Under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
+
+    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids.
+    """
+    config = checkpoint.config
+    tensors = dict(checkpoint.tensors)
+    d2t = tensors.pop("d2t")
+    for layer in range(1, config.num_hidden_layers) if config.generation == 3 else ():
+        norm = tensors[f"layers.{layer}.input_layernorm.weight"]
+        tensors[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
+    tensors = {_renamed(name, first): tensor for name, tensor in tensors.items()}
+    if config.reduced_vocabulary or bool(d2t.any()):
+        tensors["d2t"] = d2t
+        if t2d:
+            tensors["t2d"] = target_mask(d2t, config.vocab_size)
+    return tensors
+
+
+def _renamed(name: str, first: str) -> str:
+    return first + name.removeprefix(FIRST) if name.startswith(FIRST) else name
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+"""The key's name, at the top and in `NESTED`."""
+
+
+def to_outputs(boundaries: Sequence[int]) -> list[int]:
+    """0-based layers whose outputs are these boundaries.
+
+    Raises:
+        CheckpointError: one is the state after the final norm, which no format has an id for.
+    """
+    if LAST_HIDDEN in boundaries:
+        raise CheckpointError(
+            "the head reads the target's state after the final norm; no format of EAGLE-3 heads has a layer id for "
+            "that. Train the head on boundaries instead."
+        )
+    return [boundary - 1 for boundary in boundaries]
+
+
+def from_outputs(layers: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries after these 0-based layers."""
+    return tuple(layer + 1 for layer in layers)
+
+
+def agreed(
+    top: Sequence[int] | None, nested: Sequence[int] | None, *, count: int | None, num_layers: int | None
+) -> tuple[int, ...]:
+    """The boundaries that a file means.
+
+    Args:
+        top: boundary ids, if the file has them.
+        nested: ids of 0-based layers, if the file has them.
+        count: how many hidden states the file says that the head reads.
+        num_layers: of the target; needed where the file has no ids, to know the default.
+
+    Raises:
+        CheckpointError: the lists contradict each other or `count`, or there are none and `num_layers` is unknown.
+    """
+    if top is not None and nested is not None and tuple(top) != from_outputs(nested):
+        raise CheckpointError(
+            f"config.json contradicts itself about the target's layers: {IDS} {list(top)} counts boundaries, "
+            f"{NESTED}.{IDS} {list(nested)} counts layers from 0 and so means the boundaries "
+            f"{list(from_outputs(nested))}. Find out which ones the head was trained on and correct the other."
+        )
+    if top is not None:
+        found = tuple(top)
+    elif nested is not None:
+        found = from_outputs(nested)
+    else:
+        found = _default(num_layers)
+    if count is not None and count != len(found):
+        raise CheckpointError(f"num_aux_hidden_states is {count}, but {IDS} means {len(found)} boundaries {found}")
+    return found
+
+
+def is_default(boundaries: Sequence[int], num_layers: int) -> bool:
+    """Whether engines that are told no ids would read these boundaries of such a target."""
+    return tuple(boundaries) == (2, num_layers // 2, num_layers - 3)
+
+
+def _default(num_layers: int | None) -> tuple[int, ...]:
+    if num_layers is None:
+        raise CheckpointError(
+            f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "
+            "layers: name the target"
+        )
+    try:
+        return default_boundaries(num_layers)
+    except ArgumentError as error:
+        raise CheckpointError(str(error)) from error
+
+
+SAME_NAME = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
+    "initializer_range",
+)  # fmt: skip
+"""Keys of a file that `EagleConfig` calls the same."""
+ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
+WINDOW_NOTE = (
+    "sliding_window without layer_types is read as the window of every layer, which is how the head is drafted with. "
+    "vLLM applies a window only where layer_types names it. Written with layer_types."
+)
+
+
+def read_layers(keys: Keys) -> dict[str, Any]:
+    """The fields of `EagleConfig` that describe its layers.
+
+    Raises:
+        CheckpointError: a key is missing or of the wrong type.
+    """
+    size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    if heads < 1:
+        raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
+    if keys.get("quantization_config"):
+        raise CheckpointError("config.json has a quantization_config; only heads in floating point are supported")
+    theta, scaling = _read_rope(keys)
+    layers = keys.integer("num_hidden_layers", 1)
+    window, full_layers = _read_window(keys, layers)
+    for name in ("model_type", "torch_dtype", "dtype"):
+        keys.get(name)  # said again when written, from what the head is
+    return {
+        "hidden_size": size,
+        "intermediate_size": keys.integer("intermediate_size"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("num_key_value_heads", heads),
+        "head_dim": keys.integer("head_dim", size // heads),
+        "hidden_act": keys.text("hidden_act", "silu"),
+        "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "vocab_size": keys.integer("vocab_size"),
+        "max_position_embeddings": keys.integer("max_position_embeddings", 2048),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "sliding_window": window,
+        "full_layers": full_layers,
+        "attention_bias": keys.flag("attention_bias"),
+        "mlp_bias": keys.flag("mlp_bias"),
+        "initializer_range": keys.number("initializer_range", 0.02),
+    }
+
+
+def write_layers(config: EagleConfig) -> dict[str, Any]:
+    """The keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true would hide the output head."""
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{name: getattr(config, name) for name in SAME_NAME},
+        # The names that transformers 4 and 5 both understand.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else dict(config.rope_scaling),
+        "tie_word_embeddings": False,
+        **_write_window(config),
+    }
+
+
+def make_config(**fields: Any) -> EagleConfig:
+    """`EagleConfig` of what a file says; CheckpointError where its keys contradict each other or nothing knows them."""
+    try:
+        config = EagleConfig(**fields)
+        Rotary(config)
+    except (ArgumentError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
+    if config.hidden_act not in ACT2FN:
+        raise CheckpointError(f"hidden_act of config.json is {config.hidden_act!r}; expected {', '.join(ACT2FN)}")
+    return config
+
+
+def _read_window(keys: Keys, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """``sliding_window`` and ``full_layers`` of the head, None and () where no layer has a window."""
+    stated = None if keys.get("sliding_window") is None else keys.integer("sliding_window")
+    switched, first = keys.flag("use_sliding_window", True), keys.get("max_window_layers")
+    window = stated if switched else None
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        if window is not None and first:
+            raise CheckpointError(
+                f"sliding_window is {window} and max_window_layers {first!r}, which not every engine counts alike; say "
+                f'which of the {layers} layers slide as layer_types: ["{SLIDING}"] for one layer that does'
+            )
+        return window, ()
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise CheckpointError(f"layer_types must be {layers} of {FULL} and {SLIDING}, one a layer, got {kinds!r}")
+    if SLIDING not in kinds:
+        return None, ()
+    if window is None:
+        raise CheckpointError(
+            f"layer_types has {SLIDING}, but sliding_window is {stated!r} and use_sliding_window {switched!r}; name "
+            "the window that the head was trained with, or make its layers full_attention"
+        )
+    return window, tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+
+
+def _write_window(config: EagleConfig) -> dict[str, Any]:
+    """Engines look for the kind of each layer; Qwen3's configuration forgets a window that is not switched on."""
+    if config.sliding_window is None:
+        return {}
+    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_hidden_layers)]
+    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+
+
+def _read_rope(keys: Keys) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+
+    Keys of a scaling that transformers does not know stay in it.
+    """
+    theta = keys.number("rope_theta", 10_000.0)
+    older, newer = keys.nested("rope_scaling"), keys.nested("rope_parameters")
+    rope = newer.rest() or older.rest()
+    if FULL in rope or SLIDING in rope:
+        raise CheckpointError(
+            f"the rotary embedding differs by kind of layer ({', '.join(rope)}); a head has one for all of its layers"
+        )
+    theta = float(rope.pop("rope_theta", None) or theta)
+    kind = rope.pop("type", None)
+    rope = {"rope_type": rope.pop("rope_type", kind or "default"), **rope}
+    if rope["rope_type"] not in ROPE_KINDS:
+        raise CheckpointError(f"rope_type is {rope['rope_type']!r}; expected {', '.join(ROPE_KINDS)}")
+    return theta, None if rope == {"rope_type": "default"} else rope
