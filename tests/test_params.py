@@ -11,7 +11,7 @@ import torch
 from forerun.drafters.draft_model import DraftModelConfig
 from forerun.drafters.heads.drafting import HeadDrafterConfig
 from forerun.errors import ArgumentError
-from forerun.sampling import law_of
+from forerun.sampling import distribution_of
 from forerun.types import SamplingParams
 
 SUBNORMAL, SMALLEST, LARGEST = 5e-324, 1e-46, 1.7976931348623157e308
@@ -21,7 +21,7 @@ SUBNORMAL, SMALLEST, LARGEST = 5e-324, 1e-46, 1.7976931348623157e308
 def test_temperatures_next_to_zero_are_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.9)
     assert params.greedy and params.temperature == 0.0
-    assert law_of(torch.tensor([50.0, 80.0, 79.9]), params).tolist() == [0.0, 1.0, 0.0]
+    assert distribution_of(torch.tensor([50.0, 80.0, 79.9]), params).tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 2e-5, 1e-3, 1.0, 100.0, 1e4])
@@ -29,10 +29,10 @@ def test_temperatures_next_to_zero_are_greedy(temperature: float) -> None:
 def test_every_other_temperature_gives_a_distribution(temperature: float, more: dict[str, Any]) -> None:
     """Whatever the logits are, as far as float32 goes; tokens that are banned stay banned."""
     for spread in (1e-30, 1.0, 80.0, 3e38):
-        law = law_of(
+        probs = distribution_of(
             torch.tensor([0.0, spread / 2, -math.inf, spread]), SamplingParams(temperature=temperature, **more)
         )
-        assert law[2] == 0 and bool((law >= 0).all()) and float(law.sum()) == pytest.approx(1, abs=1e-5)
+        assert probs[2] == 0 and bool((probs >= 0).all()) and float(probs.sum()) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [-1e-9, -1.0, math.nan, math.inf, -math.inf, 1.1e4, 1e39, LARGEST])

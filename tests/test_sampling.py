@@ -1,4 +1,4 @@
-"""Logits to law against a plain reference, processors exact per path, and rng: fair, keyed, independent."""
+"""Logits to distribution against a plain reference, processors exact per path, and rng: fair, keyed, independent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun import sampling
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
-from forerun.sampling import Rng, Sampler, Stream, _inverse, law_of
+from forerun.sampling import Rng, Sampler, Stream, _inverse, distribution_of
 from forerun.scores import logprobs_of
 from forerun.types import SamplingParams
 
@@ -22,7 +22,7 @@ ALPHA = 1e-6
 """Family-wise error of the statistical tests; seeds are fixed, so they pass or fail for good."""
 
 
-def reference_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
+def reference_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
     """The documented order, one token at a time: temperature, min-p, top-k, top-p."""
     tokens = range(len(logits))
     if params.temperature == 0:
@@ -35,28 +35,28 @@ def reference_law(logits: Sequence[float], params: SamplingParams) -> list[float
     if params.top_k is not None and 0 < params.top_k < len(logits):
         border = sorted((weights[token] if token in kept else 0.0 for token in tokens), reverse=True)[params.top_k - 1]
         kept = {token for token in kept if weights[token] >= border}
-    law = [weights[token] if token in kept else 0.0 for token in tokens]
-    law = [weight / sum(law) for weight in law]
+    probs = [weights[token] if token in kept else 0.0 for token in tokens]
+    probs = [weight / sum(probs) for weight in probs]
     if params.top_p is not None and params.top_p < 1:
         mass = 0.0
-        for token in sorted(tokens, key=lambda token: (-law[token], token)):
-            before, mass = mass, mass + law[token]
-            law[token] = law[token] if before < params.top_p else 0.0
-    return [weight / sum(law) for weight in law]
+        for token in sorted(tokens, key=lambda token: (-probs[token], token)):
+            before, mass = mass, mass + probs[token]
+            probs[token] = probs[token] if before < params.top_p else 0.0
+    return [weight / sum(probs) for weight in probs]
 
 
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.01, 0.7, 1.0, 3.0])
 @pytest.mark.parametrize("top_k", [None, -1, 0, 1, 3, 50])
 @pytest.mark.parametrize("top_p", [None, 1.0, 0.9, 0.3, 1e-6])
 @pytest.mark.parametrize("min_p", [None, 0.0, 0.1, 1.0])
-def test_law_against_the_reference(
+def test_distribution_against_the_reference(
     temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for seed in range(3):
         logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        law = law_of(logits, params)
-        assert law.tolist() == pytest.approx(reference_law(logits.tolist(), params), abs=1e-12)
+        probs = distribution_of(logits, params)
+        assert probs.tolist() == pytest.approx(reference_distribution(logits.tolist(), params), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_law_against_the_reference(
 )
 def test_ties_at_the_border(changes: dict, kept: list[int]) -> None:
     """Top-k and min-p keep all that are tied; top-p keeps the lower token ids; greedy takes the first."""
-    law = law_of(torch.tensor([2.0, 1.0, 1.0, 0.0], dtype=torch.float64), SamplingParams(**changes))
-    assert torch.nonzero(law).flatten().tolist() == kept
-    assert float(law.sum()) == pytest.approx(1.0)
+    probs = distribution_of(torch.tensor([2.0, 1.0, 1.0, 0.0], dtype=torch.float64), SamplingParams(**changes))
+    assert torch.nonzero(probs).flatten().tolist() == kept
+    assert float(probs.sum()) == pytest.approx(1.0)
 
 
 def test_greedy_ties_take_the_lower_id() -> None:
-    assert int(law_of(torch.tensor([0.0, 3.0, 3.0, 1.0]), SamplingParams(temperature=0.0)).argmax()) == 1
+    assert int(distribution_of(torch.tensor([0.0, 3.0, 3.0, 1.0]), SamplingParams(temperature=0.0)).argmax()) == 1
 
 
 @pytest.mark.parametrize("top_p", [0.2, 0.95, 0.9999999])
@@ -85,32 +85,34 @@ def test_greedy_ties_take_the_lower_id() -> None:
 def test_nucleus_of_a_real_vocabulary(scale: float, top_p: float) -> None:
     """The short cut that sorts only the likeliest tokens gives what sorting all of them gives, ties included."""
     logits = (scale * torch.randn(20_000, generator=torch.Generator().manual_seed(7))).mul(8).round().div(8)
-    law = logits.softmax(-1)
-    ordered, ids = law.sort(descending=True, stable=True)
+    probs = logits.softmax(-1)
+    ordered, ids = probs.sort(descending=True, stable=True)
     before = ordered.double().cumsum(0) - ordered
-    expected = torch.zeros_like(law).index_copy_(0, ids, ordered * (before < top_p))
-    assert torch.allclose(law_of(logits, SamplingParams(top_p=top_p)), expected / expected.sum(), rtol=1e-6, atol=0)
+    expected = torch.zeros_like(probs).index_copy_(0, ids, ordered * (before < top_p))
+    assert torch.allclose(
+        distribution_of(logits, SamplingParams(top_p=top_p)), expected / expected.sum(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_law_keeps_the_logits_precision(dtype: torch.dtype) -> None:
-    assert law_of(torch.randn(5, dtype=dtype), SamplingParams(top_p=0.5, top_k=3)).dtype == dtype
+def test_the_distribution_keeps_the_logits_precision(dtype: torch.dtype) -> None:
+    assert distribution_of(torch.randn(5, dtype=dtype), SamplingParams(top_p=0.5, top_k=3)).dtype == dtype
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_gives_no_law_is_refused(temperature: float) -> None:
+def test_what_gives_no_distribution_is_refused(temperature: float) -> None:
     sampler = Sampler(SamplingParams(temperature=temperature), [1])
     with pytest.raises(NumericError, match="NaN"):
-        sampler.law(torch.tensor([0.0, math.nan]), [])
+        sampler.probs(torch.tensor([0.0, math.nan]), [])
     with pytest.raises(NumericError, match="inf"):
-        sampler.law(torch.tensor([0.0, math.inf]), [])
+        sampler.probs(torch.tensor([0.0, math.inf]), [])
     with pytest.raises(NoTokenLeftError, match="every token is banned"):
-        Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).law(torch.zeros(2), [])
+        Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).probs(torch.zeros(2), [])
     with pytest.raises(NoTokenLeftError, match="every token is banned"):
         Sampler(SamplingParams(temperature=temperature), [1], bad_words=[[0], [1]]).process(torch.zeros(2), [])
     to_nan = SamplingParams(temperature=temperature, logits_processors=[lambda _tokens, logits: logits * math.nan])
     with pytest.raises(NumericError, match="nan"):
-        Sampler(to_nan, [1]).law(torch.zeros(2), [])
+        Sampler(to_nan, [1]).probs(torch.zeros(2), [])
 
 
 WRONG_LAWS = {
@@ -128,26 +130,28 @@ WRONG_LAWS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("wrong", WRONG_LAWS)
-def test_no_other_law_leaves_the_sampler(wrong: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_distribution_leaves_the_sampler(
+    wrong: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever step of its making is wrong."""
     sampler = Sampler(SamplingParams(temperature=temperature, allowed_token_ids=[0, 1, 2]), [1])
-    assert float(sampler.law(torch.zeros(4), []).sum()) == pytest.approx(1)
-    monkeypatch.setattr(sampling, "law_of", lambda *_: torch.tensor(WRONG_LAWS[wrong]))
+    assert float(sampler.probs(torch.zeros(4), []).sum()) == pytest.approx(1)
+    monkeypatch.setattr(sampling, "distribution_of", lambda *_: torch.tensor(WRONG_LAWS[wrong]))
     with pytest.raises(NumericError, match="the probabilities are no distribution: they add up to"):
-        sampler.law(torch.zeros(4), [])
+        sampler.probs(torch.zeros(4), [])
 
 
 @pytest.mark.parametrize("wrong", [name for name in WRONG_LAWS if name not in ("too little", "on a banned token")])
 @pytest.mark.parametrize("place", [0, 500])
 def test_nothing_else_is_drawn_from(wrong: str, place: int) -> None:
     """A residual, which adds up to less than 1, is. Wherever in a large vocabulary it stands."""
-    law = torch.zeros(1000)
-    law[place : place + 4] = torch.tensor(WRONG_LAWS[wrong])
+    probs = torch.zeros(1000)
+    probs[place : place + 4] = torch.tensor(WRONG_LAWS[wrong])
     for seed in range(20):
         with pytest.raises(NumericError, match=r"what is drawn from|a token of probability"):
-            Rng(seed, 1).draw(law)
-    law[place : place + 4] = torch.tensor([0.0, 1e-30, 0.0, 0.0])
-    assert Rng(1, 1).draw(law) == place + 1
+            Rng(seed, 1).draw(probs)
+    probs[place : place + 4] = torch.tensor([0.0, 1e-30, 0.0, 0.0])
+    assert Rng(1, 1).draw(probs) == place + 1
 
 
 def test_a_flip_has_a_chance() -> None:
@@ -170,7 +174,7 @@ def test_a_processor_that_returns_no_logits(result: object, named: str) -> None:
         return result
 
     with pytest.raises(ArgumentError, match=f"processor processor returned {named}; expected a tensor"):
-        Sampler(SamplingParams(logits_processors=[processor]), [1]).law(torch.zeros(4), [])
+        Sampler(SamplingParams(logits_processors=[processor]), [1]).probs(torch.zeros(4), [])
 
 
 def reference_process(logits: Tensor, sampler: Sampler, output: list[int]) -> list[float]:
@@ -223,7 +227,7 @@ def test_processors_against_the_reference(seed: int) -> None:
             assert torch.equal(processed, logits)
 
 
-def test_two_paths_with_two_histories_have_two_laws() -> None:
+def test_two_paths_with_two_histories_have_two_distributions() -> None:
     """Penalties look at a node's own path, not at a sibling's."""
     sampler = Sampler(SamplingParams(frequency_penalty=1.0), [5])
     logits = torch.zeros(6)
@@ -323,22 +327,23 @@ def test_target_draws_are_keyed_by_absolute_position() -> None:
         assert Rng(5, position).draw(LAW, 3) == Rng(5, position + 3).draw(LAW)
 
 
-def test_rounding_in_the_law_does_not_change_the_draw() -> None:
-    """Drawn from the cumulated law, some would differ: a small change anywhere moves every border behind it."""
+def test_rounding_in_the_distribution_does_not_change_the_draw() -> None:
+    """Drawn from the cumulated distribution, some would differ: a small change anywhere moves every border behind
+    it."""
     logits = 2.5 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
     noise = 1e-5 * torch.randn(4096, generator=torch.Generator().manual_seed(1))
-    law, rounded = logits.softmax(0), (logits + noise).softmax(0)
-    assert [Rng(3, p).draw(law) for p in range(3000)] == [Rng(3, p).draw(rounded) for p in range(3000)]
+    probs, rounded = logits.softmax(0), (logits + noise).softmax(0)
+    assert [Rng(3, p).draw(probs) for p in range(3000)] == [Rng(3, p).draw(rounded) for p in range(3000)]
     uniforms = [Rng(3, p)._uniform(p, Stream.TARGET, 0) for p in range(3000)]
-    assert [_inverse(law, u) for u in uniforms] != [_inverse(rounded, u) for u in uniforms]
+    assert [_inverse(probs, u) for u in uniforms] != [_inverse(rounded, u) for u in uniforms]
 
 
-def test_draws_follow_the_law_across_blocks() -> None:
-    law = torch.tensor([0.0, 3.0, 1.0]).repeat(100) * torch.linspace(0, 1, 300)
-    law /= law.sum()
-    counts = torch.bincount(torch.tensor([Rng(1, p).draw(law) for p in range(20_000)]), minlength=300)
-    expected = 20_000 * law.double() / law.double().sum()
-    assert not counts[law == 0].any()
+def test_draws_follow_the_distribution_across_blocks() -> None:
+    probs = torch.tensor([0.0, 3.0, 1.0]).repeat(100) * torch.linspace(0, 1, 300)
+    probs /= probs.sum()
+    counts = torch.bincount(torch.tensor([Rng(1, p).draw(probs) for p in range(20_000)]), minlength=300)
+    expected = 20_000 * probs.double() / probs.double().sum()
+    assert not counts[probs == 0].any()
     likely = expected > 5
     statistic = float(((counts - expected)[likely] ** 2 / expected[likely]).sum())
     assert stats.chi2.sf(statistic, int(likely.sum()) - 1) > 1e-6
@@ -395,7 +400,7 @@ def test_neighbouring_keys_are_independent(left: tuple[int, ...], right: tuple[i
     assert stats.chi2_contingency(table.numpy()).pvalue > ALPHA / 8
 
 
-def test_draws_follow_the_law_and_never_take_the_impossible() -> None:
+def test_draws_follow_the_distribution_and_never_take_the_impossible() -> None:
     for draw in (
         lambda seed: Rng(seed, 2).draw(LAW, 1),
         lambda seed: Rng(seed, 2).drafted(LAW, 3, 1),
@@ -407,10 +412,12 @@ def test_draws_follow_the_law_and_never_take_the_impossible() -> None:
         assert stats.chisquare([counts[token] for token in (0, 2, 3)], expected).pvalue > ALPHA
 
 
-@pytest.mark.parametrize("law", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7, 0.0], [1e-30, 0.0, 1.0], [0.0, 1e-40, 0.0]])
+@pytest.mark.parametrize(
+    "probs", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7, 0.0], [1e-30, 0.0, 1.0], [0.0, 1e-40, 0.0]]
+)
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.3, 0.5, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval(law: list[float], uniform: float) -> None:
-    values = torch.tensor(law, dtype=torch.float64)
+def test_the_ends_of_the_unit_interval(probs: list[float], uniform: float) -> None:
+    values = torch.tensor(probs, dtype=torch.float64)
     assert values[_inverse(values, uniform)] > 0
 
 
@@ -451,7 +458,7 @@ def test_the_nucleus_by_classes_is_the_sorted_one(kind: str, dtype: torch.dtype)
         "few": logits.masked_fill(torch.arange(3000) % 7 > 0, -torch.inf),
         "point": logits.masked_fill(torch.arange(3000) != 17, -torch.inf),
     }[kind]
-    for law in logits.to(dtype).softmax(-1):
+    for probs in logits.to(dtype).softmax(-1):
         for top_p in (1e-6, 0.3, 0.95, 0.9999999):
-            found, expected = (make(law, top_p) for make in (sampling._classed_nucleus, sampling._sorted_nucleus))
-            assert torch.equal(found & (law > 0), expected & (law > 0))
+            found, expected = (make(probs, top_p) for make in (sampling._classed_nucleus, sampling._sorted_nucleus))
+            assert torch.equal(found & (probs > 0), expected & (probs > 0))

@@ -28,7 +28,8 @@ from forerun.target import Target
 from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict
 
-# Target and draft laws at the roots that decoding meets, and what each way of drawing children could keep there.
+# Target and draft distributions at the roots that decoding meets, and what each way of drawing children could keep
+# there.
 #
 # One text is decoded by a tree without replacement at temperature 1; at its roots every other way of drawing is
 # computed instead of tried, so that all of them are compared at the same places. Knows heads and the step, no report.
@@ -36,14 +37,14 @@ from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict
 
 # How often the token after a node can be one of its drafted children: the optimal-transport bound, and reality.
 #
-# If the siblings are drawn from a law over token sets, no rule whose emitted token has the target's law p can make
-# that token one of them more often than ``1 + min_H [p(H) - P(all siblings in H)]``, over every set H of tokens. The
-# minimum is attained by a prefix of the tokens sorted by p/q (Hu et al., arXiv 2502.18779), so a sort and prefix sums
-# do. Siblings without replacement are the first arrivals of independent exponential clocks with rates q, which turns
-# the probability into one smooth integral over time instead of a sum over ordered tuples.
+# If the siblings are drawn from a distribution over token sets, no rule whose emitted token has the target's
+# distribution p can make that token one of them more often than ``1 + min_H [p(H) - P(all siblings in H)]``, over every
+# set H of tokens. The minimum is attained by a prefix of the tokens sorted by p/q (Hu et al., arXiv 2502.18779), so a
+# sort and prefix sums do. Siblings without replacement are the first arrivals of independent exponential clocks with
+# rates q, which turns the probability into one smooth integral over time instead of a sum over ordered tuples.
 #
-# Knows laws and nothing of drafters, targets or trees. Speaks of one level: what rules gain by looking at the levels
-# below is not in it.
+# Knows distributions and nothing of drafters, targets or trees. Speaks of one level: what rules gain by looking at the
+# levels below is not in it.
 
 
 _STEP = 0.5
@@ -58,8 +59,9 @@ def transport_bound(target: Tensor, draft: Tensor, count: int, draw: Draw) -> Te
     """The highest chance that the token after each node is among its `count` children (arXiv 2502.18779).
 
     Args:
-        target: (N, V) laws of the target.
-        draft: (N, V) laws that the children are drawn from; where fewer than `count` tokens are possible, there are
+        target: (N, V) distributions of the target.
+        draft: (N, V) distributions that the children are drawn from; where fewer than `count` tokens are possible,
+            there are
             fewer children without replacement.
         count: children of each node, at least 1.
         draw: how they are drawn; never AUTO.
@@ -70,7 +72,7 @@ def transport_bound(target: Tensor, draft: Tensor, count: int, draw: Draw) -> Te
     Raises:
         ArgumentError: shapes differ, no child, or AUTO.
     """
-    target, draft = _laws(target, draft, count, draw)
+    target, draft = _probs(target, draft, count, draw)
     if draw is Draw.DETERMINISTIC:
         return target.gather(1, _likeliest(draft, count)).sum(1).clamp(max=1)
     if draw is Draw.GREEDY_K:
@@ -98,7 +100,7 @@ def rejection_reach(target: Tensor, draft: Tensor, count: int, draw: Draw, *, sa
     """
     if draw not in (Draw.IID, Draw.WITHOUT_REPLACEMENT):
         raise ArgumentError(f"rejection judges siblings drawn iid or without replacement, not {draw.value}")
-    target, draft = _laws(target, draft, count, draw)
+    target, draft = _probs(target, draft, count, draw)
     paths = samples if draw is Draw.WITHOUT_REPLACEMENT and count > 1 else 1
     generator = torch.Generator().manual_seed(0)
     rows = zip(target, draft, strict=True)
@@ -106,7 +108,7 @@ def rejection_reach(target: Tensor, draft: Tensor, count: int, draw: Draw, *, sa
 
 
 def _reach(target: Tensor, draft: Tensor, count: int, draw: Draw, generator: torch.Generator) -> Tensor:
-    """Of one node: laws (S, V) of each path."""
+    """Of one node: distributions (S, V) of each path."""
     missed = target.new_ones(len(target))
     for index in range(count):
         left = (target - draft).clamp(min=0)
@@ -120,7 +122,7 @@ def _reach(target: Tensor, draft: Tensor, count: int, draw: Draw, generator: tor
 
 
 def _without_rejected(target: Tensor, draft: Tensor, generator: torch.Generator) -> Tensor:
-    """The draft law after a sibling was drawn and rejected: it lay where the draft exceeds the target."""
+    """The draft distribution after a sibling was drawn and rejected: it lay where the draft exceeds the target."""
     excess = (draft - target).clamp(min=0)
     # Without excess a rejection has probability zero, or nothing is left to draw: any token will do.
     token = torch.multinomial(excess + (excess.sum(1, keepdim=True) <= 0), 1, generator=generator)
@@ -134,9 +136,11 @@ def _normalised(values: Tensor, instead: Tensor) -> Tensor:
     return torch.where(mass > 0, values / mass.clamp_min(torch.finfo(values.dtype).tiny), instead)
 
 
-def _laws(target: Tensor, draft: Tensor, count: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def _probs(target: Tensor, draft: Tensor, count: int, draw: Draw) -> tuple[Tensor, Tensor]:
     if target.dim() != 2 or target.shape != draft.shape:
-        raise ArgumentError(f"target and draft laws are (nodes, tokens) both, got {target.shape} and {draft.shape}")
+        raise ArgumentError(
+            f"target and draft distributions are (nodes, tokens) both, got {target.shape} and {draft.shape}"
+        )
     if count < 1:
         raise ArgumentError(f"a node needs at least one child, got {count}")
     if draw is Draw.AUTO:
@@ -150,7 +154,7 @@ def _likeliest(draft: Tensor, count: int) -> Tensor:
 
 
 def _greedy_k(target: Tensor, draft: Tensor, count: int) -> Tensor:
-    """sum over given of p + sum over the rest of min(p, q'), q' the draft law restricted to the rest."""
+    """sum over given of p + sum over the rest of min(p, q'), q' the draft distribution restricted to the rest."""
     rest, given = draft, target.new_zeros(len(target))
     if count > 1:
         best = _likeliest(draft, count - 1)
@@ -223,7 +227,7 @@ class RootReach:
 
 
 def compare_roots(target: Tensor, draft: Tensor, counts: Sequence[int]) -> list[RootReach]:
-    """From laws (N, V) of both models at the roots, for each number of children."""
+    """From distributions (N, V) of both models at the roots, for each number of children."""
     lines = []
     for count in counts:
         found = {
@@ -239,19 +243,19 @@ def compare_roots(target: Tensor, draft: Tensor, counts: Sequence[int]) -> list[
 
 
 @torch.inference_mode()
-def root_laws(
+def root_distributions(
     target: Target, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], *, steps: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Decode `prompts` for some steps at temperature 1 and keep both laws at the roots.
+    """Decode `prompts` for some steps at temperature 1 and keep both distributions at the roots.
 
     Args:
         target: with as many free rows as prompts; they are free again afterwards.
-        config: ``method`` and its options; children must be sampled, so that their laws are recorded.
+        config: ``method`` and its options; children must be sampled, so that their distributions are recorded.
         steps: of every row, each of at least one token.
         most: roots kept, evenly spread over those that were met.
 
     Returns:
-        laws of target and drafter after the roots, (N, V) float32 each, N at most `most`.
+        distributions of target and drafter after the roots, (N, V) float32 each, N at most `most`.
     """
     options = dict(config)
     setup = DrafterSetup(target=target, tokenizer=None, rows=len(prompts), slots=target.slots)
@@ -277,18 +281,18 @@ def root_laws(
     for _ in range(steps):
         step(target, rows, [group])
     target.truncate(ids, [0] * len(ids))
-    chosen = torch.linspace(0, len(watch.laws) - 1, min(most, len(watch.laws))).round().long().tolist()
-    return torch.stack([watch.laws[i][0] for i in chosen]), torch.stack([watch.laws[i][1] for i in chosen])
+    chosen = torch.linspace(0, len(watch.probs) - 1, min(most, len(watch.probs))).round().long().tolist()
+    return torch.stack([watch.probs[i][0] for i in chosen]), torch.stack([watch.probs[i][1] for i in chosen])
 
 
 class _Watch(Drafter):
-    """Leaves everything to another drafter and notes the laws at the roots of its trees."""
+    """Leaves everything to another drafter and notes the distributions at the roots of its trees."""
 
     name = "watched"
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.laws: list[tuple[Tensor, Tensor]] = []
+        self.probs: list[tuple[Tensor, Tensor]] = []
         """(V,) of the target and (V,) of the drafter, root by root."""
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -308,8 +312,8 @@ class _Watch(Drafter):
         self.inner.observe(context, verdicts, scores)
         for index, tree in enumerate(scores.trees):
             if 0 in tree.draft_probs:
-                law = scores.sampler(index).law(scores.logits[index, 0], scores.output(index, 0))
-                self.laws.append((law.cpu(), tree.draft_probs[0].float().cpu()))
+                probs = scores.sampler(index).probs(scores.logits[index, 0], scores.output(index, 0))
+                self.probs.append((probs.cpu(), tree.draft_probs[0].float().cpu()))
 
 
 CHAIN = 5
@@ -431,11 +435,11 @@ def measure_acceptance(
     dynamic = next(way.config for way in greedy_ways(who, plan) if best is not None and way.label == best.label)
     for way in sampled_ways(who, dynamic):
         found.lines.append(measure_way(llm, way, prompts, plan, progress))
-    progress("laws at the roots beside the transport bound")
+    progress("distributions at the roots beside the transport bound")
     rows = prompts[: len(llm.target.lengths)]
     config = {"method": "eagle3", "model": who.head, "shape": SHAPES[1], "draw": "without_replacement"}
-    laws = root_laws(llm.target, config, rows, steps=24, most=plan.roots)
-    found.roots, found.root_count = compare_roots(*laws, plan.children), len(laws[0])
+    probs = root_distributions(llm.target, config, rows, steps=24, most=plan.roots)
+    found.roots, found.root_count = compare_roots(*probs, plan.children), len(probs[0])
     return found
 
 

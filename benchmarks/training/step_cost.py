@@ -322,7 +322,7 @@ def _tables(found: Sequence[Mapping[str, Any]], goals: Sequence[Any]) -> list[An
     names = ("T", "step_ms", "tokens_per_second", "products_ms", "products_gflop", "share")
     costs = [{name: line[name] for name in names} for line in found]
     phases = [{"T": line["T"], **line["phases_ms"]} for line in found]
-    note = "loss: teacher's and student's laws and the gradients of the vocabulary, formed in the forward pass"
+    note = "loss: teacher's and student's distributions and the gradients of the vocabulary, formed in the forward pass"
     return [
         common.rows_table("A training step, median", costs, "products: bfloat16, not prepacked, as recorded in a step"),
         common.rows_table("Its phases, ms (median)", phases, note),

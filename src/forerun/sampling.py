@@ -1,7 +1,7 @@
-"""Logits to law, and all randomness: the only place where either happens.
+"""Logits to distribution, and all randomness: the only place where either happens.
 
-`Sampler` turns raw logits at a node into the law that the request asked for, penalties seeing that node's own path.
-`Rng` is counter-based: a draw depends on (seed, position, stream, index) alone and not on who else is in the batch.
+`Sampler` turns raw logits at a node into the distribution that the request asked for; penalties see that node's path.
+`Rng` is counter-based: a draw depends on (seed, position, stream, index) alone, not on who else is in the batch.
 """
 
 from __future__ import annotations
@@ -92,23 +92,23 @@ class Rng:
             return True
         return self._uniform(self.position, Stream.ACCEPT, node) < probability
 
-    def draw(self, law: Tensor, depth: int = 0) -> int:
-        """A token from `law` (V,) for the position `depth` after the first: the token that is emitted there.
+    def draw(self, probs: Tensor, depth: int = 0) -> int:
+        """A token from `probs` (V,) for the position `depth` after the first: the token that is emitted there.
 
-        Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same law, and
-        almost always from laws that differ in their last bits: blocks of tokens race each other, then the tokens of the
-        block that won (the smallest of exponential times, probabilities as rates). Drawn from the cumulated law, a
-        change in the probability of the first token would move the borders of all others.
+        Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
+        distribution, and almost always from two that differ in their last bits: blocks of tokens race each other, then
+        the tokens of the block that won (the smallest of exponential times, probabilities as rates). Drawn from
+        cumulated probabilities, a change in that of the first token would move the borders of all others.
 
         Raises:
-            NumericError: `law` is no distribution: NaN, infinite, negative where it was drawn, or more than 1 together.
+            NumericError: `probs` is no distribution: NaN, infinite, negative where it was drawn, or above 1 together.
                 Less is a residual, which nobody normalises.
         """
-        padded = torch.nn.functional.pad(law, (0, -len(law) % _BLOCK)).view(-1, _BLOCK)
-        masses = padded.sum(1, dtype=widest(law.device)).cpu().double().numpy()
+        padded = torch.nn.functional.pad(probs, (0, -len(probs) % _BLOCK)).view(-1, _BLOCK)
+        masses = padded.sum(1, dtype=widest(probs.device)).cpu().double().numpy()
         if not 0 < masses.sum() < 1 + TOLERANCE:
             raise NumericError(f"what is drawn from adds up to {masses.sum()}; {_HINT}")
-        times = self.exponentials(depth, len(law))
+        times = self.exponentials(depth, len(probs))
         block = _first(times[_BLOCK:], masses)
         return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
@@ -121,13 +121,13 @@ class Rng:
         """(T,) one time per token of a block, and one per block."""
         return self._times(self.position + depth, _BLOCK + -(-vocabulary // _BLOCK))
 
-    def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
-        """A token from `law` (V,) as child number `index` of `node`: a drafter's draw."""
-        return _inverse(law, float(self._drafts([(node, index)])[0]))
+    def drafted(self, probs: Tensor, node: int, index: int = 0) -> int:
+        """A token from `probs` (V,) as child number `index` of `node`: a drafter's draw."""
+        return _inverse(probs, float(self._drafts([(node, index)])[0]))
 
     def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
-        """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any law is known: the token is
-        their `quantiles`. None of an rng that draws in another way."""
+        """(N,) the numbers in (0, 1) of `drafted` for children (node, index), before any distribution is known: the
+        token is their `quantiles`. None of an rng that draws in another way."""
         return self._drafts(children) if type(self).drafted is Rng.drafted else None
 
     def _drafts(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
@@ -181,24 +181,24 @@ def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
     return uniforms
 
 
-def _inverse(law: Tensor, uniform: float) -> int:
-    return int(quantiles(law, torch.tensor([uniform], dtype=widest(law.device), device=law.device)))
+def _inverse(probs: Tensor, uniform: float) -> int:
+    return int(quantiles(probs, torch.tensor([uniform], dtype=widest(probs.device), device=probs.device)))
 
 
-def quantiles(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """(.., C) int64, tokens at `uniforms` (.., C) of the cumulated `laws` (.., V), which need not sum to 1.
+def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
+    """(.., C) int64, tokens at `uniforms` (.., C) of the cumulated `distributions` (.., V), which need not sum to 1.
 
     In the device's widest float type, in which `uniforms` are; never a token of probability zero where there is
     another. Reads no value on the host.
     """
-    cumulated = laws.to(widest(laws.device)).cumsum(-1)
+    cumulated = distributions.to(widest(distributions.device)).cumsum(-1)
     total = cumulated[..., -1:]
     below = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, below, right=True).clamp_(max=laws.shape[-1] - 1)
+    return torch.searchsorted(cumulated, below, right=True).clamp_(max=distributions.shape[-1] - 1)
 
 
 class Sampler:
-    """One sequence's law maker. Drafters are handed it: neither it nor what it holds can be changed.
+    """One sequence's maker of distributions. Drafters are handed it: neither it nor what it holds can be changed.
 
     Args:
         params: resolved (`resolve`): no field that has a neutral value is None.
@@ -324,16 +324,16 @@ class Sampler:
             check_token_ids(name, ids, vocabulary)
         self._fitting.add(vocabulary)
 
-    def law(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """The law (V,) float32 of the next token; at temperature 0 a point mass on the largest processed logit.
+    def probs(self, logits: Tensor, output: Sequence[int]) -> Tensor:
+        """(V,) float32, of the next token; at temperature 0 a point mass on the largest processed logit.
 
         Raises:
             NumericError, NoTokenLeftError, ArgumentError: as `process`; or what came out is no distribution.
         """
         processed, highest = self._process(logits, output)
-        law = law_of(processed, self.params, highest)
-        _check_distribution(law, None if self.neutral else processed)
-        return law
+        probs = distribution_of(processed, self.params, highest)
+        _check_distribution(probs, None if self.neutral else processed)
+        return probs
 
     def _banned(self, output: Sequence[int]) -> list[int]:
         banned = list(self.banned_until_min) if len(output) < self.params.min_tokens else []
@@ -544,7 +544,7 @@ def has_filters(params: SamplingParams) -> bool:
 
 
 def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """(B, F, V) float32 (float64 stays): `law_of` for each row's `settings` (B, 5); NaN where that refuses the logits.
+    """(B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5); NaN where it refuses.
 
     Rows at temperature 0 are filtered as at 1: what they take is the largest logit. Reads no value on the host.
     """
@@ -575,8 +575,8 @@ def check_token_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
         raise ArgumentError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocabulary - 1}")
 
 
-def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
-    """Temperature, min-p, top-k and top-p: (V,) law from processed logits (V,), in the logits' own precision.
+def distribution_of(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
+    """Temperature, min-p, top-k and top-p: (V,) distribution from processed logits (V,), in the logits' own precision.
 
     `highest` is the largest of them, where that is known.
 
@@ -586,9 +586,9 @@ def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None)
     """
     highest = check_highest(float(logits.max())) if highest is None else highest
     if params.greedy:
-        law = torch.zeros_like(logits)
-        law[int(logits.argmax())] = 1.0
-        return law
+        probs = torch.zeros_like(logits)
+        probs[int(logits.argmax())] = 1.0
+        return probs
     scaled = logits - highest
     if params.temperature is not None:
         scaled /= params.temperature
@@ -596,20 +596,20 @@ def law_of(logits: Tensor, params: SamplingParams, highest: float | None = None)
         scaled = scaled.masked_fill(scaled < math.log(params.min_p), -torch.inf)
     if params.top_k is not None and 0 < params.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
-    law = scaled.softmax(-1)
+    probs = scaled.softmax(-1)
     if params.top_p is not None and params.top_p < 1:
-        law = _nucleus(law, params.top_p)
-    return law
+        probs = _nucleus(probs, params.top_p)
+    return probs
 
 
-def _check_distribution(law: Tensor, processed: Tensor | None) -> None:
+def _check_distribution(probs: Tensor, processed: Tensor | None) -> None:
     """Refuse what is no distribution over the tokens that the `processed` logits leave (None: all)."""
-    if law.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
-        outside = 0.0 if processed is None else float(law.numpy()[processed.numpy() == -np.inf].sum())
-        check_sums(float(law.sum()), float(law.min()), outside)
+    if probs.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
+        outside = 0.0 if processed is None else float(probs.numpy()[processed.numpy() == -np.inf].sum())
+        check_sums(float(probs.sum()), float(probs.min()), outside)
         return
-    banned = law.new_zeros(()) if processed is None else law @ (processed == -torch.inf).to(law.dtype)
-    check_sums(*torch.stack((law.sum(), law.min(), banned)).tolist())
+    banned = probs.new_zeros(()) if processed is None else probs @ (processed == -torch.inf).to(probs.dtype)
+    check_sums(*torch.stack((probs.sum(), probs.min(), banned)).tolist())
 
 
 def check_sums(total: float, least: float, outside: float) -> None:
@@ -664,23 +664,23 @@ _COARSE = 20
 """Bits of a float32 that do not count when likely tokens are told from unlikely ones: eight classes an octave."""
 
 
-def _nucleus(law: Tensor, top_p: float) -> Tensor:
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The smallest likeliest set whose mass reaches `top_p`, renormalised; a tie at its border goes to the lower id."""
-    kept = law * (_sorted_nucleus(law, top_p) if law.device.type != "cpu" else _classed_nucleus(law, top_p))
+    kept = probs * (_sorted_nucleus(probs, top_p) if probs.device.type != "cpu" else _classed_nucleus(probs, top_p))
     return kept / kept.sum()
 
 
-def _sorted_nucleus(law: Tensor, top_p: float) -> Tensor:
+def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """(V,) bool: the tokens of the nucleus."""
-    ordered, order = law.sort(descending=True, stable=True)
-    before = ordered.cumsum(0, dtype=widest(law.device)) - ordered
-    return torch.zeros_like(law, dtype=torch.bool).index_copy_(0, order, before < top_p)
+    ordered, order = probs.sort(descending=True, stable=True)
+    before = ordered.cumsum(0, dtype=widest(probs.device)) - ordered
+    return torch.zeros_like(probs, dtype=torch.bool).index_copy_(0, order, before < top_p)
 
 
-def _classed_nucleus(law: Tensor, top_p: float) -> Tensor:
+def _classed_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The same on a CPU, where to sort a vocabulary takes milliseconds: only tokens that can be inside are looked at,
     these are put into classes of about the same probability, and only the class at the border is sorted."""
-    values = law.numpy()
+    values = probs.numpy()
     able = np.flatnonzero(values >= (1 - top_p) / (2 * len(values)))  # all others together have less than half the rest
     chances = values[able].astype(np.float64)
     if chances.sum() <= top_p:

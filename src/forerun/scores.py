@@ -140,7 +140,7 @@ class HostRow:
         """The processed distribution after `node`, float32."""
         if node not in self._known:
             output = self._scores.output(self._index, node)
-            self._known[node] = self._scores.sampler(self._index).law(self._logits(node), output)
+            self._known[node] = self._scores.sampler(self._index).probs(self._logits(node), output)
         return HostProbs(self._scores.trees[self._index], node, self._known[node])
 
     def argmax(self, node: int) -> int:

@@ -176,7 +176,7 @@ def step(
     if admit is not None:
         trees = admit(trees)
     names = {index: group.name for group in groups for index in group.members}
-    trees = _lawful(trees, rows, names)
+    trees = _without_impossible(trees, rows, names)
     clock.lap()
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
     scored = target.score([row.row for row in rows], trees, signals=signals)
@@ -272,7 +272,7 @@ def _failed(row: Row, name: str, task: str, error: Exception) -> None:
     row.drafter_errors += 1
 
 
-def _lawful(trees: list[TokenTree], rows: Sequence[Row], names: Mapping[int, str]) -> list[TokenTree]:
+def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapping[int, str]) -> list[TokenTree]:
     """The trees without what was drawn from no distribution, which its drafter loses, with all below; it is counted."""
     fetch_masses(trees)
     sound = []

@@ -28,9 +28,9 @@ class Drawn(IntEnum):
     DETERMINISTIC = 0
     """Deterministic: a function of the tokens before it (top-k, copied text)."""
     IID = 1
-    """Drawn from the recorded law of its parent, independently of its siblings."""
+    """Drawn from the recorded distribution of its parent, independently of its siblings."""
     WITHOUT_REPLACEMENT = 2
-    """Drawn from the recorded law of its parent with the elder sampled siblings removed and renormalised."""
+    """Drawn from the recorded distribution of its parent with the elder sampled siblings removed and renormalised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +110,9 @@ class TracedNode:
     parent: int
     """Node id; 0 is the root."""
     draft_prob: float | None
-    """Probability under the drafter's law, or its confidence; None where it has neither."""
+    """Probability under the drafter's distribution, or its confidence; None where it has neither."""
     target_prob: float | None
-    """Probability under the target's processed law; None where no rule asked for that law."""
+    """Probability under the target's processed distribution; None where no rule asked for that distribution."""
     accepted: bool
     probe: bool = False
     """Scored for the drafter's own use, never accepted."""

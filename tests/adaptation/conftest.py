@@ -1,4 +1,4 @@
-"""Tiny models in float32 and pieces made of their laws."""
+"""Tiny models in float32 and pieces made of their distributions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def draft() -> LlamaForCausalLM:
     return copy.deepcopy(relative(0.08))
 
 
-def law_of(weights: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """(S, V) laws after each token."""
+def distribution_of(weights: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """(S, V) distributions after each token."""
     with torch.no_grad():
         return torch.softmax(weights(torch.tensor([tokens])).logits[0].float() / temperature, -1)
 
@@ -38,7 +38,7 @@ def piece(
     weights: Any, tokens: list[int], places: list[int], *, temperature: float = 1.0, top_k: int = 4, held: bool = False
 ) -> Piece:
     """What a collector would have noted of these tokens; every other position was rejected."""
-    probs, ids = law_of(weights, tokens, temperature or 1.0)[places].topk(top_k)
+    probs, ids = distribution_of(weights, tokens, temperature or 1.0)[places].topk(top_k)
     return Piece(
         tokens=np.array(tokens, dtype=np.int32),
         places=np.array(places, dtype=np.int32),
@@ -51,7 +51,7 @@ def piece(
 
 
 def pieces(weights: Any, count: int, *, temperature: float = 1.0, seed: int = 0, held: bool = False) -> list[Piece]:
-    """Random texts of 24 tokens, the laws of their last 20."""
+    """Random texts of 24 tokens, the distributions of their last 20."""
     rng = np.random.default_rng(seed)
     texts = rng.integers(0, weights.config.vocab_size, (count, 24)).tolist()
     return [piece(weights, text, list(range(4, 24)), temperature=temperature, held=held) for text in texts]

@@ -88,7 +88,7 @@ def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: 
 
 
 @pytest.mark.parametrize("label", ["chain", "tree", "greedy-k-tree"])
-def test_the_law_holds_while_weights_change_at_every_step(label: str) -> None:
+def test_the_distribution_holds_while_weights_change_at_every_step(label: str) -> None:
     options = next(one for one in VARIANTS["draft_model"] if one.label == label).options
     mine = copy.deepcopy(relative())
     llm, drafter = engine(mine, Fickle, rows=64, **{**options, "model": mine})

@@ -1,4 +1,4 @@
-"""What is collected: the right laws at the right places, answers held back whole, memory bounded."""
+"""What is collected: the right distributions at the right places, answers held back whole, memory bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from adaptation.conftest import law_of, pieces
+from adaptation.conftest import distribution_of, pieces
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, llm
 from forerun import LLM, SamplingParams
 from forerun.engine.adapting import pieces as module
@@ -39,7 +39,7 @@ def everything(store: Store) -> list[Piece]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, None])
 @pytest.mark.parametrize("label", ["chain", "tree"])
-def test_the_laws_are_the_targets_and_every_answered_position_is_there(
+def test_the_distributions_are_the_targets_and_every_answered_position_is_there(
     label: str, temperature: float | None, target: LlamaForCausalLM
 ) -> None:
     variant = next(one for one in VARIANTS["draft_model"] if one.label == label)
@@ -52,7 +52,7 @@ def test_the_laws_are_the_targets_and_every_answered_position_is_there(
     heat = 1.0 if temperature is None else temperature
     for one in found:
         text = one.tokens.tolist()
-        wanted = law_of(target, text, heat or 1.0)[one.places.tolist()]
+        wanted = distribution_of(target, text, heat or 1.0)[one.places.tolist()]
         probs, ids = wanted.topk(5)
         assert one.temperature == heat
         assert np.array_equal(one.ids, ids.numpy())

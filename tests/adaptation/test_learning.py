@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from adaptation.conftest import law_of, piece, pieces
+from adaptation.conftest import distribution_of, piece, pieces
 from forerun import demo
 from forerun.engine.adapting.learning import Learner, Trial, plain_twin
 from forerun.engine.adapting.settings import AdaptConfig
@@ -29,7 +29,7 @@ def test_the_loss_is_the_divergence_over_the_kept_tokens_and_the_rest(
 ) -> None:
     one = piece(target, TEXT, [2, 5, 8], temperature=0.7, top_k=3)
     learner = Learner(draft, AdaptConfig(kept_weight=0.25))
-    own = law_of(draft, TEXT, 0.7)
+    own = distribution_of(draft, TEXT, 0.7)
     expected, weight = 0.0, 0.0
     for row, place in enumerate([2, 5, 8]):
         wanted = one.probs[row].astype(float)
@@ -44,13 +44,17 @@ def test_the_loss_is_the_divergence_over_the_kept_tokens_and_the_rest(
     assert all(parameter.grad is not None for parameter in learner.twin.parameters())
 
 
-def test_expected_acceptance_is_the_overlap_of_the_laws(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+def test_expected_acceptance_is_the_overlap_of_the_distributions(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
     learner = Learner(draft, CONFIG)
     whole = piece(target, TEXT, [2, 5, 8], temperature=0.7, top_k=12)
-    both = torch.minimum(law_of(target, TEXT, 0.7), law_of(draft, TEXT, 0.7))[[2, 5, 8]].sum(1).mean()
+    both = torch.minimum(distribution_of(target, TEXT, 0.7), distribution_of(draft, TEXT, 0.7))[[2, 5, 8]].sum(1).mean()
     assert learner.acceptance([whole], never) == pytest.approx(float(both), abs=2e-3)
     greedy = piece(target, TEXT, [2, 5, 8], temperature=0.0)
-    agreed = (law_of(target, TEXT).argmax(1) == law_of(draft, TEXT).argmax(1))[[2, 5, 8]].float().mean()
+    agreed = (
+        (distribution_of(target, TEXT).argmax(1) == distribution_of(draft, TEXT).argmax(1))[[2, 5, 8]].float().mean()
+    )
     assert learner.acceptance([greedy], never) == pytest.approx(float(agreed))
 
 

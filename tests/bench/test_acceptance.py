@@ -26,7 +26,7 @@ from benchmarks.suite.acceptance import (
     compare_roots,
     measure_acceptance,
     ratio,
-    root_laws,
+    root_distributions,
 )
 from benchmarks.suite.arms import TREE_NODES, forerun_arms
 from benchmarks.suite.goals import acceptance_goals, speed_goals
@@ -80,7 +80,7 @@ class TestMeasuring:
         assert chain.length < 2
 
     def test_trees_are_as_large_as_they_say(self, found: Acceptance) -> None:
-        assert {len(Shape.regular(shape).parents) for shape in SHAPES} == {EQUAL_NODES}
+        assert {Shape.regular(shape).size for shape in SHAPES} == {EQUAL_NODES}
         for line in found.lines:
             if line.form not in ("chain", "long chain"):
                 most = NODES if line.temperature == 0 else EQUAL_NODES
@@ -101,10 +101,10 @@ class TestMeasuring:
 
 
 class TestRoots:
-    def test_a_drafter_that_is_the_target_has_its_laws_at_every_root(self, source_tied: Path) -> None:
+    def test_a_drafter_that_is_the_target_has_its_distributions_at_every_root(self, source_tied: Path) -> None:
         llm = engine(source_tied)
         config = {"method": "draft_model", "model": str(source_tied), "shape": (3, 1), "draw": "without_replacement"}
-        target, draft = root_laws(llm.target, config, PROMPTS, steps=4, most=7)
+        target, draft = root_distributions(llm.target, config, PROMPTS, steps=4, most=7)
         assert target.shape == draft.shape == (7, 256)
         torch.testing.assert_close(target, draft, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(target.sum(1), torch.ones(7))
@@ -115,7 +115,7 @@ class TestRoots:
     def test_the_rows_are_free_afterwards(self, source_tied: Path) -> None:
         llm = engine(source_tied)
         config = {"method": "eagle3", "model": head(), "shape": (2, 1), "draw": "without_replacement"}
-        root_laws(llm.target, config, PROMPTS[:2], steps=2, most=2)
+        root_distributions(llm.target, config, PROMPTS[:2], steps=2, most=2)
         assert llm.target.lengths == [0, 0, 0]
 
 

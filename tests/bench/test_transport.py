@@ -1,4 +1,4 @@
-"""The transport bound against its definition by brute force, and what rules reach against their exact laws."""
+"""The transport bound against its definition by brute force, and what rules reach against their exact distributions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.suite.acceptance import rejection_reach, transport_bound
 from forerun.drafters.growth import Draw
 from forerun.errors import ArgumentError
 from forerun.verify import rule_named
-from forerun.verify.enumeration import Drawing, branching, exact_law, toy_drafter
+from forerun.verify.enumeration import Drawing, branching, exact_distribution, toy_drafter
 
 DRAWING = {
     Draw.IID: Drawing.IID,
@@ -23,7 +23,7 @@ DRAWING = {
 SAMPLED = [Draw.IID, Draw.WITHOUT_REPLACEMENT]
 
 
-def random_laws(vocabulary: int, nodes: int, *, seed: int, sharpness: float = 2.0) -> tuple[Tensor, Tensor]:
+def random_distributions(vocabulary: int, nodes: int, *, seed: int, sharpness: float = 2.0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, nodes, vocabulary, generator=generator, dtype=torch.float64) * sharpness
     target, draft = logits.softmax(-1)
@@ -68,13 +68,13 @@ def by_definition(target: Tensor, draft: Tensor, count: int, draw: Draw) -> floa
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("vocabulary", [3, 5])
 def test_the_bound_is_the_minimum_over_every_set(draw: Draw, count: int, vocabulary: int) -> None:
-    target, draft = random_laws(vocabulary, 12, seed=count)
+    target, draft = random_distributions(vocabulary, 12, seed=count)
     expected = [by_definition(p, q, count, draw) for p, q in zip(target, draft, strict=True)]
     assert transport_bound(target, draft, count, draw).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("draw", SAMPLED)
-def test_peaked_laws_and_laws_with_zeros(draw: Draw) -> None:
+def test_peaked_distributions_and_distributions_with_zeros(draw: Draw) -> None:
     """Where one token has all but 1e-6 of the draft, and where there are fewer tokens than children."""
     draft = torch.tensor([[1 - 1e-6, 5e-7, 5e-7, 0.0], [0.3, 0.7, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
     target = torch.tensor([[0.2, 0.3, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.6, 0.2, 0.1]], dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_peaked_laws_and_laws_with_zeros(draw: Draw) -> None:
 @pytest.mark.parametrize(("draw", "rule"), [(Draw.GREEDY_K, "greedy_k"), (Draw.DETERMINISTIC, "sample_walk")])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_real_rules_of_given_and_greedy_k_children_reach_the_bound(draw: Draw, rule: str, count: int) -> None:
-    target, draft = random_laws(4, 4, seed=7)
+    target, draft = random_distributions(4, 4, seed=7)
     assert transport_bound(target, draft, count, draw).tolist() == pytest.approx(
         real(rule, target, draft, count, draw), abs=1e-9
     )
@@ -96,7 +96,7 @@ def test_the_real_rules_of_given_and_greedy_k_children_reach_the_bound(draw: Dra
 @pytest.mark.parametrize("draw", SAMPLED)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rejection_reaches_what_the_real_rules_keep(rule: str, draw: Draw, count: int) -> None:
-    target, draft = random_laws(4, 4, seed=3)
+    target, draft = random_distributions(4, 4, seed=3)
     found = rejection_reach(target, draft, count, draw, samples=40_000)
     sampled = draw is Draw.WITHOUT_REPLACEMENT and count > 1
     assert found.tolist() == pytest.approx(real(rule, target, draft, count, draw), abs=0.01 if sampled else 1e-9)
@@ -105,7 +105,7 @@ def test_rejection_reaches_what_the_real_rules_keep(rule: str, draw: Draw, count
 def real(rule: str, target: Tensor, draft: Tensor, count: int, draw: Draw) -> list[float]:
     """What the rule keeps of a single level, by enumeration of every outcome."""
     return [
-        exact_law(rule_named(rule), {(): p, **{(t,): p for t in range(len(p))}},
+        exact_distribution(rule_named(rule), {(): p, **{(t,): p for t in range(len(p))}},
                   toy_drafter({(): q}, branching(count), DRAWING[draw]), 2).accepted
         for p, q in zip(target, draft, strict=True)
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def real(rule: str, target: Tensor, draft: Tensor, count: int, draw: Draw) -> li
 @pytest.mark.parametrize("draw", SAMPLED)
 def test_order_of_what_is_possible(draw: Draw) -> None:
     """More children help; no rule beats its bound; tokens without replacement bound higher than iid ones."""
-    target, draft = random_laws(60, 6, seed=5)
+    target, draft = random_distributions(60, 6, seed=5)
     bounds = [transport_bound(target, draft, count, draw) for count in (1, 2, 3, 4)]
     torch.testing.assert_close(bounds[0], torch.minimum(target, draft).sum(1), rtol=0, atol=1e-6)
     for fewer, more in pairwise(bounds):
@@ -126,7 +126,7 @@ def test_order_of_what_is_possible(draw: Draw) -> None:
 
 
 def test_a_node_does_not_depend_on_the_others() -> None:
-    target, draft = random_laws(30, 7, seed=2)
+    target, draft = random_distributions(30, 7, seed=2)
     draft[3, 2:] = 0
     draft = draft / draft.sum(1, keepdim=True)
     together = transport_bound(target, draft, 3, Draw.WITHOUT_REPLACEMENT)
@@ -134,20 +134,20 @@ def test_a_node_does_not_depend_on_the_others() -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-9)
 
 
-def test_the_drafts_own_law_is_always_kept() -> None:
-    law, _ = random_laws(20, 3, seed=1)
+def test_the_drafts_own_distribution_is_always_kept() -> None:
+    probs, _ = random_distributions(20, 3, seed=1)
     for draw in SAMPLED:
-        assert transport_bound(law, law, 2, draw).tolist() == pytest.approx([1.0] * 3, abs=1e-6)
-        assert rejection_reach(law, law, 2, draw).tolist() == pytest.approx([1.0] * 3, abs=1e-9)
+        assert transport_bound(probs, probs, 2, draw).tolist() == pytest.approx([1.0] * 3, abs=1e-6)
+        assert rejection_reach(probs, probs, 2, draw).tolist() == pytest.approx([1.0] * 3, abs=1e-9)
 
 
 def test_nonsense_is_refused() -> None:
-    law = torch.full((1, 4), 0.25)
+    probs = torch.full((1, 4), 0.25)
     with pytest.raises(ArgumentError, match="auto"):
-        transport_bound(law, law, 2, Draw.AUTO)
+        transport_bound(probs, probs, 2, Draw.AUTO)
     with pytest.raises(ArgumentError, match="child"):
-        transport_bound(law, law, 0, Draw.IID)
+        transport_bound(probs, probs, 0, Draw.IID)
     with pytest.raises(ArgumentError, match="tokens"):
-        transport_bound(law, law[:, :3], 1, Draw.IID)
+        transport_bound(probs, probs[:, :3], 1, Draw.IID)
     with pytest.raises(ArgumentError, match="deterministic"):
-        rejection_reach(law, law, 2, Draw.DETERMINISTIC)
+        rejection_reach(probs, probs, 2, Draw.DETERMINISTIC)

@@ -107,10 +107,12 @@ def test_first_difference(one: list[int], other: list[int], expected: int | None
 def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -> None:
     for dtype, forgiving in (("float32", False), ("bfloat16", True)):
         llm = LLM(checkpoint, dtype=dtype, max_num_seqs=1)
-        law = torch.full((llm.target.vocab_size,), -10.0)
-        law[5], law[9], law[2] = 1.0, 0.9, 0.0
+        distribution = torch.full((llm.target.vocab_size,), -10.0)
+        distribution[5], distribution[9], distribution[2] = 1.0, 0.9, 0.0
 
-        llm.target.model.lm_head.forward = lambda hidden, law=law: law.expand(*hidden.shape[:-1], -1).clone()
+        llm.target.model.lm_head.forward = lambda hidden, distribution=distribution: distribution.expand(
+            *hidden.shape[:-1], -1
+        ).clone()
         near = reference.difference(llm, [1, 2, 3], ([5], [9]), 0)
         far = reference.difference(llm, [1, 2, 3], ([5], [2]), 0)
         assert near is not None and near.gap == pytest.approx(0.1, abs=0.01) and near.tie is forgiving

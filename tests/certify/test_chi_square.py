@@ -1,4 +1,4 @@
-"""The chi-square test: its arithmetic, its cells, and that it tells a wrong law from the right one."""
+"""The chi-square test: its arithmetic, its cells, and that it tells a wrong distribution from the right one."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_an_impossible_answer_is_infinitely_wrong() -> None:
 
 def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     def toy(_: Reference, tokens: list[int], __: SamplingParams) -> Tensor:
-        laws = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
-        return torch.tensor(laws[tokens[-1]] if len(tokens) > 1 else [0.5, 0.25, 0.25], dtype=torch.float64)
+        distributions = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
+        return torch.tensor(distributions[tokens[-1]] if len(tokens) > 1 else [0.5, 0.25, 0.25], dtype=torch.float64)
 
     monkeypatch.setattr(Reference, "probs", toy)
     reference = Reference.__new__(Reference)

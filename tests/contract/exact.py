@@ -180,7 +180,7 @@ def _policy_for(*args: Any, **options: Any) -> Any:
 class _First(Rng):
     """Begins every answer with the same token."""
 
-    def draw(self, law: Tensor, depth: int = 0) -> int:
+    def draw(self, probs: Tensor, depth: int = 0) -> int:
         return FIRST
 
 
@@ -346,8 +346,10 @@ def answers_of(case: Case, begun: Answered = ()) -> dict[Answered, float]:
             if case.over(tokens):
                 found[tokens] = chance
                 continue
-            law = _next_token(case.prompt, (FIRST, *tokens), case.grammar)
-            going |= {(*tokens, token): chance * float(law[token]) for token in torch.nonzero(law).flatten().tolist()}
+            probs = _next_token(case.prompt, (FIRST, *tokens), case.grammar)
+            going |= {
+                (*tokens, token): chance * float(probs[token]) for token in torch.nonzero(probs).flatten().tolist()
+            }
         growing = going
     return found
 

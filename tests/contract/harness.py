@@ -1,4 +1,4 @@
-"""What the contract suite runs on: tiny models, every registered drafter, exact laws of outcomes, chi-square.
+"""What the contract suite runs on: tiny models, every registered drafter, exact distributions of outcomes, chi-square.
 
 A new drafter is tested without a line here. Where it needs options to run on the tiny target, or has several ways of
 drawing, `VARIANTS` names them.
@@ -43,7 +43,7 @@ from llamas import tiny_llama
 
 VOCABULARY = 12
 NEVER = 6
-"""A token that the law under test never gives."""
+"""A token that the distribution under test never gives."""
 SLOTS = 128
 PROMPT = [1, 5, 3, 1, 5, 7, 2, 1, 5]
 """Its end occurred twice before, with different continuations: a copying drafter has something to copy."""
@@ -79,7 +79,7 @@ LEVEL = FAMILY / TESTS
 
 @functools.cache
 def model(seed: int = 0) -> LlamaForCausalLM:
-    """A random Llama in float32 whose laws are neither flat nor peaked."""
+    """A random Llama in float32 whose distributions are neither flat nor peaked."""
     generator = torch.Generator().manual_seed(seed)
     made = tiny_llama(VOCABULARY, max_position_embeddings=SLOTS)
     for name, parameter in made.named_parameters():
@@ -366,16 +366,16 @@ def exact_outcomes(prompt: Sequence[int], params: SamplingParams) -> dict[tuple[
             logits = model()(torch.tensor([[*prompt, *head] for head in heads])).logits[:, -1]
         grown = {}
         for head, row in zip(heads, logits, strict=True):
-            law = sampler.law(row, list(head)).double()
-            for token in torch.nonzero(law).flatten().tolist():
-                grown[(*head, token)] = outcomes[head] * float(law[token])
+            distribution = sampler.probs(row, list(head)).double()
+            for token in torch.nonzero(distribution).flatten().tolist():
+                grown[(*head, token)] = outcomes[head] * float(distribution[token])
         outcomes = grown
     return outcomes
 
 
 @functools.cache
 def expected() -> dict[tuple[int, ...], float]:
-    """The law of the answers to `PROMPT` under `SAMPLED`."""
+    """The distribution of the answers to `PROMPT` under `SAMPLED`."""
     return exact_outcomes(PROMPT, SAMPLED)
 
 
@@ -398,32 +398,33 @@ def draws(detect: float = 0.2) -> int:
 def sample(engine: LLM, draws: int, *, seeded: bool = False) -> Counter[tuple[int, ...]]:
     """Answers to `PROMPT` under `SAMPLED`, one for each seed or, as most users ask, without any."""
     params = [replace(SAMPLED, seed=seed if seeded else None) for seed in range(draws)]
-    with remembered_laws():
+    with remembered_distributions():
         outputs = engine.generate(as_prompts([PROMPT] * draws), params)
     return Counter(tuple(tokens) for tokens in tokens_of(outputs))
 
 
 @contextmanager
-def remembered_laws() -> Iterator[None]:
-    """Each law is made once per (logits, output, temperature): the same few nodes come up thousands of times."""
-    make, known = Sampler.law, dict[tuple[bytes, tuple[int, ...], float | None], torch.Tensor]()
+def remembered_distributions() -> Iterator[None]:
+    """Each distribution is made once per (logits, output, temperature): the same few nodes come up thousands of
+    times."""
+    make, known = Sampler.probs, dict[tuple[bytes, tuple[int, ...], float | None], torch.Tensor]()
 
-    def law(self: Sampler, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+    def probs(self: Sampler, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
         key = (logits.mul(1e4).round().numpy().tobytes(), tuple(output), self.params.temperature)
         if key not in known:
             known[key] = make(self, logits, output)
         return known[key].clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "law", law)
+        patch.setattr(Sampler, "probs", probs)
         yield
 
 
-def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
-    """Chi-square of counted answers against their law; 0 where an impossible answer came out."""
-    if any(answer not in law for answer in counts):
+def p_value(counts: Mapping[tuple[int, ...], int], distribution: Mapping[tuple[int, ...], float]) -> float:
+    """Chi-square of counted answers against their distribution; 0 where an impossible answer came out."""
+    if any(answer not in distribution for answer in counts):
         return 0.0
-    cells = _cells(law)
+    cells = _cells(distribution)
     observed = Counter[tuple[int, ...]]()
     for answer, seen in counts.items():
         observed[_cell(answer, cells)] += seen
@@ -432,15 +433,15 @@ def p_value(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...],
     return float(stats.chi2.sf(statistic, len(cells) - 1))
 
 
-def _cells(law: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+def _cells(distribution: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
     """Likely beginnings of answers, each without its own likely continuations; what is left over is one cell."""
     masses = Counter[tuple[int, ...]]()
-    for answer, chance in law.items():
+    for answer, chance in distribution.items():
         for length in range(len(answer) + 1):
             masses[answer[:length]] += chance  # type: ignore[assignment]
     likely = {beginning for beginning, mass in masses.items() if mass >= LEAST}
     cells = Counter[tuple[int, ...]]()
-    for answer, chance in law.items():
+    for answer, chance in distribution.items():
         cells[_cell(answer, likely)] += chance  # type: ignore[assignment]
     few = [cell for cell, chance in cells.items() if cell and chance < LEAST / 4]
     for cell in few:

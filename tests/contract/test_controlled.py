@@ -1,4 +1,5 @@
-"""Under control the law is the target's and greedy text is the target's own, however the decisions turn out."""
+"""Under control the distribution is the target's and greedy text is the target's own, however the decisions turn
+out."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ VARIED = [
 
 
 @pytest.mark.parametrize("variant", VARIED, ids=str)
-def test_the_law_is_kept(variant: Variant) -> None:
+def test_the_distribution_is_kept(variant: Variant) -> None:
     assert p_value(sample(llm(variant, rows=64, check=False), draws()), expected()) > LEVEL
 
 

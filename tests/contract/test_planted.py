@@ -51,7 +51,7 @@ def named(label: str) -> Variant:
     return next(variant for variant in VARIANTS["draft_model"] if variant.label == label)
 
 
-def law_is_off(variant: Variant, rule: str | None = None, draws: int = 600) -> bool:
+def distribution_is_off(variant: Variant, rule: str | None = None, draws: int = 600) -> bool:
     return p_value(sample(llm(variant, rule=rule, rows=64, check=False), draws), expected()) < LEVEL
 
 
@@ -60,21 +60,21 @@ def greedy_is_off(engine: LLM, params: SamplingParams = NEUTRAL) -> bool:
 
 
 def test_a_residual_that_is_not_normalised(monkeypatch: Patch) -> None:
-    def as_it_is(rng: Rng, law: Tensor, depth: int = 0) -> int:
+    def as_it_is(rng: Rng, probs: Tensor, depth: int = 0) -> int:
         uniform = rng._uniform(rng.position + depth, Stream.TARGET, 0)
-        found = int(torch.searchsorted(law.double().cumsum(0), uniform, right=True))
-        return min(found, int(torch.nonzero(law)[-1]))
+        found = int(torch.searchsorted(probs.double().cumsum(0), uniform, right=True))
+        return min(found, int(torch.nonzero(probs)[-1]))
 
     with installed("wrong", Uniform):
-        assert not law_is_off(Variant("wrong"))
+        assert not distribution_is_off(Variant("wrong"))
         monkeypatch.setattr(Rng, "draw", as_it_is)
-        assert law_is_off(Variant("wrong"), draws=1200)
+        assert distribution_is_off(Variant("wrong"), draws=1200)
 
 
 def test_frozen_penalties(monkeypatch: Patch) -> None:
     output = Scores.output
     monkeypatch.setattr(Scores, "output", lambda self, index, node: output(self, index, 0))
-    assert law_is_off(named("given-tree"))
+    assert distribution_is_off(named("given-tree"))
     assert greedy_is_off(llm(named("chain")), PENALISED)
 
 
@@ -107,7 +107,7 @@ def test_a_missing_bonus_token(monkeypatch: Patch, temperature: float) -> None:
 
 def test_argmax_at_a_temperature(monkeypatch: Patch) -> None:
     monkeypatch.setattr(step, "default_rule", lambda kind, greedy: "argmax_walk")
-    assert law_is_off(named("chain"))
+    assert distribution_is_off(named("chain"))
 
 
 def test_an_accepted_path_that_is_not_moved_into_place(monkeypatch: Patch) -> None:
@@ -159,16 +159,16 @@ def test_positions_that_are_off_by_one(monkeypatch: Patch) -> None:
         assert greedy_is_off(engine)
 
 
-def test_a_law_recorded_before_processing(monkeypatch: Patch) -> None:
+def test_a_distribution_recorded_before_processing(monkeypatch: Patch) -> None:
     children = growth._children
 
     def raw(logits: Tensor, *others: Any) -> growth.Siblings:
-        return replace(children(logits, *others), law=logits.float().softmax(-1))
+        return replace(children(logits, *others), probs=logits.float().softmax(-1))
 
     monkeypatch.setattr(growth, "_children", raw)
     for label in ("chain", "tree"):
         assert watch(named(label), PROMPTS).problems
-        assert law_is_off(named(label), draws=1000)
+        assert distribution_is_off(named(label), draws=1000)
 
 
 def merging(self: TokenTree, token: int, parent: int, **how: Any) -> int:
@@ -189,7 +189,7 @@ def test_merged_sampled_duplicates(monkeypatch: Patch) -> None:
     monkeypatch.setattr(TokenTree, "add", merging)
     assert watch(named("iid-tree"), PROMPTS[:1], alterations=8).problems
     with installed("wrong", Twins):
-        assert law_is_off(Variant("wrong"), draws=1500)
+        assert distribution_is_off(Variant("wrong"), draws=1500)
 
 
 def test_one_random_generator_for_all(monkeypatch: Patch) -> None:

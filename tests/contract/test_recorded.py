@@ -23,7 +23,7 @@ PARAMS = replace(SAMPLED, max_tokens=12, seed=3)
 class Drawing:
     """One draw as the rng saw it."""
 
-    law: Tensor
+    probs: Tensor
     token: int
 
 
@@ -35,36 +35,36 @@ class LoggedRng(Rng):
         self.log: list[Drawing] = []
         self._altered = altered
 
-    def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
-        token = super().drafted(law, node, index)
+    def drafted(self, probs: Tensor, node: int, index: int = 0) -> int:
+        token = super().drafted(probs, node, index)
         if len(self.log) == self._altered:
-            others = [other for other in torch.nonzero(law).flatten().tolist() if other != token]
+            others = [other for other in torch.nonzero(probs).flatten().tolist() if other != token]
             token = others[-1] if others else token
-        self.log.append(Drawing(law.clone(), token))
+        self.log.append(Drawing(probs.clone(), token))
         return token
 
 
-def conditional_laws(tree: TokenTree) -> Iterator[tuple[int, Tensor]]:
-    """(token, recorded law given the elder siblings) of every sampled node."""
+def conditional_distributions(tree: TokenTree) -> Iterator[tuple[int, Tensor]]:
+    """(token, recorded distribution given the elder siblings) of every sampled node."""
     rest: dict[int, Tensor] = {}
     for token, parent, kind in zip(tree.tokens, tree.parents, tree.drawn, strict=True):
         if kind is Drawn.DETERMINISTIC:
             continue
-        law = rest.setdefault(parent, tree.draft_probs[parent].clone())
-        yield token, law.clone()
+        probs = rest.setdefault(parent, tree.draft_probs[parent].clone())
+        yield token, probs.clone()
         if kind is Drawn.WITHOUT_REPLACEMENT:
-            law[token] = 0
-            law /= law.sum().clamp_min(1e-30)
+            probs[token] = 0
+            probs /= probs.sum().clamp_min(1e-30)
 
 
 def check_recorded(trees: Sequence[TokenTree], rng: list[LoggedRng]) -> int:
-    """Assert that every sampled node was drawn from its recorded law; how many there were."""
+    """Assert that every sampled node was drawn from its recorded distribution; how many there were."""
     count = 0
     for row, (tree, own) in enumerate(zip(trees, rng, strict=True)):
         unused = list(own.log)
-        for token, law in conditional_laws(tree):
-            match = [d for d in unused if d.token == token and torch.allclose(d.law, law, atol=1e-5)]
-            assert match, f"row {row}: token {token} was not drawn from the law that was recorded for it"
+        for token, probs in conditional_distributions(tree):
+            match = [d for d in unused if d.token == token and torch.allclose(d.probs, probs, atol=1e-5)]
+            assert match, f"row {row}: token {token} was not drawn from the distribution that was recorded for it"
             unused.remove(match[0])
             count += 1
     return count
@@ -120,7 +120,7 @@ def draws_anything(variant: Variant) -> bool:
 
 
 @pytest.mark.parametrize("variant", variants(), ids=str)
-def test_the_recorded_law_is_the_law_that_was_drawn_from(variant: Variant) -> None:
+def test_the_recorded_distribution_is_the_distribution_that_was_drawn_from(variant: Variant) -> None:
     watched = watch(variant, PROMPTS)
     assert not watched.problems
     assert (watched.checked > 0) == draws_anything(variant)

@@ -40,11 +40,11 @@ class Wrong(Drafter):
         raise NotImplementedError
 
 
-def _sampled_chain(context: DraftContext, row: int, depth: int, law: torch.Tensor) -> TokenTree:
+def _sampled_chain(context: DraftContext, row: int, depth: int, probs: torch.Tensor) -> TokenTree:
     tree = context.trees()[row]
     for node in range(min(depth, 3)):
-        tree.set_probs(node, law)
-        tree.add(context.rng[row].drafted(law, node), node, drawn=Drawn.IID)
+        tree.set_probs(node, probs)
+        tree.add(context.rng[row].drafted(probs, node), node, drawn=Drawn.IID)
     return tree
 
 
@@ -75,22 +75,23 @@ class Whimsical(Wrong):
     """Half of the vocabulary, the half depending on the last token."""
 
     def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-        law = torch.zeros(VOCABULARY)
-        law[context.tokens[row][-1] % 2 :: 2] = 2 / VOCABULARY
-        return _sampled_chain(context, row, depth, law)
+        probs = torch.zeros(VOCABULARY)
+        probs[context.tokens[row][-1] % 2 :: 2] = 2 / VOCABULARY
+        return _sampled_chain(context, row, depth, probs)
 
 
 class Twins(Wrong):
-    """Siblings from a law on two tokens, an impossible one and the target's favourite: duplicates are the rule."""
+    """Siblings from a distribution on two tokens, an impossible one and the target's favourite: duplicates are the
+    rule."""
 
     def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-        tree, law = context.trees()[row], torch.zeros(VOCABULARY)
+        tree, probs = context.trees()[row], torch.zeros(VOCABULARY)
         text, prompt = list(context.tokens[row]), context.prompt_lengths[row]
         logits = context.samplers[row].process(model()(torch.tensor([text])).logits[0, -1], text[prompt:])
-        law[NEVER], law[int(logits.argmax())] = 0.7, 0.3
-        tree.set_probs(0, law)
+        probs[NEVER], probs[int(logits.argmax())] = 0.7, 0.3
+        tree.set_probs(0, probs)
         for index in range(3 if depth > 0 else 0):
-            tree.add(context.rng[row].drafted(law, 0, index), 0, drawn=Drawn.IID)
+            tree.add(context.rng[row].drafted(probs, 0, index), 0, drawn=Drawn.IID)
         return tree
 
     def kind(self, sampler: Sampler) -> DraftKind:

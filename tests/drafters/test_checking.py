@@ -17,7 +17,7 @@ from forerun.sampling import Rng, Sampler
 from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, Drawn, SamplingParams
 from forerun.verify import rule_named
-from forerun.verify.enumeration import Laws, World, exact_law, toy_laws
+from forerun.verify.enumeration import Distributions, World, exact_distribution, toy_distributions
 from test_tree import contents, random_tree
 
 ROOT = 7
@@ -195,14 +195,14 @@ def test_probs_over_the_first_tokens_mean_these() -> None:
     assert probs.tolist() == [0.25, 0.75, *[0.0] * 8]
 
 
-def _growing(laws: Laws, submitted: Callable[[TokenTree], TokenTree]) -> Callable[[Rng], TokenTree]:
+def _growing(distributions: Distributions, submitted: Callable[[TokenTree], TokenTree]) -> Callable[[Rng], TokenTree]:
     """Draws a chain of two, of three behind token 0, where the budget is two; `submitted` is what becomes of it."""
 
     def draw(rng: Rng) -> TokenTree:
         tree, path = TokenTree(0), tuple[int, ...]()
         while len(path) < (3 if path[:1] == (0,) else 2):
-            tree.set_probs(len(path), laws[path].float())
-            tree.add(rng.drafted(laws[path].float(), len(path)), len(path), drawn=Drawn.IID)
+            tree.set_probs(len(path), distributions[path].float())
+            tree.add(rng.drafted(distributions[path].float(), len(path)), len(path), drawn=Drawn.IID)
             path = (*path, tree.tokens[-1])
         return submitted(tree)
 
@@ -210,7 +210,7 @@ def _growing(laws: Laws, submitted: Callable[[TokenTree], TokenTree]) -> Callabl
 
 
 @pytest.mark.parametrize("rule", ["block", "traversal", "token_rejection", "recursive_rejection"])
-def test_a_cut_by_the_order_of_drawing_keeps_the_law(rule: str) -> None:
+def test_a_cut_by_the_order_of_drawing_keeps_the_distribution(rule: str) -> None:
     """Exactly, though whether a tree is too large depends on what was drawn; to lose it as a whole would be a bias."""
 
     def cut(tree: TokenTree) -> TokenTree:
@@ -222,10 +222,10 @@ def test_a_cut_by_the_order_of_drawing_keeps_the_law(rule: str) -> None:
     three: Any = SimpleNamespace(vocab_size=3)
 
     for seed in range(3):
-        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=seed)
-        law = exact_law(rule_named(rule), target, _growing(draft, cut), horizon=3)
-        assert law.error(target) < 1e-6, "laws travel in float32"
-        assert exact_law(rule_named(rule), target, _growing(draft, lost), horizon=3).error(target) > 1e-3
+        target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=seed)
+        distribution = exact_distribution(rule_named(rule), target, _growing(draft, cut), horizon=3)
+        assert distribution.error(target) < 1e-6, "distributions travel in float32"
+        assert exact_distribution(rule_named(rule), target, _growing(draft, lost), horizon=3).error(target) > 1e-3
 
 
 def test_what_is_submitted_is_a_copy_that_nobody_writes_to() -> None:

@@ -23,7 +23,7 @@ from forerun.target import Target
 from forerun.tree import TokenTree, join
 from forerun.types import LAST_HIDDEN, Budget, Drawn
 from forerun.verify.base import rule_named
-from forerun.verify.enumeration import Drawing, World, branching, exact_law, toy_drafter, toy_laws
+from forerun.verify.enumeration import Drawing, World, branching, exact_distribution, toy_drafter, toy_distributions
 
 pytestmark = pytest.mark.thorough
 
@@ -225,8 +225,8 @@ def given_trees() -> list[TokenTree]:
 @pytest.mark.parametrize("shape", [branching(1), branching(1, 1), branching(2), branching(2, 1)], ids=str)
 @pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT, Drawing.GREEDY_K])
 @pytest.mark.parametrize("room", [1, 2, 9])
-def test_joined_trees_keep_the_law_exactly(shape: Any, drawing: Drawing, room: int) -> None:
-    target, drafts = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=room)
+def test_joined_trees_keep_the_distribution_exactly(shape: Any, drawing: Drawing, room: int) -> None:
+    target, drafts = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=room)
     base = toy_drafter(drafts, shape, drawing)
 
     def draw(rng: Rng) -> TokenTree:
@@ -236,18 +236,18 @@ def test_joined_trees_keep_the_law_exactly(shape: Any, drawing: Drawing, room: i
 
     single = drawing is Drawing.GREEDY_K or shape in (branching(1), branching(1, 1))
     for name in ("traversal", "greedy_k") if single else ("traversal",):
-        assert exact_law(rule_named(name), target, draw, 4).error(target) < 1e-12, name
+        assert exact_distribution(rule_named(name), target, draw, 4).error(target) < 1e-12, name
 
 
 def test_a_sampled_node_pruned_for_its_value_would_be_noticed() -> None:
-    target, drafts = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=1)
+    target, drafts = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=1)
     base = toy_drafter(drafts, branching(1), Drawing.IID)
 
     def draw(rng: Rng) -> TokenTree:
         tree = base(rng)
         return tree if tree.tokens[1] != 0 else join(TokenTree(0), given_trees(), 3)
 
-    assert exact_law(rule_named("traversal"), target, draw, 4).error(target) > 1e-3
+    assert exact_distribution(rule_named("traversal"), target, draw, 4).error(target) > 1e-3
 
 
 def test_expected_tokens_are_summed_over_paths() -> None:

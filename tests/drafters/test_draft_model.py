@@ -167,7 +167,7 @@ def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
     assert propose(made, [[1] * 16])[0].size == 0
 
 
-def test_a_sampled_chain_records_the_law_at_the_drafters_own_temperature() -> None:
+def test_a_sampled_chain_records_the_distribution_at_the_drafters_own_temperature() -> None:
     weights = model(seed=3)
     (tree,) = propose(drafter(weights, temperature=2.0), [PROMPT], temperature=1.0)
     with torch.inference_mode():

@@ -99,8 +99,8 @@ def check_alike(at_once: Children, single: Children) -> None:
         torch.testing.assert_close(getattr(at_once, name)[valid], getattr(single, name)[valid], atol=1e-6, rtol=1e-5)
     sampled = (single.drawn != int(Drawn.DETERMINISTIC)) & valid
     if bool(sampled.any()):
-        assert at_once.laws is not None and single.laws is not None
-        torch.testing.assert_close(at_once.laws[sampled.any(-1)], single.laws[sampled.any(-1)], atol=1e-6, rtol=1e-5)
+        assert at_once.probs is not None and single.probs is not None
+        torch.testing.assert_close(at_once.probs[sampled.any(-1)], single.probs[sampled.any(-1)], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sorts", [True, False])
@@ -120,7 +120,7 @@ def test_rows_of_one_kind(draw: Draw) -> None:
             check_alike(*pair)
     greedy = both(draw, SHAPES[1], [{"temperature": 0.0}] * 2, 5)
     for at_once, single in greedy:
-        assert at_once.laws is None and at_once.valid is None
+        assert at_once.probs is None and at_once.valid is None
         check_alike(at_once, single)
 
 
@@ -150,16 +150,16 @@ def test_more_children_than_tokens() -> None:
             assert at_once.valid is not None and at_once.valid.sum(-1).flatten().tolist() == [2, 1]
 
 
-def test_two_drawn_without_replacement_follow_their_law() -> None:
-    """4,000 rows that differ in their rng alone: both tokens together, against the exact law."""
-    law = [0.5, 0.2, 0.0, 0.3]
+def test_two_drawn_without_replacement_follow_their_distribution() -> None:
+    """4,000 rows that differ in their rng alone: both tokens together, against the exact distribution."""
+    probs = [0.5, 0.2, 0.0, 0.3]
     rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], rng=Rng(seed, 3)) for seed in range(4000)]
     draws = Draws.of(rows, Shape.regular((2,)), CPU, vocabulary=4, sorts=True)
     assert draws is not None
-    children = draws.children(torch.tensor(law).log().expand(4000, 1, 4), 0, torch.zeros(4000, 0, dtype=torch.int64))
+    children = draws.children(torch.tensor(probs).log().expand(4000, 1, 4), 0, torch.zeros(4000, 0, dtype=torch.int64))
     counts = Counter(map(tuple, children.tokens[:, 0].tolist()))
     pairs = [(a, b) for a in (0, 1, 3) for b in (0, 1, 3) if a != b]
-    expected = [4000 * law[a] * law[b] / (1 - law[a]) for a, b in pairs]
+    expected = [4000 * probs[a] * probs[b] / (1 - probs[a]) for a, b in pairs]
     assert sum(counts[pair] for pair in pairs) == 4000
     assert stats.chisquare([counts[pair] for pair in pairs], expected).pvalue > 1e-4
 
@@ -191,7 +191,7 @@ def test_no_level_needs_a_value() -> None:
 def grown(
     draw: Draw, context: DraftContext, logits: Callable[[range], Tensor], *, sorts: bool = True
 ) -> list[TokenTree]:
-    """The context's trees, at once on the device or (not `sorts`) with one law after the other."""
+    """The context's trees, at once on the device or (not `sorts`) with one distribution after the other."""
     tree, rows = FixedTree(shape=SHAPES[1], draw=draw), list(range(len(context.rows)))
     draws = tree.draws(context, rows, CPU, VOCABULARY, recorded=sorts)
     found = tree.grow(context, rows, 15, logits(range(1)), lambda ids, level: logits(level), draws=draws)
@@ -214,7 +214,7 @@ def context_of(samplers: list[Sampler]) -> DraftContext:
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"temperature": 0.0}], ids=str)
-def test_a_row_without_a_law_has_no_tree(draw: Draw, wrong: float, changes: dict[str, Any]) -> None:
+def test_a_row_without_a_distribution_has_no_tree(draw: Draw, wrong: float, changes: dict[str, Any]) -> None:
     """It is said of that row; those beside it have the trees that they would have had."""
 
     def logits(level: range) -> Tensor:
@@ -237,7 +237,7 @@ def test_a_row_without_a_law_has_no_tree(draw: Draw, wrong: float, changes: dict
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_below_a_node_without_a_law_there_is_nothing(draw: Draw) -> None:
+def test_below_a_node_without_a_distribution_there_is_nothing(draw: Draw) -> None:
     """What was drawn above it stays: its fate may not depend on what follows from its value."""
 
     def logits(level: range) -> Tensor:

@@ -17,7 +17,7 @@ BATCH = 3
 
 
 class Markov:
-    """A model whose law depends on row and last token alone; remembers what it was asked."""
+    """A model whose distribution depends on row and last token alone; remembers what it was asked."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -31,8 +31,8 @@ class Markov:
 
     def probability(self, row: int, path: tuple[int, ...]) -> float:
         """Of a path from the root."""
-        laws = [self.first[row, 0], *(self.table[row, token] for token in path[:-1])]
-        return float(sum(law.log_softmax(-1)[token] for law, token in zip(laws, path, strict=True)).exp())
+        probs = [self.first[row, 0], *(self.table[row, token] for token in path[:-1])]
+        return float(sum(probs.log_softmax(-1)[token] for probs, token in zip(probs, path, strict=True)).exp())
 
 
 def paths_of(tree: DynamicTree, model: Markov, depth: int, nodes: int) -> list[set[tuple[int, ...]]]:

@@ -145,7 +145,7 @@ def test_a_drafter_that_reads_lower_layers_makes_the_pass_whole() -> None:
         assert output.outputs[0].token_ids == plain_greedy(output.prompt_token_ids, params)
 
 
-def test_where_laws_have_few_tokens_the_nodes_move_up() -> None:
+def test_where_distributions_have_few_tokens_the_nodes_move_up() -> None:
     """Three children asked for, two tokens to choose from: what was run stays run, and the text is that of plain."""
     params = replace(SAMPLED, top_k=2, max_tokens=20, seed=1)
     prompts = as_prompts(PROMPTS)

@@ -1,4 +1,4 @@
-"""Children drawn from a law: in which order, from what, and what is recorded."""
+"""Children drawn from a distribution: in which order, from what, and what is recorded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LAW = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
 
 
 def scripted(*tokens: int) -> tuple[Callable[[Tensor, int], int], list[Tensor]]:
-    """A pick that returns these tokens, and the laws that it was shown."""
+    """A pick that returns these tokens, and the distributions that it was shown."""
     seen: list[Tensor] = []
 
-    def pick(law: Tensor, index: int) -> int:
-        seen.append(law.clone())
-        assert index >= 0 and law[tokens[len(seen) - 1]] > 0
+    def pick(probs: Tensor, index: int) -> int:
+        seen.append(probs.clone())
+        assert index >= 0 and probs[tokens[len(seen) - 1]] > 0
         return tokens[len(seen) - 1]
 
     return pick, seen
@@ -29,45 +29,45 @@ def scripted(*tokens: int) -> tuple[Callable[[Tensor, int], int], list[Tensor]]:
 
 def test_given_children_are_the_likeliest_and_carry_their_probability() -> None:
     found = siblings(LAW, 2, Draw.DETERMINISTIC, scripted()[0])
-    assert (found.tokens, found.drawn, found.law) == ([1, 3], [Drawn.DETERMINISTIC] * 2, None)
+    assert (found.tokens, found.drawn, found.probs) == ([1, 3], [Drawn.DETERMINISTIC] * 2, None)
     assert found.confidence == pytest.approx([0.4, 0.3])
 
 
-def test_iid_children_are_all_drawn_from_the_recorded_law() -> None:
+def test_iid_children_are_all_drawn_from_the_recorded_distribution() -> None:
     pick, seen = scripted(1, 1, 0)
     found = siblings(LAW, 3, Draw.IID, pick)
     assert (found.tokens, found.drawn) == ([1, 1, 0], [Drawn.IID] * 3)
-    assert found.law is not None and torch.equal(found.law, LAW)
-    assert all(torch.equal(law, LAW) for law in seen)
+    assert found.probs is not None and torch.equal(found.probs, LAW)
+    assert all(torch.equal(probs, LAW) for probs in seen)
 
 
 def test_without_replacement_the_elder_are_removed_and_the_rest_renormalised() -> None:
     pick, seen = scripted(1, 4, 3)
     found = siblings(LAW, 3, Draw.WITHOUT_REPLACEMENT, pick)
     assert (found.tokens, found.drawn) == ([1, 4, 3], [Drawn.WITHOUT_REPLACEMENT] * 3)
-    assert found.law is not None and torch.equal(found.law, LAW)
+    assert found.probs is not None and torch.equal(found.probs, LAW)
     torch.testing.assert_close(seen[1], torch.tensor([1, 0, 0, 3, 2]) / 6)
     torch.testing.assert_close(seen[2], torch.tensor([1, 0, 0, 3, 0]) / 4)
 
 
-def test_greedy_k_draws_one_from_the_law_restricted_to_the_others_and_records_that() -> None:
+def test_greedy_k_draws_one_from_the_distribution_restricted_to_the_others_and_records_that() -> None:
     pick, seen = scripted(0)
     found = siblings(LAW, 3, Draw.GREEDY_K, pick)
     assert (found.tokens, found.drawn) == ([1, 3, 0], [Drawn.DETERMINISTIC, Drawn.DETERMINISTIC, Drawn.IID])
     restricted = torch.tensor([1, 0, 0, 0, 2]) / 3
-    assert found.law is not None
-    torch.testing.assert_close(found.law, restricted)
+    assert found.probs is not None
+    torch.testing.assert_close(found.probs, restricted)
     torch.testing.assert_close(seen[0], restricted)
 
 
 def test_greedy_one_is_an_ordinary_draw() -> None:
     found = siblings(LAW, 1, Draw.GREEDY_K, scripted(4)[0])
     assert (found.tokens, found.drawn) == ([4], [Drawn.IID])
-    assert found.law is not None and torch.equal(found.law, LAW)
+    assert found.probs is not None and torch.equal(found.probs, LAW)
 
 
 @pytest.mark.parametrize("draw", [Draw.DETERMINISTIC, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K])
-def test_no_more_children_than_the_law_has_tokens(draw: Draw) -> None:
+def test_no_more_children_than_the_distribution_has_tokens(draw: Draw) -> None:
     narrow = torch.tensor([0.0, 0.7, 0.0, 0.3])
     found = siblings(narrow, 4, draw, scripted(3, 1)[0])
     assert sorted(found.tokens) == [1, 3]
@@ -79,7 +79,7 @@ def test_the_confidence_of_a_drawn_child_does_not_depend_on_it() -> None:
         assert first == second
 
 
-def test_the_batched_way_gives_what_the_law_gives() -> None:
+def test_the_batched_way_gives_what_the_distribution_gives() -> None:
     logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
     found = likeliest(logits, 3)
     for row in range(3):

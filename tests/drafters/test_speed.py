@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from contract import harness, test_cache, test_ends, test_greedy, test_law
+from contract import harness, test_cache, test_ends, test_greedy, test_distribution
 from contract.harness import SAMPLED, Variant, as_prompts, tokens_of
 from forerun import LLM, SamplingParams
 from forerun.drafters import build
@@ -52,8 +52,8 @@ def contract(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (harness, test_ends):
         monkeypatch.setattr(module, "model", lambda seed=0: tied())
     monkeypatch.setattr(harness, "_greedy_answers", {})
-    law = functools.cache(lambda: harness.exact_outcomes(harness.PROMPT, SAMPLED))
-    monkeypatch.setattr(test_law, "expected", law)
+    probs = functools.cache(lambda: harness.exact_outcomes(harness.PROMPT, SAMPLED))
+    monkeypatch.setattr(test_distribution, "expected", probs)
     yield
 
 
@@ -62,9 +62,9 @@ def test_the_contract() -> None:
     for params in (test_greedy.NEUTRAL, test_greedy.PENALISED):
         test_greedy.test_greedy_output_is_the_targets(SPEED, params)
     test_greedy.test_rows_that_differ_in_everything_do_not_disturb_each_other(SPEED)
-    test_law.test_the_default_rule_keeps_the_law(SPEED, 0.2)
-    test_law.test_a_walk_gives_the_very_text_of_plain_decoding(SPEED)
-    test_law.test_a_seed_gives_the_same_text_alone_and_in_company(SPEED)
+    test_distribution.test_the_default_rule_keeps_the_distribution(SPEED, 0.2)
+    test_distribution.test_a_walk_gives_the_very_text_of_plain_decoding(SPEED)
+    test_distribution.test_a_seed_gives_the_same_text_alone_and_in_company(SPEED)
     test_ends.test_max_tokens(SPEED)
     test_ends.test_stop_token_ids(SPEED)
     for params in (replace(SAMPLED, temperature=0.0), SAMPLED):

@@ -1,4 +1,5 @@
-"""Early stopping: what each rule says of a law, that the text keeps its law, and that taking back a token would not."""
+"""Early stopping: what each rule says of a distribution, that the text keeps its distribution, and that taking back a
+token would not."""
 
 from __future__ import annotations
 
@@ -35,23 +36,24 @@ RULES = [("confidence", 0.45), ("svip", 1.0), ("adaedl", 0.5)]
 
 
 def kept_or_replaced(token: int, kept: bool) -> dict[int, float]:
-    """Law of the emitted token: a submitted draft goes through token rejection, a withdrawn one is drawn afresh."""
+    """Distribution of the emitted token: a submitted draft goes through token rejection, a withdrawn one is drawn
+    afresh."""
     if not kept:
         return dict(enumerate(TARGET))
     accepted = min(1.0, TARGET[token] / DRAFT[token])
     residual = [max(0.0, target - draft) for target, draft in zip(TARGET, DRAFT, strict=True)]
-    law = {other: (1 - accepted) * part / sum(residual) for other, part in enumerate(residual)}
-    law[token] += accepted
-    return law
+    probs = {other: (1 - accepted) * part / sum(residual) for other, part in enumerate(residual)}
+    probs[token] += accepted
+    return probs
 
 
 def emitted(submits: list[bool]) -> list[float]:
-    """Exact law of the emitted token where a drafted token x is submitted if ``submits[x]``."""
-    law = [0.0, 0.0]
+    """Exact distribution of the emitted token where a drafted token x is submitted if ``submits[x]``."""
+    probs = [0.0, 0.0]
     for token, draft in enumerate(DRAFT):
         for outcome, probability in kept_or_replaced(token, submits[token]).items():
-            law[outcome] += draft * probability
-    return law
+            probs[outcome] += draft * probability
+    return probs
 
 
 def test_taking_back_a_token_for_its_value_biases_the_text() -> None:
@@ -61,7 +63,7 @@ def test_taking_back_a_token_for_its_value_biases_the_text() -> None:
 
 @pytest.mark.parametrize("rule", [stop for stop in Stop if stop is not Stop.NEVER])
 def test_our_stop_submits_whatever_was_drawn(rule: Stop) -> None:
-    """The same step: whether a node is submitted is the same for every value, so the law is the target's."""
+    """The same step: whether a node is submitted is the same for every value, so the distribution is the target's."""
     logits = torch.tensor([[DRAFT]]).log()
     children = dict[int, bool]()
     for token in (0, 1):
@@ -72,7 +74,7 @@ def test_our_stop_submits_whatever_was_drawn(rule: Stop) -> None:
             drawn=torch.ones(1, 1, 1, dtype=torch.uint8),
             confidence=torch.full((1, 1, 1), 0.5),
             valid=None,
-            laws={},
+            probs={},
         )
         assert ending.enough(0, grown)
         children[token] = ending.nodes == [1]
@@ -81,7 +83,7 @@ def test_our_stop_submits_whatever_was_drawn(rule: Stop) -> None:
 
 
 @pytest.mark.parametrize(("stop", "threshold"), RULES)
-def test_the_text_keeps_its_law(stop: str, threshold: float) -> None:
+def test_the_text_keeps_its_distribution(stop: str, threshold: float) -> None:
     for shape in (None, (2, 2)):
         options = {"model": relative(), "num_speculative_tokens": 3, "shape": shape}
         variant = Variant("draft_model", stop, {**options, "stop": stop, "stop_threshold": threshold})
@@ -94,16 +96,16 @@ def test_the_text_keeps_its_law(stop: str, threshold: float) -> None:
 
 
 def test_the_rules_are_the_published_ones() -> None:
-    laws = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0]])
+    probs = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0]])
     entropy = [math.log(2), -(0.9 * math.log(0.9) + 0.1 * math.log(0.1)), 0.0]
     for threshold in (0.0, 0.3, 0.6, 0.7, 0.95):
         svip = [math.sqrt(value) <= threshold for value in entropy]
         adaedl = [1 - math.sqrt(0.2 * value) >= threshold for value in entropy]
-        assert Stopping(rule=Stop.SVIP, threshold=threshold).goes_on(laws).tolist() == svip
-        assert Stopping(rule=Stop.ADAEDL, threshold=threshold).goes_on(laws).tolist() == adaedl
-    assert Stopping(rule=Stop.CONFIDENCE, threshold=0.6).goes_on(laws).tolist() == [False, True, True]
+        assert Stopping(rule=Stop.SVIP, threshold=threshold).goes_on(probs).tolist() == svip
+        assert Stopping(rule=Stop.ADAEDL, threshold=threshold).goes_on(probs).tolist() == adaedl
+    assert Stopping(rule=Stop.CONFIDENCE, threshold=0.6).goes_on(probs).tolist() == [False, True, True]
     assert Stopping(rule=Stop.CONFIDENCE).goes_on(torch.tensor([[0.4, 0.3, 0.3]])).tolist() == [True]
-    assert Stopping().goes_on(laws).tolist() == [True] * 3
+    assert Stopping().goes_on(probs).tolist() == [True] * 3
 
 
 def test_a_sharp_draft_is_not_ended() -> None:

@@ -1,4 +1,5 @@
-"""Token-level intersection: whose law is drafted from, what is read, what is refused. Losslessness: tests/contract."""
+"""Token-level intersection: whose distribution is drafted from, what is read, what is refused. Losslessness:
+tests/contract."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_a_greedy_chain_is_the_likeliest_shared_tokens() -> None:
         text.append(token)
 
 
-def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens() -> None:
+def test_the_recorded_distribution_is_the_draft_models_over_the_shared_tokens() -> None:
     (tree,) = propose(drafter(num_speculative_tokens=2), [TEXT], SAMPLED)
     wanted = torch.zeros(12)
     wanted[SHARED] = (logits_after(weights(), TEXT) / 0.7).softmax(-1)

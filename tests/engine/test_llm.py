@@ -128,14 +128,14 @@ def test_log_probabilities_equal_those_of_plain_decoding(plain: LLM, drafted: LL
     assert found.prompt_logprobs[0] is None
     assert len(found.prompt_logprobs) == len(found.prompt_token_ids)
     model = AutoModelForCausalLM.from_pretrained(plain.target.name_or_path, dtype=torch.float32)
-    laws = model(torch.tensor([found.prompt_token_ids])).logits[0].detach().log_softmax(-1)
+    probs = model(torch.tensor([found.prompt_token_ids])).logits[0].detach().log_softmax(-1)
     for place, entry in enumerate(found.prompt_logprobs[1:]):
         token = found.prompt_token_ids[place + 1]
         assert entry is not None
-        assert entry[token].logprob == pytest.approx(float(laws[place, token]), abs=1e-4)
+        assert entry[token].logprob == pytest.approx(float(probs[place, token]), abs=1e-4)
 
 
-def test_processed_log_probabilities_are_those_of_the_law_that_was_sampled(plain: LLM) -> None:
+def test_processed_log_probabilities_are_those_of_the_distribution_that_was_sampled(plain: LLM) -> None:
     params = SamplingParams(
         temperature=0.7, top_k=3, seed=1, max_tokens=8, logprobs=5, logprobs_mode="processed_logprobs"
     )

@@ -41,7 +41,7 @@ def ids_of(live: Live, text: str) -> list[int]:
     return list(tokenizer.encode(text))
 
 
-def laws(live: Live, ids: list[int]) -> torch.Tensor:
+def probs(live: Live, ids: list[int]) -> torch.Tensor:
     """transformers' own log-probabilities in float32."""
     model = AutoModelForCausalLM.from_pretrained(live.session.engine.llm.target.name_or_path, dtype=torch.float32)
     found: torch.Tensor = model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
@@ -63,7 +63,7 @@ class TestPromptLogprobs:
         assert answer.text.startswith(text) and len(found.tokens) == len(prompt) + 3
         assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
         whole = prompt + ids_of(live, answer.text)[len(prompt) :]
-        expected = laws(live, whole)
+        expected = probs(live, whole)
         for place, value in enumerate(found.token_logprobs[1 : len(prompt)]):
             assert value == pytest.approx(float(expected[place, whole[place + 1]]), abs=1e-4)
             best = found.top_logprobs[place + 1]
@@ -95,7 +95,7 @@ class TestPromptLogprobs:
         )
         for choice, ids in zip(answer.choices, prompts, strict=True):
             assert choice.finish_reason == "length" and choice.logprobs is not None and choice.logprobs.token_logprobs
-            expected = laws(live, ids)
+            expected = probs(live, ids)
             scores = [float(expected[place, token]) for place, token in enumerate(ids[1:])]
             assert choice.logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-4)
         assert answer.usage is not None and answer.usage.completion_tokens == 0
@@ -114,7 +114,7 @@ class TestPromptLogprobs:
         pairs: list[Any] = [(ids_of(live, PROMPT), text.choices[0].model_extra["prompt_logprobs"])]  # type: ignore[index]
         pairs.append((extra["prompt_token_ids"], extra["prompt_logprobs"]))
         for ids, found in pairs:
-            expected = laws(live, ids)
+            expected = probs(live, ids)
             assert found[0] is None and len(found) == len(ids)
             for place, entry in enumerate(found[1:]):
                 own = entry[str(ids[place + 1])]

@@ -72,7 +72,7 @@ def with_processor(answer: Completion, processor: Callable[[Sequence[int], Tenso
 
 
 def in_distribution(answer: Completion, fault: Fault) -> None:
-    answer.row.sampler.law = fault.before(answer.row.sampler.law)  # type: ignore[method-assign]
+    answer.row.sampler.probs = fault.before(answer.row.sampler.probs)  # type: ignore[method-assign]
 
 
 def in_processing(answer: Completion, fault: Fault) -> None:

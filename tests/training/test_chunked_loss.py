@@ -33,14 +33,14 @@ def plain(
     logs = torch.full_like(target, -torch.inf).index_copy(1, tokens, (hidden @ weight.T).log_softmax(-1))
     overlap = torch.minimum(logs.exp(), target).sum(-1)
     # Forward KL is infinite beyond the student's tokens: among them, then.
-    law, known = target[:, tokens] / target[:, tokens].sum(-1, keepdim=True), logs[:, tokens]
+    probs, known = target[:, tokens] / target[:, tokens].sum(-1, keepdim=True), logs[:, tokens]
     if divergence is Divergence.CROSS_ENTROPY:
-        losses = -(law * known).sum(-1)
+        losses = -(probs * known).sum(-1)
     elif divergence is Divergence.LK_LOG:
         losses = -overlap.log()
     else:
         share = torch.exp(-3.0 * overlap).detach()
-        losses = share * (law * (law.log() - known)).sum(-1) + (1 - share) * (1 - overlap)
+        losses = share * (probs * (probs.log() - known)).sum(-1) + (1 - share) * (1 - overlap)
     known_best = torch.tensor([int(best) in tokens.tolist() for best in target.argmax(-1)])
     entered = weights * known_best if skip else weights
     counted = (weights != 0).float()
@@ -94,19 +94,19 @@ def test_loss_figures_and_gradients_equal_the_plain_ones(
 def test_a_perfect_student_of_few_tokens_keeps_what_the_teacher_gives_to_them(divergence: Divergence) -> None:
     states, head = drawn(ROWS, HIDDEN, seed=0), drawn(SIZE, HIDDEN, seed=1)
     teacher = Teacher(hidden=states, weight=head, tokens=KNOWN)
-    law = (states @ head.T).softmax(-1)
+    probs = (states @ head.T).softmax(-1)
     student = states.clone().requires_grad_()
     found = soft_loss(student, head[KNOWN], torch.ones(ROWS), teacher, divergence)
-    torch.testing.assert_close(found.overlap, law[:, KNOWN].sum(-1))
+    torch.testing.assert_close(found.overlap, probs[:, KNOWN].sum(-1))
     assert 0.2 < found.overlap.mean() < 0.8
-    assert torch.equal(found.agrees, torch.isin(law.argmax(-1), KNOWN).float())
+    assert torch.equal(found.agrees, torch.isin(probs.argmax(-1), KNOWN).float())
     torch.testing.assert_close(*torch.autograd.grad(found.loss, student), torch.zeros_like(states), atol=1e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("divergence", list(Divergence), ids=str)
 @pytest.mark.parametrize("tokens", [None, KNOWN], ids=["all", "few"])
-def test_rows_that_follow_the_same_state_share_its_law(divergence: Divergence, tokens: Tensor | None) -> None:
+def test_rows_that_follow_the_same_state_share_its_distribution(divergence: Divergence, tokens: Tensor | None) -> None:
     group, weight = 3, drawn(SIZE if tokens is None else len(tokens), HIDDEN, seed=1)
     weights = torch.rand(group * ROWS, generator=torch.Generator().manual_seed(4))
     weights = weights * (torch.arange(group * ROWS) % 4 > 0) * (torch.arange(group * ROWS) >= 2 * group)
@@ -130,8 +130,8 @@ def test_hard_loss_is_cross_entropy_with_a_share_for_the_teacher() -> None:
     teacher = Teacher(hidden=drawn(ROWS, 6, seed=2), weight=drawn(SIZE, 6, seed=3))
     logits = hidden @ weight.T
     weights = torch.full((ROWS,), 1 / ROWS)
-    law = (teacher.hidden @ teacher.weight.T).softmax(-1)
-    expected = 0.3 * functional.cross_entropy(logits, ids) + 0.7 * functional.cross_entropy(logits, law)
+    probs = (teacher.hidden @ teacher.weight.T).softmax(-1)
+    expected = 0.3 * functional.cross_entropy(logits, ids) + 0.7 * functional.cross_entropy(logits, probs)
     found = hard_loss(hidden, weight, weights, ids, teacher, 0.7).loss
     wanted = torch.autograd.grad(expected, (hidden, weight))
     torch.testing.assert_close(found, expected)

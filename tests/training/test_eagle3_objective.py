@@ -33,10 +33,10 @@ def plain_attention(
         hidden = hidden | (index[:, None] - index >= reach)
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     lines = [(query * k.repeat_interleave(times, 1)).sum(-1, keepdim=True) * query.shape[-1] ** -0.5 for k, _ in own]
-    law = torch.cat([scores, *lines], -1).softmax(-1)
-    mixed = law[..., :length] @ value.repeat_interleave(times, 1)
+    probs = torch.cat([scores, *lines], -1).softmax(-1)
+    mixed = probs[..., :length] @ value.repeat_interleave(times, 1)
     for place, (_, line_value) in enumerate(own):
-        mixed = mixed + law[..., length + place, None] * line_value.repeat_interleave(times, 1)
+        mixed = mixed + probs[..., length + place, None] * line_value.repeat_interleave(times, 1)
     return mixed.transpose(1, 2)
 
 
@@ -63,10 +63,10 @@ def test_attention_and_its_gradients_equal_the_plain_ones(
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-def divergence_of(law: Tensor, draft: Tensor, ids: list[int], divergence: Divergence) -> Tensor:
-    """Of two laws over all tokens, the second 0 outside `ids`, where KL and cross-entropy do not look."""
-    named = law[ids] / law[ids].sum()
-    overlap = torch.minimum(law, draft).sum()
+def divergence_of(probs: Tensor, draft: Tensor, ids: list[int], divergence: Divergence) -> Tensor:
+    """Of two distributions over all tokens, the second 0 outside `ids`, where KL and cross-entropy do not look."""
+    named = probs[ids] / probs[ids].sum()
+    overlap = torch.minimum(probs, draft).sum()
     if divergence is Divergence.LK_LOG:
         return -overlap.log()
     cross = -(named * draft[ids].log()).sum()
@@ -90,7 +90,7 @@ def agree(made: EagleHead, batch: FeatureBatch) -> None:
 @pytest.mark.parametrize("divergence", list(Divergence), ids=str)
 @pytest.mark.parametrize("size", [30, 8, VOCABULARY])
 def test_loss_and_metrics_equal_a_written_out_reference(size: int, divergence: Divergence, skip: bool) -> None:
-    """Laws over all of the target's tokens, prediction by prediction, chain by chain."""
+    """Distributions over all of the target's tokens, prediction by prediction, chain by chain."""
     made, text, steps = head(draft_vocab_size=size), tokens(24), 3
     batch = batch_of([text], made.config.boundaries)
     batch.batch.loss_mask[0, :5] = False  # the user's part
@@ -100,7 +100,7 @@ def test_loss_and_metrics_equal_a_written_out_reference(size: int, divergence: D
     report = objective(batch)
 
     ids = made.token_ids.tolist()
-    laws = (batch.features[LAST_HIDDEN][0] @ model().get_output_embeddings().weight.T).softmax(-1).detach()
+    probs = (batch.features[LAST_HIDDEN][0] @ model().get_output_embeddings().weight.T).softmax(-1).detach()
     shares = [0.8**step / sum(0.8**s for s in range(steps)) for step in range(steps)]
     outputs = [unrolled.output[0].detach() for unrolled in objective.unroll(batch)]
     total, weight = torch.zeros(()), 0.0
@@ -112,14 +112,14 @@ def test_loss_and_metrics_equal_a_written_out_reference(size: int, divergence: D
             judged, predicted = index + 1 + step, index + 2 + step
             if not 5 <= predicted < len(text):
                 continue
-            law, draft = laws[judged], torch.zeros(VOCABULARY)
+            probs, draft = probs[judged], torch.zeros(VOCABULARY)
             draft[ids] = made.lm_head(output[index]).softmax(-1).detach()
-            overlaps[step].append(float(torch.minimum(law, draft).sum()))
-            agreed.append(int(law.argmax()) == int(draft.argmax()))
+            overlaps[step].append(float(torch.minimum(probs, draft).sum()))
+            agreed.append(int(probs.argmax()) == int(draft.argmax()))
             if len(agreed) == step + 1:
                 chains[step].append(all(agreed))
-            if not skip or int(law.argmax()) in ids:
-                total, weight = total + share * divergence_of(law, draft, ids, divergence), weight + share
+            if not skip or int(probs.argmax()) in ids:
+                total, weight = total + share * divergence_of(probs, draft, ids, divergence), weight + share
     torch.testing.assert_close(report.loss, total, atol=1e-5, rtol=1e-5)
     assert float(report.weight) == pytest.approx(weight)
     for name, values in (("overlap", overlaps), ("acceptance", chains)):

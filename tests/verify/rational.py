@@ -1,6 +1,6 @@
 """The rules once more in rational numbers, written from the papers' formulas and not from the code under test.
 
-Each function gives the exact law of (accepted node ids, next token) for one tree, so it needs no rng at all.
+Each function gives the exact distribution of (accepted node ids, next token) for one tree, so it needs no rng at all.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from itertools import product
 from forerun.tree import TokenTree
 from forerun.types import Drawn
 
-Law = list[Fraction]
-Laws = dict[tuple[int, ...], Law]
+Distribution = list[Fraction]
+Distributions = dict[tuple[int, ...], Distribution]
 Result = dict[tuple[tuple[int, ...], int], Fraction]
 ONE = Fraction(1)
 
 
-def positive_part(target: Law, draft: Law, weight: Fraction = ONE) -> Law:
+def positive_part(target: Distribution, draft: Distribution, weight: Fraction = ONE) -> Distribution:
     return [max(weight * a - b, Fraction(0)) for a, b in zip(target, draft, strict=True)]
 
 
-def norm(law: Law) -> Law:
-    return [value / sum(law) for value in law]
+def norm(distribution: Distribution) -> Distribution:
+    return [value / sum(distribution) for value in distribution]
 
 
 def prefix(tree: TokenTree, node: int) -> tuple[int, ...]:
     return tuple(tree.tokens[step] for step in tree.path(node))
 
 
-def restricted(law: Law, tokens: list[int]) -> Law:
-    return norm([Fraction(0) if token in tokens else value for token, value in enumerate(law)])
+def restricted(distribution: Distribution, tokens: list[int]) -> Distribution:
+    return norm([Fraction(0) if token in tokens else value for token, value in enumerate(distribution)])
 
 
-def sibling_law(tree: TokenTree, draft: Laws, child: int) -> Law:
-    """The law that `child` was drawn from, given its elder siblings."""
+def sibling_distribution(tree: TokenTree, draft: Distributions, child: int) -> Distribution:
+    """The distribution that `child` was drawn from, given its elder siblings."""
     parent, kind = tree.parents[child], tree.drawn[child]
-    law = draft[prefix(tree, parent)]
+    distribution = draft[prefix(tree, parent)]
     if kind is Drawn.DETERMINISTIC:
-        return [Fraction(token == tree.tokens[child]) for token in range(len(law))]
+        return [Fraction(token == tree.tokens[child]) for token in range(len(distribution))]
     gone = [tree.tokens[node] for node in tree.children[parent] if tree.drawn[node] is Drawn.DETERMINISTIC]
     if kind is Drawn.WITHOUT_REPLACEMENT:
         gone += [tree.tokens[node] for node in tree.children[parent] if node < child]
-    return restricted(law, gone)
+    return restricted(distribution, gone)
 
 
-def tree_probability(tree: TokenTree, draft: Laws) -> Fraction:
+def tree_probability(tree: TokenTree, draft: Distributions) -> Fraction:
     """The chance that the toy drafter drew this tree."""
     chance = ONE
     for node in range(1, tree.size + 1):
-        chance *= sibling_law(tree, draft, node)[tree.tokens[node]]
+        chance *= sibling_distribution(tree, draft, node)[tree.tokens[node]]
     return chance
 
 
@@ -58,40 +58,40 @@ def sampled_first(tree: TokenTree, node: int) -> list[int]:
     return sorted(tree.children[node], key=lambda child: tree.drawn[child] is Drawn.DETERMINISTIC)
 
 
-def recursive(tree: TokenTree, target: Laws, draft: Laws) -> Result:
+def recursive(tree: TokenTree, target: Distributions, draft: Distributions) -> Result:
     """Sections 2.2 and 2.4: on a chain this is token-by-token rejection."""
     result: Result = defaultdict(Fraction)
 
     def visit(node: int, reach: Fraction) -> None:
-        law = target[prefix(tree, node)]
+        distribution = target[prefix(tree, node)]
         for child in sampled_first(tree, node):
-            drafted, token = sibling_law(tree, draft, child), tree.tokens[child]
-            accept = min(ONE, law[token] / drafted[token])
+            drafted, token = sibling_distribution(tree, draft, child), tree.tokens[child]
+            accept = min(ONE, distribution[token] / drafted[token])
             visit(child, reach * accept)
             reach *= 1 - accept
             if reach == 0:
                 return
-            law = norm(positive_part(law, drafted))
-        for token, value in enumerate(law):
+            distribution = norm(positive_part(distribution, drafted))
+        for token, value in enumerate(distribution):
             result[tree.path(node), token] += reach * value
 
     visit(0, ONE)
     return result
 
 
-def block(tree: TokenTree, target: Laws, draft: Laws) -> Result:
+def block(tree: TokenTree, target: Distributions, draft: Distributions) -> Result:
     """Section 2.3, by the closed form P(kept = i) = h_i * prod_{j > i} (1 - h_j)."""
     size = tree.size
-    laws = [target[prefix(tree, node)] for node in range(size + 1)]
-    drafts = [sibling_law(tree, draft, node) for node in range(1, size + 1)]
+    distributions = [target[prefix(tree, node)] for node in range(size + 1)]
+    drafts = [sibling_distribution(tree, draft, node) for node in range(1, size + 1)]
     weights = [ONE]
     for node in range(1, size + 1):
         token = tree.tokens[node]
-        weights.append(min(weights[-1] * laws[node - 1][token] / drafts[node - 1][token], ONE))
+        weights.append(min(weights[-1] * distributions[node - 1][token] / drafts[node - 1][token], ONE))
     result: Result = defaultdict(Fraction)
     missed = ONE
     for node in range(size, -1, -1):
-        left = laws[node] if node == size else positive_part(laws[node], drafts[node], weights[node])
+        left = distributions[node] if node == size else positive_part(distributions[node], drafts[node], weights[node])
         mass = sum(left)
         holds = (
             weights[node] if node == size else ONE if mass + 1 == weights[node] else mass / (mass + 1 - weights[node])
@@ -104,9 +104,9 @@ def block(tree: TokenTree, target: Laws, draft: Laws) -> Result:
     return result
 
 
-def traversal(tree: TokenTree, target: Laws, draft: Laws) -> Result:
+def traversal(tree: TokenTree, target: Distributions, draft: Distributions) -> Result:
     """Section 2.5 as the sheet tells it: a loop that deletes leaves, the state in plain dictionaries."""
-    laws = {node: target[prefix(tree, node)] for node in range(tree.size + 1)}
+    distributions = {node: target[prefix(tree, node)] for node in range(tree.size + 1)}
     alive = {node: sampled_first(tree, node) for node in range(tree.size + 1)}
     weight = {0: ONE}
     result: Result = defaultdict(Fraction)
@@ -115,36 +115,37 @@ def traversal(tree: TokenTree, target: Laws, draft: Laws) -> Result:
         node = 0
         while alive[node]:
             child = alive[node][0]
-            token, drafted = tree.tokens[child], sibling_law(tree, draft, child)
-            weight.setdefault(child, min(weight[node] * laws[node][token] / drafted[token], ONE))
+            token, drafted = tree.tokens[child], sibling_distribution(tree, draft, child)
+            weight.setdefault(child, min(weight[node] * distributions[node][token] / drafted[token], ONE))
             node = child
-        for token, value in enumerate(laws[node]):
+        for token, value in enumerate(distributions[node]):
             result[tree.path(node), token] += reach * weight[node] * value
         reach *= 1 - weight[node]
         if reach > 0:
             parent = tree.parents[node]
-            left = positive_part(laws[parent], sibling_law(tree, draft, node), weight[parent])
+            left = positive_part(distributions[parent], sibling_distribution(tree, draft, node), weight[parent])
             weight[parent] = sum(left) / (sum(left) + 1 - weight[parent])
-            laws[parent] = norm(left) if sum(left) else laws[parent]
+            distributions[parent] = norm(left) if sum(left) else distributions[parent]
             alive[parent].pop(0)
     return result
 
 
-def greedy_k(tree: TokenTree, target: Laws, draft: Laws) -> Result:
-    """Section 1.3: rejection with the restricted law; a draw that a deterministic sibling holds descends there."""
+def greedy_k(tree: TokenTree, target: Distributions, draft: Distributions) -> Result:
+    """Section 1.3: rejection with the restricted distribution; a draw that a deterministic sibling holds descends
+    there."""
     result: Result = defaultdict(Fraction)
 
     def visit(node: int, reach: Fraction) -> None:
-        law = target[prefix(tree, node)]
+        distribution = target[prefix(tree, node)]
         given = {tree.tokens[child]: child for child in tree.children[node] if tree.drawn[child] is Drawn.DETERMINISTIC}
         for child in tree.children[node]:
             if tree.drawn[child] is not Drawn.DETERMINISTIC:
-                drafted, token = sibling_law(tree, draft, child), tree.tokens[child]
-                accept = min(ONE, law[token] / drafted[token])
+                drafted, token = sibling_distribution(tree, draft, child), tree.tokens[child]
+                accept = min(ONE, distribution[token] / drafted[token])
                 visit(child, reach * accept)
                 reach *= 1 - accept
-                law = norm(positive_part(law, drafted)) if reach else law
-        for token, value in enumerate(law):
+                distribution = norm(positive_part(distribution, drafted)) if reach else distribution
+        for token, value in enumerate(distribution):
             if token in given:
                 visit(given[token], reach * value)
             else:
@@ -154,7 +155,7 @@ def greedy_k(tree: TokenTree, target: Laws, draft: Laws) -> Result:
     return result
 
 
-def sample_walk(tree: TokenTree, target: Laws, _draft: Laws) -> Result:
+def sample_walk(tree: TokenTree, target: Distributions, _draft: Distributions) -> Result:
     """Section 2.6, by its definition: the target's own text, cut where it leaves the tree."""
     result: Result = defaultdict(Fraction)
     depth = max(tree.depths) + 1

@@ -1,4 +1,5 @@
-"""Every lossless rule emits exactly the target's law: all outcomes enumerated, over shapes, drawings and worlds."""
+"""Every lossless rule emits exactly the target's distribution: all outcomes enumerated, over shapes, drawings and
+worlds."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from forerun.verify.enumeration import (
     branching,
     check_rule,
     check_rules,
-    exact_law,
-    joint_law,
+    exact_distribution,
+    joint_distribution,
     outcomes,
     toy_drafter,
-    toy_laws,
+    toy_distributions,
 )
 
 pytestmark = pytest.mark.thorough
@@ -33,7 +34,7 @@ EVERY_DRAWING = {"sample_walk", "recursive_rejection", "traversal"}
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_emitted_law_is_the_targets(name: str, shape: str) -> None:
+def test_emitted_distribution_is_the_targets(name: str, shape: str) -> None:
     rule = rule_named(name)
     checks = [check_rule(rule, shape, drawing, world, seed=1) for drawing in Drawing for world in World]
     judged = [check for check in checks if check is not None]
@@ -47,36 +48,38 @@ def test_emitted_law_is_the_targets(name: str, shape: str) -> None:
     ("name", "shape"), [("traversal", (3, 1)), ("recursive_rejection", (3, 1)), ("greedy_k", (3, 1))]
 )
 def test_wide_trees(name: str, shape: tuple[int, ...]) -> None:
-    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=3)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=2, seed=3)
     drawing = Drawing.GREEDY_K if name == "greedy_k" else Drawing.WITHOUT_REPLACEMENT
-    law = exact_law(rule_named(name), target, toy_drafter(draft, branching(*shape), drawing), 3)
-    assert law.error(target) <= TOLERANCE
+    distribution = exact_distribution(rule_named(name), target, toy_drafter(draft, branching(*shape), drawing), 3)
+    assert distribution.error(target) <= TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT])
 def test_traversal_is_block_verification_on_a_chain(seed: int, drawing: Drawing) -> None:
-    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=seed)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=seed)
     for tree, _ in outcomes(toy_drafter(draft, branching(1, 1, 1), drawing)):
-        assert verdict_law("block", tree, target) == pytest.approx(verdict_law("traversal", tree, target), abs=1e-14)
+        assert verdict_distribution("block", tree, target) == pytest.approx(
+            verdict_distribution("traversal", tree, target), abs=1e-14
+        )
 
 
-def verdict_law(name, tree, target):
-    from forerun.verify.enumeration import PrefixLaws
+def verdict_distribution(name, tree, target):
+    from forerun.verify.enumeration import PrefixProbs
 
-    law: dict[tuple, float] = {}
-    laws = PrefixLaws(target, tree)
-    for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, laws, rng)):
+    distribution: dict[tuple, float] = {}
+    distributions = PrefixProbs(target, tree)
+    for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, distributions, rng)):
         key = (verdict.path, verdict.next_token, verdict.kind)
-        law[key] = law.get(key, 0.0) + chance
-    return {key: chance for key, chance in law.items() if chance > 0}
+        distribution[key] = distribution.get(key, 0.0) + chance
+    return {key: chance for key, chance in distribution.items() if chance > 0}
 
 
 @pytest.mark.parametrize("name", ["sample_walk", "recursive_rejection", "traversal"])
 @pytest.mark.parametrize("seed", range(4))
 def test_shapes_may_depend_on_what_was_drawn_before(name: str, seed: int) -> None:
     """Every node is drawn in another way, and what hangs below it depends on the tokens above and before it."""
-    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=seed)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=2, seed=seed)
 
     def draw(rng: Rng) -> TokenTree:
         tree = TokenTree(0)
@@ -87,9 +90,9 @@ def test_shapes_may_depend_on_what_was_drawn_before(name: str, seed: int) -> Non
         if first != 1:
             second = rng.drafted(draft[()], 0, 1)
             tree.add(second, 0, drawn=Drawn.IID)
-            law = draft[second,]
-            tree.set_probs(2, law)
-            tree.add(rng.drafted(law, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
+            distribution = draft[second,]
+            tree.set_probs(2, distribution)
+            tree.add(rng.drafted(distribution, 2, 0), 2, drawn=Drawn.WITHOUT_REPLACEMENT)
         if second == 0:
             rest = draft[first,].clone()
             tree.add(int(rest.argmax()), 1)
@@ -99,8 +102,8 @@ def test_shapes_may_depend_on_what_was_drawn_before(name: str, seed: int) -> Non
         tree.add(2, 0)
         return tree
 
-    law = exact_law(rule_named(name), target, draw, 3)
-    assert law.error(target) <= TOLERANCE
+    distribution = exact_distribution(rule_named(name), target, draw, 3)
+    assert distribution.error(target) <= TOLERANCE
 
 
 def test_typical_acceptance_is_labelled_lossy_because_it_is() -> None:
@@ -120,12 +123,12 @@ def test_check_rules_covers_every_lossless_rule_and_no_other() -> None:
 
 
 def test_the_enumeration_sees_every_outcome_once() -> None:
-    law = torch.tensor([0.5, 0.0, 0.5])
+    distribution = torch.tensor([0.5, 0.0, 0.5])
 
     def run(rng: EnumeratingRng) -> tuple:
         if rng.flip(0.25, 1):
-            return ("kept", rng.draw(law, 0))
-        return ("lost", rng.drafted(law, 0, 1), rng.flip(1.0, 2), rng.flip(0.0, 3))
+            return ("kept", rng.draw(distribution, 0))
+        return ("lost", rng.drafted(distribution, 0, 1), rng.flip(1.0, 2), rng.flip(0.0, 3))
 
     seen = list(outcomes(run))
     assert dict(seen) == {
@@ -142,21 +145,21 @@ def test_a_coin_used_twice_is_refused() -> None:
         list(outcomes(lambda rng: (rng.flip(0.5, 1), rng.flip(0.5, 1))))
 
 
-def test_joint_law_is_the_product_of_the_conditionals() -> None:
-    target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=2, seed=0)
-    joint = joint_law(target, (), 3)
+def test_joint_distribution_is_the_product_of_the_conditionals() -> None:
+    target, _ = toy_distributions(World.RANDOM, vocabulary=3, depth=2, seed=0)
+    joint = joint_distribution(target, (), 3)
     assert joint.sum().item() == pytest.approx(1.0, abs=1e-15)
     assert joint[2, 0, 1].item() == pytest.approx(float(target[()][2] * target[(2,)][0] * target[(2, 0)][1]), abs=1e-17)
 
 
 @pytest.mark.parametrize("world", World)
 def test_toy_worlds_are_what_they_say(world: World) -> None:
-    target, draft = toy_laws(world, vocabulary=3, depth=2, seed=5)
+    target, draft = toy_distributions(world, vocabulary=3, depth=2, seed=5)
     assert len(target) == len(draft) == 1 + 3 + 9
-    for prefix, law in target.items():
-        assert law.sum().item() == pytest.approx(1.0) and draft[prefix].sum().item() == pytest.approx(1.0)
+    for prefix, distribution in target.items():
+        assert distribution.sum().item() == pytest.approx(1.0) and draft[prefix].sum().item() == pytest.approx(1.0)
     overlap = [float(torch.minimum(target[prefix], draft[prefix]).sum()) for prefix in target]
     assert world is not World.OFF_SUPPORT or max(overlap) == 0.0
     assert world is not World.SAME or min(overlap) == pytest.approx(1.0)
     zeros = {World.TARGET_ZEROS: target, World.DRAFT_ZEROS: draft}.get(world)
-    assert zeros is None or all((law == 0).sum() == 1 for law in zeros.values())
+    assert zeros is None or all((distribution == 0).sum() == 1 for distribution in zeros.values())

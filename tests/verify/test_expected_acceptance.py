@@ -12,13 +12,13 @@ from forerun.verify import rule_named
 from forerun.verify.enumeration import (
     SHAPES,
     Drawing,
-    Laws,
+    Distributions,
     World,
     branching,
     check_rule,
-    exact_law,
+    exact_distribution,
     toy_drafter,
-    toy_laws,
+    toy_distributions,
 )
 
 pytestmark = pytest.mark.thorough
@@ -32,14 +32,16 @@ ONE_STEP = [
 ]
 
 
-def same_law(law: list[float], depth: int) -> Laws:
+def same_distribution(distribution: list[float], depth: int) -> Distributions:
     """A memoryless world."""
-    prefixes = chain.from_iterable(product(range(len(law)), repeat=length) for length in range(depth + 1))
-    return {prefix: torch.tensor(law, dtype=torch.float64) for prefix in prefixes}
+    prefixes = chain.from_iterable(product(range(len(distribution)), repeat=length) for length in range(depth + 1))
+    return {prefix: torch.tensor(distribution, dtype=torch.float64) for prefix in prefixes}
 
 
-def accepted(name: str, target: Laws, draft: Laws, counts: tuple[int, ...], drawing: Drawing = Drawing.IID) -> float:
-    return exact_law(
+def accepted(
+    name: str, target: Distributions, draft: Distributions, counts: tuple[int, ...], drawing: Drawing = Drawing.IID
+) -> float:
+    return exact_distribution(
         rule_named(name), target, toy_drafter(draft, branching(*counts), drawing), len(counts) + 1
     ).accepted
 
@@ -79,7 +81,7 @@ def transport_bound(target: Tensor, draft: Tensor, drawing: Drawing, count: int)
 
 def test_the_papers_toy() -> None:
     """arXiv 2403.10444, section 2: target (1/3, 2/3), draft (2/3, 1/3), two drafted tokens."""
-    target, draft = same_law([1 / 3, 2 / 3], 2), same_law([2 / 3, 1 / 3], 2)
+    target, draft = same_distribution([1 / 3, 2 / 3], 2), same_distribution([2 / 3, 1 / 3], 2)
     for name, expected in {
         "token_rejection": 10 / 9,
         "recursive_rejection": 10 / 9,
@@ -92,7 +94,7 @@ def test_the_papers_toy() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_leviathans_expectation(depth: int) -> None:
     """(1 - a^(g+1)) / (1 - a) tokens per pass, bonus included, where every position accepts with probability a."""
-    target, draft = same_law([0.5, 0.3, 0.2], depth), same_law([0.2, 0.6, 0.2], depth)
+    target, draft = same_distribution([0.5, 0.3, 0.2], depth), same_distribution([0.2, 0.6, 0.2], depth)
     alpha = 0.2 + 0.3 + 0.2
     emitted = 1 + accepted("token_rejection", target, draft, (1,) * depth)
     assert emitted == pytest.approx((1 - alpha ** (depth + 1)) / (1 - alpha), abs=1e-14)
@@ -100,7 +102,7 @@ def test_leviathans_expectation(depth: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_one_draft_reaches_one_minus_total_variation(seed: int) -> None:
-    target, draft = toy_laws(World.RANDOM, vocabulary=4, depth=1, seed=seed)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=4, depth=1, seed=seed)
     expected = float(torch.minimum(target[()], draft[()]).sum())
     for name in ("token_rejection", "block", "recursive_rejection", "traversal", "greedy_k"):
         assert accepted(name, target, draft, (1,)) == pytest.approx(expected, abs=1e-14)
@@ -109,7 +111,7 @@ def test_one_draft_reaches_one_minus_total_variation(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("drawing", "count"), ONE_STEP)
 def test_no_rule_beats_the_transport_bound(drawing: Drawing, count: int, seed: int) -> None:
-    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=seed)
     bound = transport_bound(target[()], draft[()], drawing, count)
     for name in ("sample_walk", "recursive_rejection", "traversal"):
         assert accepted(name, target, draft, (count,), drawing) <= bound + 1e-12
@@ -121,7 +123,7 @@ def test_no_rule_beats_the_transport_bound(drawing: Drawing, count: int, seed: i
 @pytest.mark.parametrize("count", [2, 3])
 def test_greedy_k_formula(count: int, seed: int) -> None:
     """sum over given of p + sum over the rest of min(p, q'), arXiv 2502.18779."""
-    target, draft = toy_laws(World.RANDOM, vocabulary=5, depth=1, seed=seed)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=5, depth=1, seed=seed)
     top = draft[()].argsort(descending=True)[: count - 1]
     rest = draft[()].clone()
     rest[top] = 0
@@ -131,7 +133,7 @@ def test_greedy_k_formula(count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_walk_accepts_the_targets_mass_on_given_children(seed: int) -> None:
-    target, draft = toy_laws(World.RANDOM, vocabulary=4, depth=1, seed=seed)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=4, depth=1, seed=seed)
     expected = float(target[()][draft[()].argsort(descending=True)[:2]].sum())
     for name in ("sample_walk", "greedy_k", "traversal"):
         assert accepted(name, target, draft, (2,), Drawing.DETERMINISTIC) == pytest.approx(expected, abs=1e-12)

@@ -20,14 +20,14 @@ from forerun.verify.enumeration import (
     TOLERANCE,
     Drawing,
     EnumeratingRng,
-    Laws,
-    PrefixLaws,
+    Distributions,
+    PrefixProbs,
     World,
-    joint_law,
+    joint_distribution,
     outcomes,
     shape_depth,
     toy_drafter,
-    toy_laws,
+    toy_distributions,
 )
 from forerun.verify.ladder import Judged, Ladder, LadderRow
 from forerun.verify.probs import HostProbs
@@ -35,7 +35,7 @@ from forerun.verify.probs import HostProbs
 LOSSLESS = [name for name in RULES if rule_named(name).lossless and name != "argmax_walk"]
 
 
-def ladder_of(trees: Sequence[TokenTree], target: Laws, rngs: Sequence[Rng], names: Sequence[str]) -> Ladder:
+def ladder_of(trees: Sequence[TokenTree], target: Distributions, rngs: Sequence[Rng], names: Sequence[str]) -> Ladder:
     """Over a batch of trees, padded to the largest; logits are the logarithms of what the target says."""
     size, vocabulary = max(tree.size for tree in trees) + 1, len(target[()])
     logits = torch.zeros(len(trees), size, vocabulary, dtype=torch.float64)
@@ -50,7 +50,7 @@ def ladder_of(trees: Sequence[TokenTree], target: Laws, rngs: Sequence[Rng], nam
     return Ladder(logits, judged)
 
 
-def verdicts(name: str, tree: TokenTree, target: LadderRow | PrefixLaws) -> dict[tuple[object, ...], float]:
+def verdicts(name: str, tree: TokenTree, target: LadderRow | PrefixProbs) -> dict[tuple[object, ...], float]:
     """What the rule may decide, and how probably."""
     found: dict[tuple[object, ...], float] = {}
     for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, target, rng)):
@@ -65,7 +65,7 @@ def test_the_emitted_distribution_is_the_targets(name: str, world: World) -> Non
     """Every tree that may be drawn of a case is a row of one batch, the enumeration's rng keeps the vectors."""
     for shape, drawing in itertools.product(SHAPES.values(), Drawing):
         horizon = shape_depth(shape) + 1
-        target, draft = toy_laws(world, vocabulary=3, depth=shape_depth(shape), seed=0)
+        target, draft = toy_distributions(world, vocabulary=3, depth=shape_depth(shape), seed=0)
         drafted = list(outcomes(toy_drafter(draft, shape, drawing)))
         trees = [tree for tree, _ in drafted]
         ladder = ladder_of(trees, target, [EnumeratingRng() for _ in trees], [name] * len(trees))
@@ -73,21 +73,21 @@ def test_the_emitted_distribution_is_the_targets(name: str, world: World) -> Non
         for row, (tree, chance) in enumerate(drafted):
             for (path, token, _), probability in verdicts(name, tree, ladder.row(row)).items():
                 emitted = (*(tree.tokens[node] for node in path), token)  # type: ignore[attr-defined]
-                joint[emitted] += chance * probability * joint_law(target, emitted, horizon - len(emitted))
-        assert float((joint - joint_law(target, (), horizon)).abs().max()) <= TOLERANCE
+                joint[emitted] += chance * probability * joint_distribution(target, emitted, horizon - len(emitted))
+        assert float((joint - joint_distribution(target, (), horizon)).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("shape", ["chain of 3", "three siblings", "tree 2 x 2"])
 def test_rows_of_different_rules_do_not_touch_each_other(shape: str) -> None:
     """One batch with all rules in it, weighted and not, gives each row what the host gives it."""
     for drawing, world in itertools.product(Drawing, (World.RANDOM, World.TARGET_ZEROS, World.DRAFT_ZEROS)):
-        target, draft = toy_laws(world, vocabulary=3, depth=shape_depth(SHAPES[shape]), seed=1)
+        target, draft = toy_distributions(world, vocabulary=3, depth=shape_depth(SHAPES[shape]), seed=1)
         drafted = [tree for tree, _ in outcomes(toy_drafter(draft, SHAPES[shape], drawing))][:12]
         cases = [(name, tree) for tree in drafted for name in LOSSLESS]
         rngs: list[Rng] = [EnumeratingRng() for _ in cases]
         ladder = ladder_of([tree for _, tree in cases], target, rngs, [name for name, _ in cases])
         for row, (name, tree) in enumerate(cases):
-            expected = verdicts(name, tree, PrefixLaws(target, tree))
+            expected = verdicts(name, tree, PrefixProbs(target, tree))
             assert verdicts(name, tree, ladder.row(row)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -95,10 +95,10 @@ def a_tree(vocabulary: int, seed: int, kinds: Sequence[Drawn]) -> TokenTree:
     """A tree two levels deep whose children came about in these ways, sampled ones from the recorded distribution."""
     generator, tree = torch.Generator().manual_seed(seed), TokenTree(0)
     for parent in range(3):
-        law = (2 * torch.randn(vocabulary, generator=generator)).softmax(-1)
+        distribution = (2 * torch.randn(vocabulary, generator=generator)).softmax(-1)
         if any(kind is not Drawn.DETERMINISTIC for kind in kinds):
-            tree.set_probs(parent, law)
-        rest = law.clone()
+            tree.set_probs(parent, distribution)
+        rest = distribution.clone()
         for kind in kinds:
             token = int(rest.multinomial(1, generator=generator))
             tree.add(token, parent, drawn=kind)
@@ -167,7 +167,7 @@ class Host:
         self.tree, self.logits, self.sampler, self.outputs = tree, logits, sampler, outputs
 
     def probs(self, node: int) -> HostProbs:
-        return HostProbs(self.tree, node, self.sampler.law(self.logits[node], self.outputs[node]))
+        return HostProbs(self.tree, node, self.sampler.probs(self.logits[node], self.outputs[node]))
 
     def argmax(self, node: int) -> int:
         return int(self.sampler.process(self.logits[node], self.outputs[node]).argmax())
@@ -221,7 +221,7 @@ def test_a_node_without_numbers_is_an_error_where_it_is_asked_for(reads: Reads) 
 
 
 def test_a_rule_gets_what_it_said_that_it_reads_and_nothing_else() -> None:
-    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=0)
     tree = next(tree for tree, _ in outcomes(toy_drafter(draft, SHAPES["two siblings"], Drawing.IID)))
     probs = ladder_of([tree, tree], target, [Rng(0, 1), Rng(0, 1)], ["traversal", "sample_walk"]).row(1).probs(0)
     with pytest.raises(ArgumentError, match="rejects more children than it `reads`"):

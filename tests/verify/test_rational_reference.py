@@ -12,30 +12,42 @@ import torch
 
 from forerun.tree import TokenTree
 from forerun.verify import rule_named
-from forerun.verify.enumeration import SHAPES, Drawing, PrefixLaws, Shape, branching, outcomes, shape_depth, toy_drafter
-from verify.rational import REFERENCE, Laws, tree_probability
+from forerun.verify.enumeration import (
+    SHAPES,
+    Drawing,
+    PrefixProbs,
+    Shape,
+    branching,
+    outcomes,
+    shape_depth,
+    toy_drafter,
+)
+from verify.rational import REFERENCE, Distributions, tree_probability
 
 
-def random_laws(depth: int, seed: int) -> Laws:
-    """Laws with small numerators; zeros happen."""
+def random_distributions(depth: int, seed: int) -> Distributions:
+    """Distributions with small numerators; zeros happen."""
     chance = random.Random(seed)
-    laws: Laws = {}
+    distributions: Distributions = {}
     for length in range(depth + 1):
         for prefix in product(range(3), repeat=length):
             weights = [0, 0, 0]
             while sum(weights) == 0:
                 weights = [chance.randrange(7) for _ in range(3)]
-            laws[prefix] = [Fraction(weight, sum(weights)) for weight in weights]
-    return laws
+            distributions[prefix] = [Fraction(weight, sum(weights)) for weight in weights]
+    return distributions
 
 
-def in_float(laws: Laws) -> dict[tuple[int, ...], torch.Tensor]:
-    return {prefix: torch.tensor([float(value) for value in law], dtype=torch.float64) for prefix, law in laws.items()}
+def in_float(distributions: Distributions) -> dict[tuple[int, ...], torch.Tensor]:
+    return {
+        prefix: torch.tensor([float(value) for value in distribution], dtype=torch.float64)
+        for prefix, distribution in distributions.items()
+    }
 
 
-def real_law(name: str, tree: TokenTree, target: Laws) -> dict:
-    rule, laws, result = rule_named(name), PrefixLaws(in_float(target), tree), defaultdict(float)
-    for verdict, chance in outcomes(lambda rng: rule.verify(tree, laws, rng)):
+def real_distribution(name: str, tree: TokenTree, target: Distributions) -> dict:
+    rule, distributions, result = rule_named(name), PrefixProbs(in_float(target), tree), defaultdict(float)
+    for verdict, chance in outcomes(lambda rng: rule.verify(tree, distributions, rng)):
         result[verdict.path, verdict.next_token] += chance
     return result
 
@@ -63,12 +75,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape", "drawing"), CASES)
 def test_real_rule_and_reference(name: str, shape: Shape, drawing: Drawing, seed: int) -> None:
     depth = shape_depth(shape)
-    target, draft = random_laws(depth, seed), random_laws(depth, seed + 100)
+    target, draft = random_distributions(depth, seed), random_distributions(depth, seed + 100)
     joint: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
     trees = 0
     for tree, chance in outcomes(toy_drafter(in_float(draft), shape, drawing)):
         exact = REFERENCE[name](tree, target, draft)
-        real = real_law(name, tree, target)
+        real = real_distribution(name, tree, target)
         assert all(abs(real[key] - float(exact[key])) <= 1e-12 for key in {*real, *exact})
         drawn = tree_probability(tree, draft)
         assert chance == pytest.approx(float(drawn), abs=1e-14)
@@ -81,8 +93,9 @@ def test_real_rule_and_reference(name: str, shape: Shape, drawing: Drawing, seed
     assert sum(joint.values()) == 1
 
 
-def add_completed(joint, tree: TokenTree, drawn: Fraction, exact, target: Laws, horizon: int) -> None:
-    """Add a tree's verdicts to the law of the next `horizon` tokens, the target writing what a verdict leaves open."""
+def add_completed(joint, tree: TokenTree, drawn: Fraction, exact, target: Distributions, horizon: int) -> None:
+    """Add a tree's verdicts to the distribution of the next `horizon` tokens, the target writing what a verdict leaves
+    open."""
     for (path, token), chance in exact.items():
         emitted = (*(tree.tokens[node] for node in path), token)
         for rest in product(range(3), repeat=horizon - len(emitted)):
@@ -93,7 +106,7 @@ def add_completed(joint, tree: TokenTree, drawn: Fraction, exact, target: Laws, 
             joint[text] += weight
 
 
-def text_probability(target: Laws, text: tuple[int, ...]) -> Fraction:
+def text_probability(target: Distributions, text: tuple[int, ...]) -> Fraction:
     chance = Fraction(1)
     for at, token in enumerate(text):
         chance *= target[text[:at]][token]

@@ -1,4 +1,5 @@
-"""The rules with real rng and real drafts: seeded sequences over several steps, float32 laws, draft vocabularies."""
+"""The rules with real rng and real drafts: seeded sequences over several steps, float32 distributions, draft
+vocabularies."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from forerun.verify import rule_named
 from forerun.verify.enumeration import (
     TOLERANCE,
     Drawing,
-    Laws,
-    PrefixLaws,
+    Distributions,
+    PrefixProbs,
     World,
     branching,
-    exact_law,
-    joint_law,
+    exact_distribution,
+    joint_distribution,
     toy_drafter,
-    toy_laws,
+    toy_distributions,
 )
 
 pytestmark = pytest.mark.thorough
@@ -43,13 +44,16 @@ CASES = [
 class After:
     """A world as it looks after each text."""
 
-    def __init__(self, laws: tuple[Laws, Laws]) -> None:
-        self.laws, self.seen = laws, {}
+    def __init__(self, distributions: tuple[Distributions, Distributions]) -> None:
+        self.distributions, self.seen = distributions, {}
 
-    def __call__(self, text: tuple[int, ...]) -> tuple[Laws, Laws]:
+    def __call__(self, text: tuple[int, ...]) -> tuple[Distributions, Distributions]:
         if text not in self.seen:
             at = len(text)
-            target, draft = ({key[at:]: law for key, law in laws.items() if key[:at] == text} for laws in self.laws)
+            target, draft = (
+                {key[at:]: distribution for key, distribution in distributions.items() if key[:at] == text}
+                for distributions in self.distributions
+            )
             self.seen[text] = (target, draft)
         return self.seen[text]
 
@@ -61,7 +65,7 @@ def write(name: str, after: After, shape: tuple[tuple[int, ...], Drawing], seed:
         target, draft = after(text)
         rng = Rng(seed, 100 + len(text))
         tree = toy_drafter(draft, branching(*shape[0]), shape[1])(rng)
-        verdict = rule_named(name).verify(tree, PrefixLaws(target, tree), rng)
+        verdict = rule_named(name).verify(tree, PrefixProbs(target, tree), rng)
         text += (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
     return text[:3]
 
@@ -69,10 +73,10 @@ def write(name: str, after: After, shape: tuple[tuple[int, ...], Drawing], seed:
 @pytest.mark.parametrize(("name", "counts", "drawing"), CASES)
 def test_seeded_sequences_follow_the_target(name: str, counts: tuple[int, ...], drawing: Drawing) -> None:
     """Chi-square over all 27 texts of three tokens; family-wise error 1e-6."""
-    laws = toy_laws(World.RANDOM, vocabulary=3, depth=5, seed=11)
-    after = After(laws)
+    distributions = toy_distributions(World.RANDOM, vocabulary=3, depth=5, seed=11)
+    after = After(distributions)
     seen = Counter(write(name, after, (counts, drawing), seed) for seed in range(SEQUENCES))
-    joint = joint_law(laws[0], (), 3)
+    joint = joint_distribution(distributions[0], (), 3)
     texts = sorted(product(range(3), repeat=3), key=lambda text: float(joint[text]))
     observed, expected = [0.0], [0.0]
     for text in texts:
@@ -86,17 +90,17 @@ def test_seeded_sequences_follow_the_target(name: str, counts: tuple[int, ...], 
 
 
 def test_the_chi_square_would_see_a_biased_rule() -> None:
-    laws = toy_laws(World.RANDOM, vocabulary=3, depth=5, seed=11)
-    after = After(laws)
+    distributions = toy_distributions(World.RANDOM, vocabulary=3, depth=5, seed=11)
+    after = After(distributions)
     seen = Counter(write("typical", after, ((1, 1), Drawing.IID), seed) for seed in range(SEQUENCES))
-    joint = joint_law(laws[0], (), 3)
+    joint = joint_distribution(distributions[0], (), 3)
     texts = list(product(range(3), repeat=3))
     expected = [SEQUENCES * float(joint[text]) for text in texts]
     assert stats.chisquare([seen[text] for text in texts], expected).pvalue < 1e-12
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
-def test_float32_laws_over_a_draft_vocabulary_stay_exact(name: str) -> None:
+def test_float32_distributions_over_a_draft_vocabulary_stay_exact(name: str) -> None:
     """Recorded in float32 over the few tokens that the drafter knows, judged over the target's vocabulary."""
     ids = torch.tensor([3, 0])
 
@@ -109,7 +113,7 @@ def test_float32_laws_over_a_draft_vocabulary_stay_exact(name: str) -> None:
         return tree
 
     for seed in range(3):
-        target, _ = toy_laws(World.RANDOM, vocabulary=4, depth=2, seed=seed)
-        law = exact_law(rule_named(name), target, draw, 3)
-        assert law.error(target) <= TOLERANCE
-        assert law.accepted > 0.2
+        target, _ = toy_distributions(World.RANDOM, vocabulary=4, depth=2, seed=seed)
+        distribution = exact_distribution(rule_named(name), target, draw, 3)
+        assert distribution.error(target) <= TOLERANCE
+        assert distribution.accepted > 0.2

@@ -1,4 +1,5 @@
-"""Bugs that shipped elsewhere, planted here: each must be caught by the exact law or by the exact acceptance."""
+"""Bugs that shipped elsewhere, planted here: each must be caught by the exact distribution or by the exact
+acceptance."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from forerun.verify import block, recursive_rejection, rule_named, traversal
 from forerun.verify.enumeration import (
     TOLERANCE,
     Drawing,
-    Laws,
+    Distributions,
     World,
     branching,
-    exact_law,
+    exact_distribution,
     outcomes,
     toy_drafter,
-    toy_laws,
+    toy_distributions,
 )
 from forerun.verify.probs import HostProbs, NodeProbs, Probs
 from forerun.verify.token_rejection import TokenRejection
@@ -32,9 +33,9 @@ CLEARLY_WRONG = 1e-3
 def worst_error(rule, counts: tuple[int, ...], drawing: Drawing = Drawing.IID) -> float:
     worst = 0.0
     for seed in range(4):
-        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=len(counts), seed=seed)
+        target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=len(counts), seed=seed)
         draw = toy_drafter(draft, branching(*counts), drawing)
-        worst = max(worst, exact_law(rule, target, draw, len(counts) + 1).error(target))
+        worst = max(worst, exact_distribution(rule, target, draw, len(counts) + 1).error(target))
     return worst
 
 
@@ -57,7 +58,7 @@ def test_residual_not_normalised() -> None:
 
 
 class NoResidual(TokenRejection):
-    """After a rejection the target's own law is drawn from."""
+    """After a rejection the target's own distribution is drawn from."""
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         probs, child = target.probs(0), 1
@@ -81,14 +82,16 @@ class MissingBonus(TokenRejection):
 
 
 def test_missing_bonus_token_shows_in_the_acceptance_only() -> None:
-    assert worst_error(MissingBonus(), (1, 1)) <= TOLERANCE, "fewer tokens, the right law: no law test can see it"
+    assert worst_error(MissingBonus(), (1, 1)) <= TOLERANCE, (
+        "fewer tokens, the right distribution: no distribution test can see it"
+    )
     prefixes = [(), *[(a,) for a in range(2)], *[(a, b) for a in range(2) for b in range(2)]]
-    target: Laws = {prefix: torch.tensor([1 / 3, 2 / 3], dtype=torch.float64) for prefix in prefixes}
-    draft: Laws = {prefix: torch.tensor([2 / 3, 1 / 3], dtype=torch.float64) for prefix in prefixes}
+    target: Distributions = {prefix: torch.tensor([1 / 3, 2 / 3], dtype=torch.float64) for prefix in prefixes}
+    draft: Distributions = {prefix: torch.tensor([2 / 3, 1 / 3], dtype=torch.float64) for prefix in prefixes}
     draw = toy_drafter(draft, branching(1, 1), Drawing.IID)
-    right = exact_law(rule_named("token_rejection"), target, draw, 3).accepted
+    right = exact_distribution(rule_named("token_rejection"), target, draw, 3).accepted
     assert right == pytest.approx(10 / 9)
-    assert exact_law(MissingBonus(), target, draw, 3).accepted == pytest.approx(10 / 9 - 4 / 9)
+    assert exact_distribution(MissingBonus(), target, draw, 3).accepted == pytest.approx(10 / 9 - 4 / 9)
 
 
 class StaleBonus(TokenRejection):
@@ -137,31 +140,33 @@ def test_merged_sampled_duplicates(name: str) -> None:
 
     errors, honest = [], []
     for seed in range(4):
-        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed)
+        target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=seed)
         draw = toy_drafter(draft, branching(3), Drawing.IID)
-        errors.append(exact_law(rule_named(name), target, merged(draw), 2).error(target))
-        honest.append(exact_law(rule_named(name), target, draw, 2).error(target))
+        errors.append(exact_distribution(rule_named(name), target, merged(draw), 2).error(target))
+        honest.append(exact_distribution(rule_named(name), target, draw, 2).error(target))
     assert max(errors) > CLEARLY_WRONG
     assert max(honest) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "recursive_rejection", "traversal", "greedy_k"])
-def test_law_recorded_before_processing(name: str) -> None:
-    """transformers #47932: the draft samples after top-k, the rule is told the law before it."""
+def test_distribution_recorded_before_processing(name: str) -> None:
+    """transformers #47932: the draft samples after top-k, the rule is told the distribution before it."""
 
-    def draw_top_2(draft: Laws) -> Callable[[Rng], TokenTree]:
+    def draw_top_2(draft: Distributions) -> Callable[[Rng], TokenTree]:
         def draw(rng: Rng) -> TokenTree:
-            law = draft[()]
-            cut = torch.where(law < law.topk(2).values[-1], 0.0, law)
+            distribution = draft[()]
+            cut = torch.where(distribution < distribution.topk(2).values[-1], 0.0, distribution)
             tree = TokenTree(0)
             tree.add(rng.drafted(cut, 0), 0, drawn=Drawn.IID)
-            tree.set_probs(0, law)
+            tree.set_probs(0, distribution)
             return tree
 
         return draw
 
-    worlds = [toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed) for seed in range(4)]
-    errors = [exact_law(rule_named(name), target, draw_top_2(draft), 2).error(target) for target, draft in worlds]
+    worlds = [toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=seed) for seed in range(4)]
+    errors = [
+        exact_distribution(rule_named(name), target, draw_top_2(draft), 2).error(target) for target, draft in worlds
+    ]
     assert max(errors) > CLEARLY_WRONG
 
 
@@ -179,14 +184,14 @@ def test_without_replacement_told_as_independent(name: str) -> None:
 
     errors = []
     for seed in range(4):
-        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=seed)
+        target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=seed)
         draw = relabelled(toy_drafter(draft, branching(2), Drawing.WITHOUT_REPLACEMENT))
-        errors.append(exact_law(rule_named(name), target, draw, 2).error(target))
+        errors.append(exact_distribution(rule_named(name), target, draw, 2).error(target))
     assert max(errors) > CLEARLY_WRONG
 
 
 def test_argmax_told_as_sampled() -> None:
-    """Apple ReDrafter #6, dilab-zju: the likeliest token is drafted and judged as if drawn from the law."""
+    """Apple ReDrafter #6, dilab-zju: the likeliest token is drafted and judged as if drawn from the distribution."""
 
     def draw(_rng: Rng) -> TokenTree:
         tree = TokenTree(0)
@@ -194,10 +199,12 @@ def test_argmax_told_as_sampled() -> None:
         tree.set_probs(0, torch.tensor([0.2, 0.3, 0.5]))
         return tree
 
-    target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
+    target, _ = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=0)
     for name in ("token_rejection", "block", "traversal", "recursive_rejection"):
-        assert exact_law(rule_named(name), target, draw, 2).error(target) > CLEARLY_WRONG
-    assert exact_law(rule_named("sample_walk"), target, draw, 2).error(target) <= TOLERANCE, "exact for anything"
+        assert exact_distribution(rule_named(name), target, draw, 2).error(target) > CLEARLY_WRONG
+    assert exact_distribution(rule_named("sample_walk"), target, draw, 2).error(target) <= TOLERANCE, (
+        "exact for anything"
+    )
 
 
 @pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT])
@@ -214,12 +221,12 @@ class UncappedRatios(block.BlockVerification):
     last_only = False
 
     def _weigh(self, tree: TokenTree, target: NodeProbs) -> tuple[list[int], list[float], list[Probs]]:
-        nodes, weights, laws = super()._weigh(tree, target)
+        nodes, weights, distributions = super()._weigh(tree, target)
         joint = [1.0]
-        for probs in laws:
+        for probs in distributions:
             joint.append(joint[-1] * probs.ratio)
         uncapped = [min(weight, 1.0) for weight in joint]
-        return nodes, [*weights[:-1], uncapped[-1]] if self.last_only else uncapped, laws
+        return nodes, [*weights[:-1], uncapped[-1]] if self.last_only else uncapped, distributions
 
 
 @pytest.mark.parametrize("last_only", [False, True])
@@ -234,12 +241,12 @@ class StopsAtFirstMiss(block.BlockVerification):
     """Block verification that stops at the first prefix that does not hold instead of keeping the longest that does."""
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        nodes, weights, laws = self._weigh(tree, target)
+        nodes, weights, distributions = self._weigh(tree, target)
         at = 0
         while at + 1 < len(nodes):
             weight = weights[at + 1]
             if at + 2 < len(nodes):
-                mass = laws[at + 1].rejected(weight)[1]
+                mass = distributions[at + 1].rejected(weight)[1]
                 weight = mass / (mass + 1 - weight) if mass else weight
             if not rng.flip(weight, nodes[at + 1]):
                 break
@@ -247,7 +254,7 @@ class StopsAtFirstMiss(block.BlockVerification):
         node = nodes[at]
         if at + 1 == len(nodes):
             return Verdict(path=tree.path(node), next_token=target.probs(node).draw(rng), kind=Source.BONUS)
-        token = laws[at].rejected(weights[at])[0].draw(rng)
+        token = distributions[at].rejected(weights[at])[0].draw(rng)
         return Verdict(path=tree.path(node), next_token=token, kind=Source.RECOVERED)
 
 
@@ -267,9 +274,9 @@ def test_retrospective_pruning_is_biased() -> None:
         return tree
 
     prefixes: list[tuple[int, ...]] = [(), (0,), (1,)]
-    target: Laws = {prefix: torch.tensor([0.7, 0.3], dtype=torch.float64) for prefix in prefixes}
-    law = exact_law(rule_named("token_rejection"), target, draw, 2)
-    assert law.joint.sum(1).tolist() == pytest.approx([0.85, 0.15])
+    target: Distributions = {prefix: torch.tensor([0.7, 0.3], dtype=torch.float64) for prefix in prefixes}
+    distribution = exact_distribution(rule_named("token_rejection"), target, draw, 2)
+    assert distribution.joint.sum(1).tolist() == pytest.approx([0.85, 0.15])
 
 
 def test_one_number_for_two_decisions_is_refused() -> None:
@@ -281,9 +288,9 @@ def test_one_number_for_two_decisions_is_refused() -> None:
             rng.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]
             return super().verify(tree, target, rng)
 
-    target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=1, seed=0)
+    target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=0)
     with pytest.raises(AssertionError, match="used twice"):
-        exact_law(SharedRng(), target, toy_drafter(draft, branching(2), Drawing.IID), 2)
+        exact_distribution(SharedRng(), target, toy_drafter(draft, branching(2), Drawing.IID), 2)
 
 
 def test_the_honest_rules_on_the_same_worlds() -> None:

@@ -1,4 +1,5 @@
-"""What a rule promises besides its law: the next token's kind, T = 0, real vocabularies, float32, probes, defaults."""
+"""What a rule promises besides its distribution: the next token's kind, T = 0, real vocabularies, float32, probes,
+defaults."""
 
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, Source
 from forerun.verify import RULES, check_fits, default_rule, rule_named
 from forerun.verify.base import kind_of
-from forerun.verify.enumeration import SHAPES, Drawing, PrefixLaws, World, outcomes, toy_drafter, toy_laws
+from forerun.verify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_drafter, toy_distributions
 from forerun.verify.probs import HostProbs
 
 VOCABULARY = 150_000
 
 
-class FixedLaws:
+class FixedProbs:
     """Given distributions at the nodes of a tree, counting who asks."""
 
-    def __init__(self, tree: TokenTree, laws: dict[int, Tensor]) -> None:
-        self.tree, self.laws, self.asked = tree, laws, []
+    def __init__(self, tree: TokenTree, distributions: dict[int, Tensor]) -> None:
+        self.tree, self.distributions, self.asked = tree, distributions, []
 
     def probs(self, node: int) -> HostProbs:
         self.asked.append(node)
-        return HostProbs(self.tree, node, self.laws[node])
+        return HostProbs(self.tree, node, self.distributions[node])
 
     def argmax(self, node: int) -> int:
-        return int(self.laws[node].argmax())
+        return int(self.distributions[node].argmax())
 
 
 def peaked(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
@@ -38,12 +39,12 @@ def peaked(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
 
 
 def sampled_tree(counts: list[int], drawn: Drawn, rng: Rng, vocabulary: int = VOCABULARY) -> TokenTree:
-    """A tree that grows from the first child at every depth, drawn from `peaked` float32 laws."""
+    """A tree that grows from the first child at every depth, drawn from `peaked` float32 distributions."""
     tree, node = TokenTree(0), 0
     for depth, count in enumerate(counts):
-        law = peaked(100 + depth, vocabulary)
-        tree.set_probs(node, law)
-        rest, children = law, []
+        distribution = peaked(100 + depth, vocabulary)
+        tree.set_probs(node, distribution)
+        rest, children = distribution, []
         for index in range(count):
             token = rng.drafted(rest, node, index)
             children.append(tree.add(token, node, drawn=drawn))
@@ -57,7 +58,7 @@ def sampled_tree(counts: list[int], drawn: Drawn, rng: Rng, vocabulary: int = VO
 @pytest.mark.parametrize("name", RULES)
 def test_an_empty_tree_is_plain_decoding(name: str) -> None:
     tree = TokenTree(5)
-    verdict = rule_named(name).verify(tree, FixedLaws(tree, {0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
+    verdict = rule_named(name).verify(tree, FixedProbs(tree, {0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
     assert (verdict.path, verdict.next_token, verdict.kind) == ((), 1, Source.TARGET)
 
 
@@ -65,13 +66,15 @@ def test_an_empty_tree_is_plain_decoding(name: str) -> None:
 def test_kind_of_the_next_token(name: str) -> None:
     """BONUS exactly where the path ends at a leaf; the path is a path of the tree from the root."""
     for world in (World.RANDOM, World.GREEDY_TARGET):
-        target, draft = toy_laws(world, vocabulary=3, depth=3, seed=2)
+        target, draft = toy_distributions(world, vocabulary=3, depth=3, seed=2)
         for shape in (SHAPES["chain of 3"], SHAPES["deep left, leaf right"]):
             for tree, _ in outcomes(toy_drafter(draft, shape, Drawing.IID)):
-                rule, laws = rule_named(name), PrefixLaws(target, tree)
+                rule, distributions = rule_named(name), PrefixProbs(target, tree)
                 if not rule.verifies(kind_of(tree)):
                     continue
-                for verdict, _ in outcomes(lambda rng, rule=rule, tree=tree, laws=laws: rule.verify(tree, laws, rng)):
+                for verdict, _ in outcomes(
+                    lambda rng, rule=rule, tree=tree, distributions=distributions: rule.verify(tree, distributions, rng)
+                ):
                     last = verdict.path[-1] if verdict.path else 0
                     assert verdict.path == tree.path(last)
                     assert verdict.kind is (Source.RECOVERED if tree.children[last] else Source.BONUS)
@@ -80,14 +83,16 @@ def test_kind_of_the_next_token(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("drawing", list(Drawing))
 def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Drawing) -> None:
-    target, draft = toy_laws(World.GREEDY_TARGET, vocabulary=3, depth=3, seed=4)
+    target, draft = toy_distributions(World.GREEDY_TARGET, vocabulary=3, depth=3, seed=4)
     rule = rule_named(name)
     for tree, _ in outcomes(toy_drafter(draft, SHAPES["deep left, leaf right"], drawing)):
         if not rule.verifies(kind_of(tree)):
             continue
-        laws = PrefixLaws(target, tree)
-        greedy = rule_named("argmax_walk").verify(tree, laws, Rng(0, 0))
-        for verdict, _ in outcomes(lambda rng, tree=tree, laws=laws: rule.verify(tree, laws, rng)):
+        distributions = PrefixProbs(target, tree)
+        greedy = rule_named("argmax_walk").verify(tree, distributions, Rng(0, 0))
+        for verdict, _ in outcomes(
+            lambda rng, tree=tree, distributions=distributions: rule.verify(tree, distributions, rng)
+        ):
             tokens = [tree.tokens[node] for node in verdict.path]
             assert tokens == [tree.tokens[node] for node in greedy.path]
             assert verdict.next_token == greedy.next_token
@@ -97,30 +102,30 @@ def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Dra
 @pytest.mark.parametrize("drawn", [Drawn.IID, Drawn.WITHOUT_REPLACEMENT])
 def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
     tree = sampled_tree([4, 3, 2], drawn, Rng(3, 7))
-    laws = FixedLaws(tree, {node: peaked(node) for node in range(tree.size + 1)})
-    before = {node: law.clone() for node, law in [*laws.laws.items()]}
-    recorded = {node: law.clone() for node, law in tree.draft_probs.items()}
+    distributions = FixedProbs(tree, {node: peaked(node) for node in range(tree.size + 1)})
+    before = {node: distribution.clone() for node, distribution in [*distributions.distributions.items()]}
+    recorded = {node: distribution.clone() for node, distribution in tree.draft_probs.items()}
     for seed in range(3):
-        verdict = rule_named(name).verify(tree, laws, Rng(seed, 7))
-        assert laws.laws[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
-    assert all(torch.equal(law, before[node]) for node, law in laws.laws.items()), (
-        "a rule reads laws, it does not write"
+        verdict = rule_named(name).verify(tree, distributions, Rng(seed, 7))
+        assert distributions.distributions[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
+    assert all(torch.equal(distribution, before[node]) for node, distribution in distributions.distributions.items()), (
+        "a rule reads distributions, it does not write"
     )
-    assert all(torch.equal(law, recorded[node]) for node, law in tree.draft_probs.items())
+    assert all(torch.equal(distribution, recorded[node]) for node, distribution in tree.draft_probs.items())
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
 def test_chains_at_a_real_vocabulary(name: str) -> None:
     tree = sampled_tree([1] * 7, Drawn.IID, Rng(3, 7))
-    laws = FixedLaws(tree, {node: peaked(100 + node) for node in range(8)})
-    verdicts = [rule_named(name).verify(tree, laws, Rng(seed, 7)) for seed in range(3)]
+    distributions = FixedProbs(tree, {node: peaked(100 + node) for node in range(8)})
+    verdicts = [rule_named(name).verify(tree, distributions, Rng(seed, 7)) for seed in range(3)]
     assert all(len(verdict.path) == 7 and verdict.kind is Source.BONUS for verdict in verdicts), (
-        "draft law = target law"
+        "draft distribution = target distribution"
     )
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection"])
-def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> None:
+def test_nearly_equal_float32_distributions_never_emit_an_impossible_token(name: str) -> None:
     """Residuals of rounding size: whatever is left must lie inside the target's support."""
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
@@ -132,8 +137,8 @@ def test_nearly_equal_float32_laws_never_emit_an_impossible_token(name: str) -> 
         for node in range(3):
             tree.add(int(target.argmax()), node, drawn=Drawn.WITHOUT_REPLACEMENT)
             tree.set_probs(node, draft / draft.sum())
-        laws = FixedLaws(tree, dict.fromkeys(range(4), target))
-        for _, verdict in _every_verdict(name, tree, laws):
+        distributions = FixedProbs(tree, dict.fromkeys(range(4), target))
+        for _, verdict in _every_verdict(name, tree, distributions):
             assert target[verdict.next_token] > 0
 
 
@@ -145,37 +150,40 @@ def test_vanishing_ratios_are_survived(name: str) -> None:
     for node in range(4):
         tree.add(1, node, drawn=Drawn.IID)
         tree.set_probs(node, draft)
-    for chance, verdict in _every_verdict(name, tree, FixedLaws(tree, dict.fromkeys(range(5), target))):
+    for chance, verdict in _every_verdict(name, tree, FixedProbs(tree, dict.fromkeys(range(5), target))):
         assert chance < 1e-12 or (verdict.path, verdict.next_token) == ((), 0)
 
 
-def _every_verdict(name: str, tree: TokenTree, laws: FixedLaws):
-    return ((chance, verdict) for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, laws, rng)))
+def _every_verdict(name: str, tree: TokenTree, distributions: FixedProbs):
+    return (
+        (chance, verdict) for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, distributions, rng))
+    )
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
-def test_exhausted_and_contradicting_laws_are_survived(name: str) -> None:
-    """More siblings than the law has tokens, and a token to which its law gives nothing: never kept, never a crash."""
+def test_exhausted_and_contradicting_distributions_are_survived(name: str) -> None:
+    """More siblings than the distribution has tokens, and a token to which its distribution gives nothing: never kept,
+    never a crash."""
     tree = TokenTree(0)
     siblings = 1 if name in ("token_rejection", "block", "greedy_k") else 3
     for _ in range(siblings):
         tree.add(1, 0, drawn=Drawn.WITHOUT_REPLACEMENT)
     tree.set_probs(0, torch.tensor([1.0, 0.0, 0.0]))
-    laws = FixedLaws(tree, dict.fromkeys(range(siblings + 1), torch.tensor([0.5, 0.25, 0.25])))
-    law = [0.0, 0.0, 0.0]
-    for chance, verdict in _every_verdict(name, tree, laws):
+    distributions = FixedProbs(tree, dict.fromkeys(range(siblings + 1), torch.tensor([0.5, 0.25, 0.25])))
+    distribution = [0.0, 0.0, 0.0]
+    for chance, verdict in _every_verdict(name, tree, distributions):
         assert verdict.path == ()
-        law[verdict.next_token] += chance
-    assert law == pytest.approx([0.5, 0.25, 0.25], abs=1e-12)
+        distribution[verdict.next_token] += chance
+    assert distribution == pytest.approx([0.5, 0.25, 0.25], abs=1e-12)
 
 
-def test_the_walk_asks_only_for_the_laws_it_needs() -> None:
+def test_the_walk_asks_only_for_the_distributions_it_needs() -> None:
     tree = TokenTree(0)
     tree.add_path([1, 0, 1])
     tree.add_path([0, 0, 0])
-    laws = FixedLaws(tree, dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
-    verdict = rule_named("sample_walk").verify(tree, laws, Rng(0, 0))
-    assert (laws.asked, verdict.path, verdict.kind) == ([0, 1], (1,), Source.RECOVERED)
+    distributions = FixedProbs(tree, dict.fromkeys(range(7), torch.tensor([0.0, 1.0])))
+    verdict = rule_named("sample_walk").verify(tree, distributions, Rng(0, 0))
+    assert (distributions.asked, verdict.path, verdict.kind) == ([0, 1], (1,), Source.RECOVERED)
 
 
 @pytest.mark.parametrize("name", ["sample_walk", "argmax_walk"])
@@ -186,14 +194,14 @@ def test_walks_follow_all_nodes_that_hold_the_same_tokens(name: str) -> None:
     tree.add(1, 0, drawn=Drawn.IID)
     second = tree.add(1, 0, drawn=Drawn.IID)
     last = tree.add(1, second)
-    laws = FixedLaws(tree, dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
-    verdict = rule_named(name).verify(tree, laws, Rng(0, 0))
+    distributions = FixedProbs(tree, dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
+    verdict = rule_named(name).verify(tree, distributions, Rng(0, 0))
     assert (verdict.path, verdict.kind) == ((second, last), Source.BONUS)
 
 
 def test_the_walk_reproduces_plain_decoding_for_a_seed() -> None:
     """Whatever is drafted, the text is the one that draws by absolute position give."""
-    target, _ = toy_laws(World.RANDOM, vocabulary=3, depth=6, seed=9)
+    target, _ = toy_distributions(World.RANDOM, vocabulary=3, depth=6, seed=9)
     for seed in range(20):
         plain = _walk_text(target, seed, lambda _text: ())
         assert _walk_text(target, seed, lambda text: [(text[-1] + 1) % 3 if text else 0] * 2) == plain
@@ -205,11 +213,11 @@ def _walk_text(target, seed: int, drafter) -> list[int]:
     while len(text) < 6:
         tree = TokenTree(0)
         tree.add_path(list(drafter(text))[: 5 - len(text)])
-        laws = FixedLaws(
+        distributions = FixedProbs(
             tree,
             {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)},
         )
-        verdict = rule_named("sample_walk").verify(tree, laws, Rng(seed, 10 + len(text)))
+        verdict = rule_named("sample_walk").verify(tree, distributions, Rng(seed, 10 + len(text)))
         text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     return text
 
@@ -218,8 +226,8 @@ def test_scouts_are_never_accepted() -> None:
     tree = TokenTree(0)
     tree.add(1, 0, probe=True)
     for name in RULES:
-        laws = FixedLaws(tree, dict.fromkeys(range(2), torch.tensor([0.0, 1.0])))
-        verdict = rule_named(name).verify(tree, laws, Rng(0, 0))
+        distributions = FixedProbs(tree, dict.fromkeys(range(2), torch.tensor([0.0, 1.0])))
+        verdict = rule_named(name).verify(tree, distributions, Rng(0, 0))
         assert (verdict.path, verdict.kind) == ((), Source.TARGET), "nothing was drafted"
 
 
@@ -294,12 +302,14 @@ def test_unknown_rule_names_the_nearest() -> None:
 
 
 def test_typical_acceptance_thresholds() -> None:
-    """A flat law lowers the bar (entropy term), a peaked one is held to epsilon."""
+    """A flat distribution lowers the bar (entropy term), a peaked one is held to epsilon."""
     tree = TokenTree(0)
     tree.add(1, 0)
     flat = torch.full((100,), 0.01)
-    peaked_law = torch.tensor([0.95, 0.05])
+    peaked_distribution = torch.tensor([0.95, 0.05])
     rule = rule_named("typical")
-    verdict = rule.verify(tree, FixedLaws(tree, {0: flat, 1: flat}), Rng(0, 0))
+    verdict = rule.verify(tree, FixedProbs(tree, {0: flat, 1: flat}), Rng(0, 0))
     assert verdict.path == (1,), "0.01 > 0.3 * exp(-ln 100) = 0.003"
-    assert rule.verify(tree, FixedLaws(tree, {0: peaked_law, 1: peaked_law}), Rng(0, 0)).path == (), "0.05 < 0.09"
+    assert (
+        rule.verify(tree, FixedProbs(tree, {0: peaked_distribution, 1: peaked_distribution}), Rng(0, 0)).path == ()
+    ), "0.05 < 0.09"

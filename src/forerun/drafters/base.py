@@ -39,7 +39,7 @@ class DraftContext:
     fresh: Sequence[int]
     """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
     samplers: Sequence[Sampler]
-    """(B,) the sampling parameters of each row, as law makers."""
+    """(B,) the sampling parameters of each row, as makers of distributions."""
     rng: Sequence[Rng]
     """(B,) the only source of randomness."""
     signals: Mapping[Signal, Tensor]

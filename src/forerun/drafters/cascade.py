@@ -3,8 +3,8 @@
 Staged speculative decoding (Spector & Re, arXiv 2308.04623) and the vertical cascade of cascade speculative drafting
 (Chen et al., 2312.11462): the draft model is the target of an inner drafter and writes its chain with the engine's own
 `step`. The inner level walks the draft model's own draws, so the chain is the one that the draft model would have
-drafted by itself, each token drawn from the recorded law; only its cost falls. `tail` is the horizontal cascade: the
-inner drafter goes on where the chain ends. Knows no rule of the outer level.
+drafted by itself, each token drawn from the recorded distribution; only its cost falls. `tail` is the horizontal
+cascade: the inner drafter goes on where the chain ends. Knows no rule of the outer level.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class InnerRng(Rng):
         self._row, self._place = row, len(row.tokens) - row.begun
         super().__init__(row.outer.seed, row.outer.position + self._place, row.outer.draft_stream + 1)
 
-    def draw(self, law: Tensor, depth: int = 0) -> int:
-        """A token from `law` (V,), which is remembered as the law of its place."""
+    def draw(self, probs: Tensor, depth: int = 0) -> int:
+        """A token from `probs` (V,), which is remembered as the distribution of its place."""
         place = self._place + depth
-        self._row.laws[place] = law
-        token = self._row.drawn[place] = self._row.outer.drafted(law, place)
+        self._row.probs[place] = probs
+        token = self._row.drawn[place] = self._row.outer.drafted(probs, place)
         return token
 
 
@@ -65,8 +65,8 @@ class InnerRow(Row):
     """Of the outer level's step."""
     begun: int
     """Committed tokens when the draft began."""
-    laws: dict[int, Tensor] = field(default_factory=dict)
-    """Place in the chain -> (V,) the law that its token was drawn from; empty at temperature 0."""
+    probs: dict[int, Tensor] = field(default_factory=dict)
+    """Place in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
     drawn: dict[int, int] = field(default_factory=dict)
     """Place in the chain -> that token."""
     certainty: list[float] = field(default_factory=list)
@@ -314,16 +314,16 @@ class CascadeDrafter(Drafter):
         self._shrink(row.row, self._rows[row.row], row.begun, row.begun)
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
-        """The chain as a tree, each sampled token with the law that it was drawn from."""
+        """The chain as a tree, each sampled token with the distribution that it was drawn from."""
         state, acceptance = self._rows[row.row], self._estimates.of(row.cache_salt)
         submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         for place, token in enumerate(row.chain):
-            law = row.laws.get(place)
-            if law is None:
+            probs = row.probs.get(place)
+            if probs is None:
                 drawn, prob = Drawn.DETERMINISTIC, row.certainty[place]
             else:
-                drawn, prob = Drawn.IID, float(law.max())
-                tree.set_probs(place, law)
+                drawn, prob = Drawn.IID, float(probs.max())
+                tree.set_probs(place, probs)
             evidence = submitted.evidence[place + 1] = by_draft_prob(drawn, 0, prob)
             tree.add(token, place, drawn=drawn, confidence=acceptance.estimate(*evidence))
         state.chain, state.submitted = row.chain, submitted

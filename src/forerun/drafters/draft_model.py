@@ -32,11 +32,12 @@ from forerun.types import Budget, DraftKind
 if TYPE_CHECKING:
     from forerun.target import Target
 
-# Rules that end a draft early, at one confidence threshold or at a bound on acceptance from the draft law's entropy.
+# Rules that end a draft early, at one confidence threshold or at a bound on acceptance from the draft distribution's
+# entropy.
 #
-# Each looks at the law *before* its token is drawn. The token is drawn and submitted all the same, and drafting ends
-# behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn last does not.
-# Knows no model and no target.
+# Each looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
+# drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
+# last does not. Knows no model and no target.
 
 
 class Stop(StrEnum):
@@ -47,7 +48,7 @@ class Stop(StrEnum):
     CONFIDENCE = "confidence"
     """The likeliest token has less than the threshold (transformers' ``assistant_confidence_threshold``, 0.4)."""
     SVIP = "svip"
-    """The square root of the law's entropy exceeds the threshold (SVIP, arXiv 2411.18462)."""
+    """The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)."""
     ADAEDL = "adaedl"
     """The lower bound ``1 - sqrt(0.2 entropy)`` on acceptance is below the threshold (AdaEDL, arXiv 2410.18351)."""
 
@@ -58,25 +59,28 @@ ENTROPY_SHARE = 0.2
 """AdaEDL's factor before the entropy, gamma in the paper."""
 
 
-def entropies(laws: Tensor) -> Tensor:
-    """(..,) float32, nats, of laws (.., V)."""
-    values: Tensor = torch.special.entr(laws.float())
+def entropies(probs: Tensor) -> Tensor:
+    """(..,) float32, nats, of distributions (.., V)."""
+    values: Tensor = torch.special.entr(probs.float())
     return values.sum(-1)
 
 
-def confident(laws: Tensor, threshold: float) -> Tensor:
-    """(..,) bool: drafting goes on behind a token of this law (.., V), as its likeliest token reaches `threshold`."""
-    return laws.amax(-1) >= threshold
+def confident(probs: Tensor, threshold: float) -> Tensor:
+    """(..,) bool: drafting goes on behind a token of this distribution (.., V), as its likeliest token reaches
+    `threshold`."""
+    return probs.amax(-1) >= threshold
 
 
-def svip(laws: Tensor, threshold: float) -> Tensor:
-    """(..,) bool: drafting goes on behind a token of this law (.., V), as its entropy is small. arXiv 2411.18462."""
-    return entropies(laws).sqrt() <= threshold
+def svip(probs: Tensor, threshold: float) -> Tensor:
+    """(..,) bool: drafting goes on behind a token of this distribution (.., V), as its entropy is small. arXiv
+    2411.18462."""
+    return entropies(probs).sqrt() <= threshold
 
 
-def adaedl(laws: Tensor, threshold: float) -> Tensor:
-    """(..,) bool: drafting goes on behind a token of this law (.., V), by a bound on acceptance. arXiv 2410.18351."""
-    return 1 - (ENTROPY_SHARE * entropies(laws)).sqrt() >= threshold
+def adaedl(probs: Tensor, threshold: float) -> Tensor:
+    """(..,) bool: drafting goes on behind a token of this distribution (.., V), by a bound on acceptance. arXiv
+    2410.18351."""
+    return 1 - (ENTROPY_SHARE * entropies(probs)).sqrt() >= threshold
 
 
 _RULES: dict[Stop, Callable[[Tensor, float], Tensor]] = {
@@ -111,12 +115,12 @@ class Stopping:
         """Whether it ever ends a draft."""
         return self.rule is not Stop.NEVER
 
-    def goes_on(self, laws: Tensor) -> Tensor:
-        """(..,) bool: whether to draft behind a token that is drawn from these laws (.., V)."""
+    def goes_on(self, probs: Tensor) -> Tensor:
+        """(..,) bool: whether to draft behind a token that is drawn from these distributions (.., V)."""
         if not self.active:
-            return torch.ones(laws.shape[:-1], dtype=torch.bool, device=laws.device)
+            return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
         threshold = DEFAULTS[self.rule] if self.threshold is None else self.threshold
-        return _RULES[self.rule](laws, threshold)
+        return _RULES[self.rule](probs, threshold)
 
 
 def stopping_named(rule: str, threshold: float | None) -> Stopping:
@@ -134,7 +138,8 @@ def stopping_named(rule: str, threshold: float | None) -> Stopping:
 class Ending:
     """How many nodes each of B rows may submit while its tree grows level by level.
 
-    A node that was grown is never taken back: where a level's law says stop, the tokens drawn from it are the last.
+    A node that was grown is never taken back: where a level's distribution says stop, the tokens drawn from it are the
+    last.
     """
 
     def __init__(self, stopping: Stopping, levels: Sequence[range], nodes: Sequence[int]) -> None:

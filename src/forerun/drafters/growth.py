@@ -1,7 +1,8 @@
-"""From a draft law to the children of a node: top-k, iid, without replacement, greedy-k; and the fixed shape of a tree.
+"""From a draft distribution to the children of a node: top-k, iid, without replacement, greedy-k; and the fixed shape
+of a tree.
 
-Shared by every drafter whose law is known at a node before its children are drawn. What is recorded is what was drawn
-from. Knows no model and no rule.
+Shared by every drafter whose distribution is known at a node before its children are drawn. What is recorded is what
+was drawn from. Knows no model and no rule.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Draw(StrEnum):
     IID = "iid"
     WITHOUT_REPLACEMENT = "without_replacement"
     GREEDY_K = "greedy_k"
-    """The likeliest tokens and one drawn from the law restricted to the others (arXiv 2502.18779)."""
+    """The likeliest tokens and one drawn from the distribution restricted to the others (arXiv 2502.18779)."""
 
 
 def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
@@ -167,7 +168,7 @@ class Grower:
     draw: Draw
     """Never AUTO."""
     sampler: Sampler
-    """Of the request, so that draft and target laws see the same processors."""
+    """Of the request, so that draft and target distributions see the same processors."""
     rng: Rng
     output: Sequence[int]
     """The row's output so far, root included; may be empty where `sampler.neutral`."""
@@ -185,9 +186,10 @@ class Children:
     """(B, F, C) float32: of a deterministic node its probability; of a drawn one a figure that does not depend on its
     value."""
     valid: Tensor | None
-    """(B, F, C) bool: False where the law had no further token; None where all are good."""
-    laws: Tensor | None
-    """(B, F, V) of each parent, the law that its sampled children were drawn from; None where all are deterministic."""
+    """(B, F, C) bool: False where the distribution had no further token; None where all are good."""
+    probs: Tensor | None
+    """(B, F, V) of each parent, the distribution that its sampled children were drawn from; None where all are
+    deterministic."""
 
     def only(self, chosen: Sequence[int]) -> Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
@@ -197,7 +199,7 @@ class Children:
 
         valid = None if self.valid is None else pick(self.valid)
         tokens, drawn, confidence = pick(self.tokens), pick(self.drawn), pick(self.confidence)
-        return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, laws=self.laws)
+        return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, probs=self.probs)
 
 
 @lru_cache(maxsize=1024)
@@ -208,12 +210,12 @@ def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:
-    """The `count` likeliest tokens at each node, from raw logits (B, F, V): no law, no wait for the host."""
+    """The `count` likeliest tokens at each node, from raw logits (B, F, V): no distribution, no wait for the host."""
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device)
     tokens = best.indices if vocabulary is None else vocabulary.token_ids[best.indices]
-    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, laws=None)
+    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, probs=None)
 
 
 def grow(
@@ -244,11 +246,11 @@ def grow(
         ]
         for row in range(batch)
     ]
-    laws = None
+    probs = None
     if any(grower.draw is not Draw.DETERMINISTIC for grower in growers):
         blank = logits.new_zeros(logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
-        rows = [torch.stack([blank if node.law is None else node.law for node in nodes]) for nodes in found]
-        laws = torch.stack(rows)
+        rows = [torch.stack([blank if node.probs is None else node.probs for node in nodes]) for nodes in found]
+        probs = torch.stack(rows)
 
     def pack(name: str, dtype: torch.dtype) -> Tensor:
         values = [[list(getattr(node, name)) + [0] * (count - len(node.tokens)) for node in nodes] for nodes in found]
@@ -262,7 +264,7 @@ def grow(
         drawn=pack("drawn", torch.uint8),
         confidence=pack("confidence", torch.float32),
         valid=valid,
-        laws=laws,
+        probs=probs,
     )
 
 
@@ -273,7 +275,7 @@ class Siblings:
     tokens: list[int]
     drawn: list[Drawn]
     confidence: list[float]
-    law: Tensor | None
+    probs: Tensor | None
     """(V,) what the sampled ones were drawn from; None where all are deterministic."""
 
 
@@ -285,10 +287,10 @@ def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Calla
     sampler = grower.sampler
     output = [] if sampler.neutral else [*grower.output, *path()]
     try:
-        law = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.law(logits, output)
+        probs = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.probs(logits, output)
     except NumericError:
         return Siblings([0], [Drawn.DETERMINISTIC], [math.nan], None)
-    return siblings(law, count, grower.draw, lambda law, index: grower.rng.drafted(law, node, index))
+    return siblings(probs, count, grower.draw, lambda probs, index: grower.rng.drafted(probs, node, index))
 
 
 def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
@@ -305,49 +307,50 @@ def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.
         return instead
 
 
-def siblings(law: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], int]) -> Siblings:
-    """Up to `count` children of one node, fewer where the law's support is smaller.
+def siblings(probs: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], int]) -> Siblings:
+    """Up to `count` children of one node, fewer where the distribution's support is smaller.
 
     Args:
-        law: (V,) float32, what the drafter expects after the node.
+        probs: (V,) float32, what the drafter expects after the node.
         count: at least 1.
         draw: never AUTO.
-        pick: (law, child's index) -> token drawn from that law.
+        pick: (probs, child's index) -> token drawn from that distribution.
     """
     if draw is Draw.DETERMINISTIC:
-        return _given(law, count)
+        return _given(probs, count)
     if draw is Draw.IID:
-        tokens = [pick(law, index) for index in range(count)]
-        return Siblings(tokens, [Drawn.IID] * count, [float(law.max())] * count, law)
+        tokens = [pick(probs, index) for index in range(count)]
+        return Siblings(tokens, [Drawn.IID] * count, [float(probs.max())] * count, probs)
     if draw is Draw.WITHOUT_REPLACEMENT:
-        return _without_replacement(law, count, pick)
-    return _greedy_k(law, count, pick)
+        return _without_replacement(probs, count, pick)
+    return _greedy_k(probs, count, pick)
 
 
-def _given(law: Tensor, count: int) -> Siblings:
-    best = law.topk(min(count, len(law)))
+def _given(probs: Tensor, count: int) -> Siblings:
+    best = probs.topk(min(count, len(probs)))
     pairs = [(token, prob) for token, prob in zip(best.indices.tolist(), best.values.tolist(), strict=True) if prob > 0]
     return Siblings(
         [token for token, _ in pairs], [Drawn.DETERMINISTIC] * len(pairs), [prob for _, prob in pairs], None
     )
 
 
-def _without_replacement(law: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:
+def _without_replacement(probs: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:
     """One after the other, the elder ones removed and the rest renormalised."""
-    rest, tokens, confidence = law.clone(), list[int](), list[float]()
-    for index in range(min(count, int((law > 0).sum()))):
+    rest, tokens, confidence = probs.clone(), list[int](), list[float]()
+    for index in range(min(count, int((probs > 0).sum()))):
         confidence.append(float(rest.max()))
         token = pick(rest, index)
         tokens.append(token)
         rest[token] = 0.0
         rest /= rest.sum().clamp_min(torch.finfo(rest.dtype).tiny)
-    return Siblings(tokens, [Drawn.WITHOUT_REPLACEMENT] * len(tokens), confidence, law)
+    return Siblings(tokens, [Drawn.WITHOUT_REPLACEMENT] * len(tokens), confidence, probs)
 
 
-def _greedy_k(law: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:
-    """The ``count - 1`` likeliest, and one drawn from the law restricted to the others, which is what is recorded."""
-    best = _given(law, count - 1) if count > 1 else Siblings([], [], [], None)
-    rest = law.clone()
+def _greedy_k(probs: Tensor, count: int, pick: Callable[[Tensor, int], int]) -> Siblings:
+    """The ``count - 1`` likeliest, and one drawn from the distribution restricted to the others, which is what is
+    recorded."""
+    best = _given(probs, count - 1) if count > 1 else Siblings([], [], [], None)
+    rest = probs.clone()
     rest[best.tokens] = 0.0
     mass = float(rest.sum())
     if mass <= 0:

@@ -34,7 +34,7 @@ from forerun.drafters.growth import (
     resolve,
 )
 from forerun.errors import NoTokenLeftError, NumericError
-from forerun.sampling import Processing, Sampler, has_filters, law_of, probs_of, quantiles, settings_of
+from forerun.sampling import Processing, Sampler, has_filters, distribution_of, probs_of, quantiles, settings_of
 from forerun.tree import TokenTree, masses_of
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 
@@ -57,7 +57,7 @@ class Draws:
     filters: bool
     """Whether a row asks for top-k, top-p or min-p."""
     one_by_one: Sequence[SamplingParams]
-    """(B,) where each law is filtered by itself, on the host; empty where all are sorted at once."""
+    """(B,) where each distribution is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]
     """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
     settings (B, 5), see `sampling.settings_of`."""
@@ -71,7 +71,8 @@ class Draws:
     ) -> Draws | None:
         """None where the host has to look at every node: a user's own processors, or an rng of another kind.
 
-        `vocabulary`: the target's size. `sorts`: filter all laws of a level at once; on a CPU it is faster one by one.
+        `vocabulary`: the target's size. `sorts`: filter all distributions of a level at once; on a CPU it is faster one
+        by one.
         """
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
@@ -158,64 +159,64 @@ class Draws:
             drawn=torch.where(sampled, drawn.drawn, given.drawn),
             confidence=torch.where(sampled, drawn.confidence, given.confidence),
             valid=drawn.valid | ~sampled,
-            laws=drawn.laws,
+            probs=drawn.probs,
         )
 
     def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
-        laws = self._laws(logits)
+        probs = self._probs(logits)
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
-        size = laws.shape[1] * count
-        uniforms = self.numbers[0][:, before : before + size].view(-1, laws.shape[1], count)
+        size = probs.shape[1] * count
+        uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
         if self.draw is Draw.DETERMINISTIC:
-            tokens, chances = _top(laws, count)
+            tokens, chances = _top(probs, count)
             return _packed([(tokens, chances, chances > 0, Drawn.DETERMINISTIC)], None)
         if self.draw is Draw.IID:
-            surest = laws.amax(-1, keepdim=True).expand(-1, -1, count)
-            return _packed([(quantiles(laws, uniforms), surest, surest > 0, Drawn.IID)], laws)
+            surest = probs.amax(-1, keepdim=True).expand(-1, -1, count)
+            return _packed([(quantiles(probs, uniforms), surest, surest > 0, Drawn.IID)], probs)
         if self.draw is Draw.WITHOUT_REPLACEMENT:
-            return _without_replacement(laws, uniforms)
-        return _greedy_k(laws, uniforms)
+            return _without_replacement(probs, uniforms)
+        return _greedy_k(probs, uniforms)
 
-    def _laws(self, logits: Tensor) -> Tensor:
+    def _probs(self, logits: Tensor) -> Tensor:
         """(B, F, V) float32."""
         if not self.one_by_one:
             return probs_of(logits, self.numbers[1], filters=self.filters)
         rows = zip(logits.float(), self.one_by_one, strict=True)
-        return torch.stack([torch.stack([_law_of(node, params) for node in row]) for row, params in rows])
+        return torch.stack([torch.stack([_distribution_of(node, params) for node in row]) for row, params in rows])
 
 
 _Drawn = tuple[Tensor, Tensor, Tensor, Drawn]
 """Tokens, confidence and validity (B, F, C) of children that came about in one way."""
 
 
-def _packed(parts: Sequence[_Drawn], laws: Tensor | None) -> Children:
+def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
     kinds = [torch.full_like(tokens, int(kind), dtype=torch.uint8) for tokens, _, _, kind in parts]
     return Children(
         tokens=torch.cat([part[0] for part in parts], dim=-1),
         drawn=torch.cat(kinds, dim=-1),
         confidence=torch.cat([part[1] for part in parts], dim=-1),
         valid=torch.cat([part[2] for part in parts], dim=-1),
-        laws=laws,
+        probs=probs,
     )
 
 
-def _without_replacement(laws: Tensor, uniforms: Tensor) -> Children:
+def _without_replacement(probs: Tensor, uniforms: Tensor) -> Children:
     """One after the other, the elder ones removed and the rest renormalised."""
-    rest, parts = laws, list[_Drawn]()
+    rest, parts = probs, list[_Drawn]()
     for index in range(uniforms.shape[-1]):
         surest, token = rest.amax(-1, keepdim=True), quantiles(rest, uniforms[..., index : index + 1])
         parts.append((token, surest, surest > 0, Drawn.WITHOUT_REPLACEMENT))
         rest = _renormalised(rest.scatter(-1, token, 0.0))
-    return _packed(parts, laws)
+    return _packed(parts, probs)
 
 
-def _greedy_k(laws: Tensor, uniforms: Tensor) -> Children:
-    """The likeliest, and one drawn from the law restricted to the others."""
-    parts, rest, count = list[_Drawn](), laws, uniforms.shape[-1] - 1
+def _greedy_k(probs: Tensor, uniforms: Tensor) -> Children:
+    """The likeliest, and one drawn from the distribution restricted to the others."""
+    parts, rest, count = list[_Drawn](), probs, uniforms.shape[-1] - 1
     if count:
-        tokens, chances = _top(laws, count)
+        tokens, chances = _top(probs, count)
         parts.append((tokens, chances, chances > 0, Drawn.DETERMINISTIC))
-        rest = laws.scatter(-1, tokens, 0.0)
+        rest = probs.scatter(-1, tokens, 0.0)
     mass = rest.sum(-1, keepdim=True)
     rest = _renormalised(rest)
     surest = rest.amax(-1, keepdim=True) * mass
@@ -223,9 +224,9 @@ def _greedy_k(laws: Tensor, uniforms: Tensor) -> Children:
     return _packed(parts, rest)
 
 
-def _top(laws: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Tokens and probabilities (B, F, C) of the likeliest; zeros where there are fewer tokens."""
-    best = laws.topk(min(count, laws.shape[-1]), dim=-1)
+    best = probs.topk(min(count, probs.shape[-1]), dim=-1)
     missing = count - best.indices.shape[-1]
     return pad(best.indices, (0, missing)), pad(best.values, (0, missing))
 
@@ -234,10 +235,10 @@ def _renormalised(rest: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
 
 
-def _law_of(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`sampling.law_of`; NaN where that refuses the logits (V,)."""
+def _distribution_of(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`sampling.distribution_of`; NaN where that refuses the logits (V,)."""
     try:
-        return law_of(logits, params)
+        return distribution_of(logits, params)
     except (NumericError, NoTokenLeftError):
         return torch.full_like(logits, torch.nan)
 
@@ -453,18 +454,18 @@ def not_finite() -> NumericError:
 
 def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
     """The levels behind each other."""
-    valid = laws = None
+    valid = probs = None
     if any(children.valid is not None for children in grown):
         parts = [torch.ones_like(c.tokens, dtype=torch.bool) if c.valid is None else c.valid for c in grown]
         valid = torch.cat([part.flatten(1) for part in parts], dim=1)
-    if grown[0].laws is not None:
-        laws = torch.cat([children.laws for children in grown if children.laws is not None], dim=1)
+    if grown[0].probs is not None:
+        probs = torch.cat([children.probs for children in grown if children.probs is not None], dim=1)
     return Grown(
         tokens=ids,
         drawn=torch.cat([children.drawn.flatten(1) for children in grown], dim=1),
         confidence=torch.cat([children.confidence.flatten(1) for children in grown], dim=1),
         valid=valid,
-        probs=laws,
+        probs=probs,
         run=run,
     )
 

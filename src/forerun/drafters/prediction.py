@@ -1,7 +1,7 @@
 """Follows the answer that the client predicted: an edited file comes out mostly as it went in.
 
 What OpenAI's API calls Predicted Outputs. The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
-or, for all requests, with the drafter's options. All nodes are deterministic. Knows no model and no law.
+or, for all requests, with the drafter's options. All nodes are deterministic. Knows no model and no distribution.
 """
 
 from __future__ import annotations

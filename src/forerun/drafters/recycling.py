@@ -3,7 +3,7 @@
 arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest tokens the last time the
 target scored it, rejected nodes included: what a pass computed and threw away. A draft is a walk through the matrix
 from the root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). Deterministic: all nodes are
-given. Knows no model, and of the laws only which raw logits were largest.
+given. Knows no model, and of the distributions only which raw logits were largest.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The method of REST (arXiv 2311.08252): the longest end of the text that occurs in a datastore, all that followed it
 there, merged into a trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a
-temperature the target's own sample walks the tree, which is exact and optimal there. Knows no model and no law.
+temperature the target's own sample walks the tree, which is exact and optimal there. Knows no model and no
+distribution.
 """
 
 from __future__ import annotations

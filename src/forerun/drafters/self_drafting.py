@@ -28,7 +28,7 @@ class Limits:
     """How many nodes each active row may submit; a row whose last nodes are all unlikely ends there.
 
     A node that was grown is never taken back, so whether it is submitted does not depend on its value. The figure of a
-    sampled node is that of the law it is drawn from (`Children.confidence`).
+    sampled node is that of the distribution it is drawn from (`Children.confidence`).
     """
 
     def __init__(self, shape: Shape, nodes: Sequence[int], below: Sequence[float | None]) -> None:

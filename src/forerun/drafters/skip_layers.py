@@ -4,7 +4,7 @@ Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tun
 skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `skipping.online`). Draft nodes see the prefix as
 the whole target left it; scoring runs them in full and overwrites what drafting wrote. No weights and no memory of its
 own. Output is lossless whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed
-may depend on what was decoded before, its law does not.
+may depend on what was decoded before, its distribution does not.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 arXiv 2502.05202 (transformers' universal assisted generation). The draft model continues the text greedily in its own
 tokens; the target's tokenizer reads the end of the committed text together with the drafted one, and what follows the
-border is proposed: a chain, deterministic, so no law is needed. If a token of the target would lie across the border,
-the target has already decided against it and the row drafts nothing in that step. The other way round, the draft model
-reads the committed text, tokenised again near its end; what of that is in its cache is not run again. Knows no rule.
+border is proposed: a chain, deterministic, so no distribution is needed. If a token of the target would lie across the
+border, the target has already decided against it and the row drafts nothing in that step. The other way round, the
+draft model reads the committed text, tokenised again near its end; what of that is in its cache is not run again. Knows
+no rule.
 """
 
 from __future__ import annotations

@@ -260,8 +260,8 @@ class SpeedDrafter(Drafter):
                 run.confidence[place].append(1.0)
                 continue
             output = self._output(context, run, place, node)
-            law = attempt(torch.zeros_like(logits[place]), sampler.law, logits[place], output)
-            run.confidence[place].append(float(law[drafted]))
+            probs = attempt(torch.zeros_like(logits[place]), sampler.probs, logits[place], output)
+            run.confidence[place].append(float(probs[drafted]))
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.target.lm_head(self.target.final_norm(states))[:, 0]

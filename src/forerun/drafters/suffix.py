@@ -2,7 +2,7 @@
 
 SuffixDecoding (arXiv 2411.04975) on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
 running request over its prompt and output, and a bounded store of past outputs. Each step drafts from where the
-expected number of kept tokens is largest. All nodes are deterministic. Knows no model and no law.
+expected number of kept tokens is largest. All nodes are deterministic. Knows no model and no distribution.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Token-level intersection: a model with another tokenizer drafts the tokens that both vocabularies share.
 
 arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, ids are mapped both
-ways, and that law is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the committed
-text token by token: a token that it lacks is written in its own tokens, so its text and the target's differ in length.
-Acceptance is at most the mass that the target puts on the shared tokens. Knows no rule.
+ways, and that distribution is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the
+committed text token by token: a token that it lacks is written in its own tokens, so its text and the target's differ
+in length. Acceptance is at most the mass that the target puts on the shared tokens. Knows no rule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of drafters that grow a tree of a fixed shape from a law at each node. Knows no model."""
+"""The options of drafters that grow a tree of a fixed shape from a distribution at each node. Knows no model."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Rule(Protocol):
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
-    """True if the emitted law is exactly the target's."""
+    """True if the emitted distribution is exactly the target's."""
     summary: ClassVar[str]
     """One line, with the paper."""
     reads: ClassVar[Reads]

@@ -1,7 +1,8 @@
-"""Exact laws of the real rules: an rng that takes every outcome, and toy worlds small enough to enumerate.
+"""Exact distributions of the real rules: an rng that takes every outcome, and toy worlds small enough to enumerate.
 
 A rule that meets `EnumeratingRng` instead of `Rng` is run once per outcome with that outcome's probability, so its
-emitted law is computed, not estimated. Used by the tests and by ``forerun certify``. Knows no model and no drafter.
+emitted distribution is computed, not estimated. Used by the tests and by ``forerun certify``. Knows no model and no
+drafter.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ T = TypeVar("T")
 TOLERANCE = 1e-12
 """Largest difference between an emitted and the target's joint probability that counts as rounding."""
 
-Laws = Mapping[tuple[int, ...], Tensor]
-"""The law (V,) float64 of the token after each prefix."""
+Distributions = Mapping[tuple[int, ...], Tensor]
+"""The distribution (V,) float64 of the token after each prefix."""
 Shape = tuple["Shape", ...]
 """A tree's shape: the shapes of a node's children; () is a leaf."""
 Draw = Callable[[Rng], TokenTree]
@@ -55,13 +56,13 @@ class EnumeratingRng(Rng):
         chance = min(max(probability, 0.0), 1.0)
         return self._choose(("flip", node, 0), [chance, 1.0 - chance]) == 0
 
-    def draw(self, law: Tensor, depth: int = 0) -> int:
+    def draw(self, distribution: Tensor, depth: int = 0) -> int:
         """Every token of positive probability."""
-        return self._choose(("draw", depth, 0), _probabilities(law))
+        return self._choose(("draw", depth, 0), _probabilities(distribution))
 
-    def drafted(self, law: Tensor, node: int, index: int = 0) -> int:
+    def drafted(self, distribution: Tensor, node: int, index: int = 0) -> int:
         """Every token of positive probability."""
-        return self._choose(("drafted", node, index), _probabilities(law))
+        return self._choose(("drafted", node, index), _probabilities(distribution))
 
     def _choose(self, key: tuple[str, int, int], probabilities: list[float]) -> int:
         assert key not in self._keys, f"the random number {key} was used twice"
@@ -77,10 +78,10 @@ class EnumeratingRng(Rng):
         return possible[taken]
 
 
-def _probabilities(law: Tensor) -> list[float]:
-    values: list[float] = law.tolist()
+def _probabilities(distribution: Tensor) -> list[float]:
+    values: list[float] = distribution.tolist()
     total = sum(values)
-    assert 0 < total < float("inf") and min(values) >= 0, f"this is no law: {values}"
+    assert 0 < total < float("inf") and min(values) >= 0, f"this is no distribution: {values}"
     return [value / total for value in values]
 
 
@@ -103,15 +104,17 @@ def _successor(choices: list[tuple[int, int]]) -> list[int] | None:
     return [taken for taken, _ in choices[:-1]] + [choices[-1][0] + 1]
 
 
-class PrefixLaws:
-    """A toy target at the nodes of one tree: the law of a node is that of its path's tokens."""
+class PrefixProbs:
+    """A toy target at the nodes of one tree: the distribution of a node is that of its path's tokens."""
 
-    def __init__(self, laws: Laws, tree: TokenTree) -> None:
-        self.laws, self.tree = laws, tree
+    def __init__(self, distributions: Distributions, tree: TokenTree) -> None:
+        self.distributions, self.tree = distributions, tree
 
     def probs(self, node: int) -> HostProbs:
         """Of float64 values."""
-        return HostProbs(self.tree, node, self.laws[tuple(self.tree.tokens[step] for step in self.tree.path(node))])
+        return HostProbs(
+            self.tree, node, self.distributions[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
+        )
 
     def argmax(self, node: int) -> int:
         """The likeliest token."""
@@ -119,37 +122,40 @@ class PrefixLaws:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExactLaw:
+class ExactDistribution:
     """What a rule does over all its randomness and the drafter's."""
 
     joint: Tensor
-    """(V,) * horizon float64: the law of the next tokens, completed by the target where a step emitted fewer."""
+    """(V,) * horizon float64: the distribution of the next tokens, completed by the target where a step emitted
+    fewer."""
     accepted: float
     """Expected number of accepted nodes; one more token is emitted."""
 
-    def error(self, target: Laws) -> float:
-        """Largest absolute difference from the target's own joint law."""
-        return float((self.joint - joint_law(target, (), self.joint.dim())).abs().max())
+    def error(self, target: Distributions) -> float:
+        """Largest absolute difference from the target's own joint distribution."""
+        return float((self.joint - joint_distribution(target, (), self.joint.dim())).abs().max())
 
 
-def joint_law(target: Laws, prefix: tuple[int, ...], length: int) -> Tensor:
-    """(V,) * length, the target's law of the next `length` tokens after `prefix`; a scalar 1 for none."""
+def joint_distribution(target: Distributions, prefix: tuple[int, ...], length: int) -> Tensor:
+    """(V,) * length, the target's distribution of the next `length` tokens after `prefix`; a scalar 1 for none."""
     if length == 0:
         return torch.ones((), dtype=torch.float64)
-    law = target[prefix]
-    rest = [joint_law(target, (*prefix, token), length - 1) for token in range(len(law))]
-    return torch.stack([chance * after for chance, after in zip(law, rest, strict=True)])
+    distribution = target[prefix]
+    rest = [joint_distribution(target, (*prefix, token), length - 1) for token in range(len(distribution))]
+    return torch.stack([chance * after for chance, after in zip(distribution, rest, strict=True)])
 
 
-def exact_law(rule: Rule, target: Laws, draw: Draw, horizon: int) -> ExactLaw:
-    """The exact law of the next `horizon` tokens when `rule` judges what `draw` drafts.
+def exact_distribution(rule: Rule, target: Distributions, draw: Draw, horizon: int) -> ExactDistribution:
+    """The exact distribution of the next `horizon` tokens when `rule` judges what `draw` drafts.
 
     `horizon` is the tree's depth + 1, so that every emitted block fits; `target` holds every prefix shorter than that.
     """
-    return _law_over(rule, target, outcomes(draw), horizon)
+    return _distribution_over(rule, target, outcomes(draw), horizon)
 
 
-def _law_over(rule: Rule, target: Laws, drafted: Iterable[tuple[TokenTree, float]], horizon: int) -> ExactLaw:
+def _distribution_over(
+    rule: Rule, target: Distributions, drafted: Iterable[tuple[TokenTree, float]], horizon: int
+) -> ExactDistribution:
     joint = torch.zeros([len(target[()])] * horizon, dtype=torch.float64)
     accepted = 0.0
     rests: dict[tuple[int, ...], Tensor] = {}
@@ -157,15 +163,15 @@ def _law_over(rule: Rule, target: Laws, drafted: Iterable[tuple[TokenTree, float
         for verdict, probability in _verdicts(rule, target, tree):
             emitted = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
             if emitted not in rests:
-                rests[emitted] = joint_law(target, emitted, horizon - len(emitted))
+                rests[emitted] = joint_distribution(target, emitted, horizon - len(emitted))
             joint[emitted] += chance * probability * rests[emitted]
             accepted += chance * probability * len(verdict.path)
-    return ExactLaw(joint=joint, accepted=accepted)
+    return ExactDistribution(joint=joint, accepted=accepted)
 
 
-def _verdicts(rule: Rule, target: Laws, tree: TokenTree) -> Iterator[tuple[Verdict, float]]:
-    laws = PrefixLaws(target, tree)
-    return outcomes(lambda rng: rule.verify(tree, laws, rng))
+def _verdicts(rule: Rule, target: Distributions, tree: TokenTree) -> Iterator[tuple[Verdict, float]]:
+    distributions = PrefixProbs(target, tree)
+    return outcomes(lambda rng: rule.verify(tree, distributions, rng))
 
 
 class Drawing(StrEnum):
@@ -191,8 +197,9 @@ def shape_depth(shape: Shape) -> int:
     return max((1 + shape_depth(child) for child in shape), default=0)
 
 
-def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
-    """A drafter that knows `laws` and fills `shape`; where a law runs out of tokens there are fewer siblings."""
+def toy_drafter(distributions: Distributions, shape: Shape, drawing: Drawing) -> Draw:
+    """A drafter that knows `distributions` and fills `shape`; where a distribution runs out of tokens there are fewer
+    siblings."""
 
     def draw(rng: Rng) -> TokenTree:
         tree = TokenTree(root=0)
@@ -200,7 +207,7 @@ def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
         for node, prefix, below in places:
             if not below:
                 continue
-            children = _draw_children(tree, node, (laws[prefix], drawing, len(below)), rng)
+            children = _draw_children(tree, node, (distributions[prefix], drawing, len(below)), rng)
             for child, next_shape in zip(children, below, strict=False):
                 places.append((child, (*prefix, tree.tokens[child]), next_shape))
         return tree
@@ -209,11 +216,11 @@ def toy_drafter(laws: Laws, shape: Shape, drawing: Drawing) -> Draw:
 
 
 def _draw_children(tree: TokenTree, node: int, how: tuple[Tensor, Drawing, int], rng: Rng) -> list[int]:
-    law, drawing, count = how
+    distribution, drawing, count = how
     given = {Drawing.DETERMINISTIC: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
-    best = [int(token) for token in law.argsort(descending=True, stable=True)[:given]]
+    best = [int(token) for token in distribution.argsort(descending=True, stable=True)[:given]]
     children = [tree.add(token, node) for token in best]
-    rest = law.clone()
+    rest = distribution.clone()
     rest[best] = 0
     if given == count or float(rest.sum()) <= 0:
         return children
@@ -230,9 +237,9 @@ def _draw_children(tree: TokenTree, node: int, how: tuple[Tensor, Drawing, int],
 
 
 class World(StrEnum):
-    """What the target's and the drafter's laws of a toy world are like."""
+    """What the target's and the drafter's distributions of a toy world are like."""
 
-    RANDOM = "random laws"
+    RANDOM = "random distributions"
     UNIFORM_DRAFT = "a drafter that knows nothing"
     OFF_SUPPORT = "a drafter certain of a token that the target never takes"
     TARGET_ZEROS = "a target cut by top-p"
@@ -241,8 +248,8 @@ class World(StrEnum):
     GREEDY_TARGET = "a target at temperature 0"
 
 
-def toy_laws(world: World, *, vocabulary: int, depth: int, seed: int) -> tuple[Laws, Laws]:
-    """The target's and the drafter's laws for every prefix of up to `depth` tokens."""
+def toy_distributions(world: World, *, vocabulary: int, depth: int, seed: int) -> tuple[Distributions, Distributions]:
+    """The target's and the drafter's distributions for every prefix of up to `depth` tokens."""
     generator = torch.Generator().manual_seed(seed)
     prefixes: list[tuple[int, ...]] = [()]
     for prefix in prefixes:
@@ -300,7 +307,7 @@ class RuleCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the emitted law is the target's but for rounding."""
+        """Whether the emitted distribution is the target's but for rounding."""
         return self.error <= TOLERANCE
 
 
@@ -312,11 +319,13 @@ def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: 
     if rule.name == "argmax_walk" and world is not World.GREEDY_TARGET:
         return None
     depth = shape_depth(SHAPES[shape])
-    target, draft = toy_laws(world, vocabulary=3, depth=depth, seed=seed)
+    target, draft = toy_distributions(world, vocabulary=3, depth=depth, seed=seed)
     drafted = list(outcomes(toy_drafter(draft, SHAPES[shape], drawing)))
-    law = _law_over(rule, target, drafted, depth + 1)
-    error = law.error(target)
-    return RuleCheck(rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=law.accepted)
+    distribution = _distribution_over(rule, target, drafted, depth + 1)
+    error = distribution.error(target)
+    return RuleCheck(
+        rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=distribution.accepted
+    )
 
 
 def check_rules(names: Sequence[str] = tuple(RULES), *, seed: int = 0) -> Iterator[RuleCheck]:

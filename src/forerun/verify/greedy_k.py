@@ -1,5 +1,5 @@
-"""The greedy-k rule: deterministic siblings, and at most one sibling drawn from the law restricted to the other
-tokens."""
+"""The greedy-k rule: deterministic siblings, and at most one sibling drawn from the distribution restricted to the
+other tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from forerun.verify.probs import NodeProbs
 
 
 class GreedyK:
-    """At each node: reject or accept the one sampled child against its law q', then walk on the deterministic ones.
+    """At each node: reject or accept the one sampled child against its distribution q', then walk on the deterministic
+    ones.
 
-    Hu et al., arXiv 2502.18779. q' is the recorded law: the draft's, restricted to the tokens that no deterministic
-    sibling holds. The sampled child is accepted with probability min(1, p(x) / q'(x)); else a token is drawn from
-    norm[p - q']_+, and if a deterministic sibling holds it the walk goes on there. Accepts sum_given p + sum_rest
-    min(p, q'), the most that any rule can. Nodes with deterministic children only are walked. Exact whatever q' is,
-    restricted or not.
+    Hu et al., arXiv 2502.18779. q' is the recorded distribution: the draft's, restricted to the tokens that no
+    deterministic sibling holds. The sampled child is accepted with probability min(1, p(x) / q'(x)); else a token is
+    drawn from norm[p - q']_+, and if a deterministic sibling holds it the walk goes on there. Accepts sum_given p +
+    sum_rest min(p, q'), the most that any rule can. Nodes with deterministic children only are walked. Exact whatever
+    q' is, restricted or not.
     """
 
     name: ClassVar[str] = "greedy_k"

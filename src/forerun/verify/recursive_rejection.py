@@ -1,4 +1,5 @@
-"""Recursive rejection on siblings: each sibling is tried against what its elder siblings left of the target's law."""
+"""Recursive rejection on siblings: each sibling is tried against what its elder siblings left of the target's
+distribution."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from forerun.verify.probs import NodeProbs
 class RecursiveRejection:
     """For each sibling x in drawing order: accept with probability min(1, p(x) / q(x)), else p <- norm[p - q]_+.
 
-    p is the target's law as the elder siblings left it, q the law that x was drawn from given them: the recorded law
-    for iid siblings (SpecInfer, arXiv 2305.09781), without the elder siblings' tokens and renormalised for draws
-    without replacement (Sequoia, arXiv 2402.12374), a point mass for a deterministic sibling. If none is accepted the
-    token is drawn from p.
+    p is the target's distribution as the elder siblings left it, q the distribution that x was drawn from given them:
+    the recorded distribution for iid siblings (SpecInfer, arXiv 2305.09781), without the elder siblings' tokens and
+    renormalised for draws without replacement (Sequoia, arXiv 2402.12374), a point mass for a deterministic sibling. If
+    none is accepted the token is drawn from p.
     """
 
     name: ClassVar[str] = "recursive_rejection"

@@ -1,4 +1,5 @@
-"""Sample-and-walk: draw the target's token at each node and follow it while it was drafted. Never reads a draft law."""
+"""Sample-and-walk: draw the target's token at each node and follow it while it was drafted. Never reads a draft
+distribution."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from forerun.verify.probs import NodeProbs, share
 
 
 class TraversalVerification:
-    """Tries leaves left to right; a rejected leaf is deleted and its parent's law and weight are corrected.
+    """Tries leaves left to right; a rejected leaf is deleted and its parent's distribution and weight are corrected.
 
     Weng et al., arXiv 2505.12398. A node has a weight r (root 1, child min(r * target(x) / draft(x), 1)) and a target
-    law p. A leaf is accepted, with all above it, with probability r. If it is deleted, its parent b takes S = sum_x
-    [r_b p_b - q_b]_+, r_b <- S / (S + 1 - r_b), p_b <- norm[r_b p_b - q_b]_+, and where siblings are drawn without
-    replacement q_b loses the token; the next child is weighed with these. A parent that lost all its children is a
-    leaf. The root is always accepted. Sampled duplicates stay separate nodes. A deterministic node counts as a draw
-    from a point mass, which is exact too.
+    distribution p. A leaf is accepted, with all above it, with probability r. If it is deleted, its parent b takes S =
+    sum_x [r_b p_b - q_b]_+, r_b <- S / (S + 1 - r_b), p_b <- norm[r_b p_b - q_b]_+, and where siblings are drawn
+    without replacement q_b loses the token; the next child is weighed with these. A parent that lost all its children
+    is a leaf. The root is always accepted. Sampled duplicates stay separate nodes. A deterministic node counts as a
+    draw from a point mass, which is exact too.
     """
 
     name: ClassVar[str] = "traversal"

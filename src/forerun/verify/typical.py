@@ -1,4 +1,4 @@
-"""Typical acceptance: keeps what the target finds plausible. LOSSY: the emitted law is not the target's."""
+"""Typical acceptance: keeps what the target finds plausible. LOSSY: the emitted distribution is not the target's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TypicalAcceptance:
         self.epsilon, self.delta = epsilon, delta
 
     def verifies(self, kind: DraftKind) -> bool:
-        """Any draft: no draft law is read."""
+        """Any draft: no draft distribution is read."""
         return True
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:

@@ -277,5 +277,5 @@ def test_regression_of_an_exact_head_costs_nothing_but_tokens() -> None:
         model.eagle_module.fc.weight[:, 32:] = torch.eye(32)
     found = model(ids, labels=ids).loss
     handle.remove()
-    law = torch.log_softmax(constant @ model.lm_head.weight.T, -1)
-    torch.testing.assert_close(found, -0.1 * (law.exp() * law).sum())
+    probs = torch.log_softmax(constant @ model.lm_head.weight.T, -1)
+    torch.testing.assert_close(found, -0.1 * (probs.exp() * probs).sum())

@@ -1,6 +1,7 @@
 """Between two tokenizers: what tokens spell, which of them both know, how one reads what the other wrote.
 
-Text is handled as bytes, because a token may hold a part of a character. Knows tokenizers; no model, no law, no cache.
+Text is handled as bytes, because a token may hold a part of a character. Knows tokenizers; no model, no distribution,
+no cache.
 """
 
 from forerun.drafters.translation.encoding import Encoder, Span, whole_characters

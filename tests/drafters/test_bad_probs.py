@@ -1,6 +1,6 @@
 """A drafter that samples from what is no distribution loses what it drew from it, in that row alone, and it is counted.
 
-What remains is submitted by no value of its own, so the output keeps the target's law exactly.
+What remains is submitted by no value of its own, so the output keeps the target's distribution exactly.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from forerun.target import Target
 from forerun.tree import TokenTree, fetch_masses, without
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 from forerun.verify import rule_named
-from forerun.verify.enumeration import Laws, World, exact_law, toy_laws
+from forerun.verify.enumeration import Distributions, World, exact_distribution, toy_distributions
 
 __all__ = ["checkpoint"]
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
-    "NaN": lambda law: law.clone().fill_(math.nan),
-    "one NaN": lambda law: law.clone().index_fill_(0, torch.tensor([5]), math.nan),
-    "infinite": lambda law: law.clone().index_fill_(0, torch.tensor([5]), math.inf),
-    "negative": lambda law: law.clone().index_add_(0, torch.tensor([5, 6]), torch.tensor([-0.2, 0.2])),
-    "too much": lambda law: 2 * law,
-    "too little": lambda law: 0.9 * law,
+    "NaN": lambda probs: probs.clone().fill_(math.nan),
+    "one NaN": lambda probs: probs.clone().index_fill_(0, torch.tensor([5]), math.nan),
+    "infinite": lambda probs: probs.clone().index_fill_(0, torch.tensor([5]), math.inf),
+    "negative": lambda probs: probs.clone().index_add_(0, torch.tensor([5, 6]), torch.tensor([-0.2, 0.2])),
+    "too much": lambda probs: 2 * probs,
+    "too little": lambda probs: 0.9 * probs,
     "nothing": torch.zeros_like,
 }
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 
 class Guessing(Drafter):
-    """Samples a chain of three from a law of its own, which is wrong in some rows from some place on."""
+    """Samples a chain of three from a distribution of its own, which is wrong in some rows from some place on."""
 
     name = "guessing"
 
     def __init__(self, spoil: Callable[[Tensor], Tensor], places: Sequence[int]) -> None:
-        """`places`: by row, the first node whose children are drawn from a wrong law; 3 is behind the last."""
+        """`places`: by row, the first node whose children are drawn from a wrong distribution; 3 is behind the last."""
         self.spoil, self.places = spoil, places
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -53,10 +53,10 @@ class Guessing(Drafter):
         trees = context.trees()
         for row, rng, tree in zip(context.rows, context.rng, trees, strict=True):
             for node in range(3):
-                law = torch.linspace(2, 1, 100).softmax(-1)
-                law = self.spoil(law) if node >= self.places[row] else law
-                tree.set_probs(node, law)
-                tree.add(rng.drafted(law, node), node, drawn=Drawn.IID, confidence=0.5)
+                probs = torch.linspace(2, 1, 100).softmax(-1)
+                probs = self.spoil(probs) if node >= self.places[row] else probs
+                tree.set_probs(node, probs)
+                tree.add(rng.drafted(probs, node), node, drawn=Drawn.IID, confidence=0.5)
         return trees
 
 
@@ -109,17 +109,17 @@ def test_the_row_goes_on_as_without_a_draft(target: Target, wrong: str) -> None:
     assert len({row.tokens[-1] for rows in found for row in rows}) > 10
 
 
-def chains(laws: Laws, lost: Callable[[TokenTree], TokenTree]) -> Callable[[Rng], TokenTree]:
+def chains(probs: Distributions, lost: Callable[[TokenTree], TokenTree]) -> Callable[[Rng], TokenTree]:
     """Draws a chain of two; behind token 0 it samples from NaN, and the tree goes through `lost`."""
 
     def draw(rng: Rng) -> TokenTree:
         tree = TokenTree(0)
-        tree.set_probs(0, laws[()])
-        first = tree.add(rng.drafted(laws[()], 0), 0, drawn=Drawn.IID)
+        tree.set_probs(0, probs[()])
+        first = tree.add(rng.drafted(probs[()], 0), 0, drawn=Drawn.IID)
         token = tree.tokens[first]
-        law = laws[(token,)] if token else torch.full_like(laws[()], math.nan)
-        tree.set_probs(first, law)
-        tree.add(rng.drafted(law, first) if token else 1, first, drawn=Drawn.IID)
+        below = probs[(token,)] if token else torch.full_like(probs[()], math.nan)
+        tree.set_probs(first, below)
+        tree.add(rng.drafted(below, first) if token else 1, first, drawn=Drawn.IID)
         fetch_masses([tree])
         return lost(tree)
 
@@ -127,7 +127,7 @@ def chains(laws: Laws, lost: Callable[[TokenTree], TokenTree]) -> Callable[[Rng]
 
 
 @pytest.mark.parametrize("rule", ["block", "traversal", "token_rejection", "recursive_rejection"])
-def test_the_output_keeps_its_law(rule: str) -> None:
+def test_the_output_keeps_its_distribution(rule: str) -> None:
     """Exactly, though which chains are cut depends on what was drawn above; to lose the whole chain would bias it."""
 
     def guarded(tree: TokenTree) -> TokenTree:
@@ -138,7 +138,7 @@ def test_the_output_keeps_its_law(rule: str) -> None:
         return without(tree, {0: math.nan}) if bad else tree
 
     for seed in range(3):
-        target, draft = toy_laws(World.RANDOM, vocabulary=3, depth=3, seed=seed)
-        law = exact_law(rule_named(rule), target, chains(draft, guarded), horizon=3)
-        assert law.error(target) < 1e-7, "laws travel in float32"
-        assert exact_law(rule_named(rule), target, chains(draft, planted), horizon=3).error(target) > 1e-3
+        target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=seed)
+        probs = exact_distribution(rule_named(rule), target, chains(draft, guarded), horizon=3)
+        assert probs.error(target) < 1e-7, "distributions travel in float32"
+        assert exact_distribution(rule_named(rule), target, chains(draft, planted), horizon=3).error(target) > 1e-3

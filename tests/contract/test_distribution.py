@@ -1,4 +1,4 @@
-"""Sampled answers follow the target's law exactly, whoever drafts and whichever lossless rule judges."""
+"""Sampled answers follow the target's distribution exactly, whoever drafts and whichever lossless rule judges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_outcomes_are_all_there() -> None:
     assert sum(expected().values()) == pytest.approx(1, abs=1e-6)
 
 
-def test_plain_sampling_follows_the_law() -> None:
+def test_plain_sampling_follows_the_distribution() -> None:
     assert p_value(sample(llm(None, rows=64), draws()), expected()) > LEVEL
 
 
@@ -48,7 +48,7 @@ def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) ->
 
 @pytest.mark.parametrize("detect", [0.2, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", SAMPLING, ids=str)
-def test_the_default_rule_keeps_the_law(variant: Variant, detect: float) -> None:
+def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float) -> None:
     """Whatever draws nothing gives the very text of plain decoding, which is tested below."""
     assert p_value(sample(llm(variant, rows=64, check=False), draws(detect)), expected()) > LEVEL
 
