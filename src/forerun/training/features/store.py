@@ -100,11 +100,6 @@ class FeatureWriter:
         finished = sum(sum(shard.lengths) for shard in self._shards)
         return finished + sum(length for _, length, _ in self._open)
 
-    @property
-    def shards(self) -> int:
-        """Finished shards."""
-        return len(self._shards)
-
     def append(self, document: int, features: Mapping[Signal, Tensor]) -> None:
         """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`.
 
@@ -212,14 +207,6 @@ class FeatureStore:
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def length(self, document: int) -> int:
-        """Tokens of a document.
-
-        Raises:
-            DataError: there is no such document.
-        """
-        return self._place(document).length
 
     def read(
         self, document: int, offset: int = 0, length: int | None = None, *, dtype: torch.dtype | None = None

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -452,7 +452,7 @@ def _describe_run(settings: TrainSettings, parallel: Parallel, extra: Mapping[st
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "seed": settings.seed,
-        "settings": settings.to_json(),
+        "settings": asdict(settings),
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("forerun", "torch", "transformers")},
         "git_commit": _commit(),
