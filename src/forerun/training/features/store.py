@@ -137,7 +137,7 @@ class FeatureWriter:
             self._path(".bin.partial").unlink(missing_ok=True)
 
     def _path(self, suffix: str) -> Path:
-        """Of the open shard, which takes the first number that is free: a damaged one may have been deleted."""
+        """A file of the open shard, which takes the first free number: a damaged one may have been deleted."""
         names = {shard.path.stem for shard in self._shards}
         stem = next(stem for stem in map("shard-{:05d}".format, itertools.count()) if stem not in names)
         return self.directory / f"{stem}{suffix}"
@@ -241,7 +241,7 @@ class FeatureStore:
         return self._places[document]
 
     def _compare(self, document: int, place: _Place) -> None:
-        """Read all of a document once.
+        """Compare a document's records with their checksum.
 
         Raises:
             DataError: it is not what was written.
