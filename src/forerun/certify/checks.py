@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One piece of evidence."""
+    """One check and its outcome."""
 
     name: str
     passed: bool
@@ -356,14 +356,14 @@ def seed_check(llm: LLM, prompts: Sequence[Tokens], plan: Plan, temperature: flo
 
 
 def _answers(llm: LLM, prompts: Sequence[Tokens], params: SamplingParams) -> list[CompletionOutput]:
-    """With drafts that are free: a policy may rightly draft nothing on a busy machine, which would prove nothing."""
+    """Speculative answers with drafting counted as free: a policy that drafts nothing would prove nothing."""
     with llm.engine.drafting.free_of_charge():
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     return [output.outputs[0] for output in outputs]
 
 
 def _rules(answers: Sequence[CompletionOutput]) -> set[str]:
-    """Those that verified drafts."""
+    """Names of the rules that verified drafts."""
     return {rule for answer in answers for rule in answer.speculation.steps_per_rule}
 
 

@@ -115,7 +115,7 @@ def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_
 
 
 def some(names: list[str], most: int = 6) -> str:
-    """The first of them, and how many more there are."""
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -174,7 +174,7 @@ def differences(first: HeadCheckpoint, second: HeadCheckpoint) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetFacts:
-    """What writing and judging a head needs to know of its target."""
+    """What writing and checking a head needs to know of its target."""
 
     name_or_path: str
     architectures: tuple[str, ...]
@@ -223,7 +223,7 @@ class TargetFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFiles:
-    """A directory as it lies there, before any format has made sense of it."""
+    """Configuration and tensors of a directory, before a format has read them."""
 
     directory: Path
     config: Mapping[str, Any]

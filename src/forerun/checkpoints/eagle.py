@@ -32,7 +32,7 @@ UPPER_HIDDEN_NORM = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
 
 
 def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
+    """A file's tensors under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
 
     Layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``; either name is
     taken, both if they are equal.
@@ -71,7 +71,7 @@ def _merge_upper_norm(tensors: dict[str, Tensor], hidden_norm: str) -> None:
 
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
-    """Under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
+    """Tensors under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
 
     ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids.
     """

@@ -106,7 +106,7 @@ def _harmless(name: str, tensor: Tensor, config: EagleConfig) -> bool:
 
 
 def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """A Qwen3 layer has no other biases than those of queries, keys and values."""
+    """What vLLM loads: a Qwen3 layer has no other biases than those of queries, keys and values."""
     attention = bool(keys.get("attention_bias"))
     either = attention or bool(keys.get("bias"))
     if config.generation == 1:
@@ -123,7 +123,7 @@ def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
 
 
 def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """Its EAGLE-1 always has a bias after ``fc``; its EAGLE-3 never has one for queries, keys and values."""
+    """What SGLang loads: its EAGLE-1 always has a bias after ``fc``, its EAGLE-3 none for queries, keys and values."""
     fc_bias = bool(keys.get("bias"))
     either = bool(keys.get("attention_bias")) or fc_bias
     if config.generation == 1:
@@ -143,7 +143,7 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
 
 
 def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """How many states ``fc`` reads stands in its YAML."""
+    """What TensorRT-LLM loads; how many states ``fc`` reads stands in its YAML."""
     nested = keys.get(NESTED) or {}
     places = _places(
         config,
@@ -166,7 +166,7 @@ LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]] = {
 
 
 def _places(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
-    """Of a head as an engine reads it, which has other fields than `config`."""
+    """Names and shapes of a head as an engine reads it, with the fields `read` instead of those of `config`."""
     shapes = expected_shapes(dataclasses.replace(config, attention_bias=True, **read))
     absent = ([] if qkv_bias else ["q", "k", "v"]) + ([] if o_bias else ["o"])
     unbiased = tuple(f"self_attn.{name}_proj.bias" for name in absent)
@@ -181,7 +181,7 @@ def _counted(config: EagleConfig, keys: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _without_fc(places: Shapes) -> Shapes:
-    """States that are as wide as the head are taken as they are."""
+    """Without the fusion: states that are as wide as the head are taken as they are."""
     return {name: shape for name, shape in places.items() if not name.startswith(("fc.", "fc_norm.", "input_norm."))}
 
 
@@ -373,7 +373,7 @@ TARGETS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": 
 
 
 def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """What would be other if the head were written anew."""
+    """Tensors that an engine loads otherwise from these files than from an export of the head."""
     known = {(finding.engine, finding.what) for finding in loading(head, target)}
     engines = [name for name in LOADERS if head.config.generation == 3 or name != "trtllm"]
     keys = stored.config

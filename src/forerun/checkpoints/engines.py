@@ -63,7 +63,7 @@ def fails(engine: str, what: str, why: str, remedy: str) -> Finding:
 
 
 def all_engines(severity: Severity, what: str, why: str, remedy: str) -> Iterator[Finding]:
-    """The same of every engine."""
+    """The same finding for every engine."""
     for engine in ENGINES:
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
@@ -160,7 +160,7 @@ def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFact
 
 
 def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """Things that no engine can survive."""
+    """What breaks every engine: sizes that are not the target's, NaN and infinity."""
     config = head.config
     for name, ours, theirs in (
         ("hidden states", config.target_hidden_size, target.hidden_size),
@@ -257,7 +257,7 @@ def _refuse(findings: list[Finding], destination: Destination) -> None:
 
 
 def _verify(head: HeadCheckpoint, directory: Path) -> None:
-    """No layer count is given: the files must say themselves what the head reads."""
+    """Read back and compare; without a layer count, for the files must say themselves what the head reads."""
     wrong = differences(head, parse(read_files(directory)))
     if wrong:
         raise CheckpointError(

@@ -134,7 +134,7 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
 
 
 def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoint:
-    """What the files say; errors as `read_head`, naming the directory. Doubts are in its notes."""
+    """The head that the files hold; errors as `read_head`, naming the directory. Doubts are in its notes."""
     try:
         found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
     except CheckpointError as error:

@@ -126,7 +126,7 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _extra(layers: Keys, top: Keys, whole: Keys) -> dict[str, Any]:
-    """What nobody read; `WHOLE`, by which vLLM knows this format, under another name, and only if it says more than we.
+    """Keys that nobody read; `WHOLE`, by which vLLM knows this format, under another name and only if it says more.
 
     Raises:
         CheckpointError: an unknown key is there twice, with two values, or how to draft is said in no way we know.

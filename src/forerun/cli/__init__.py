@@ -59,7 +59,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A mapping is what the flag takes as JSON, as --speculative-config does."""
+    """A mapping as JSON, which such flags take (--speculative-config); anything else as it is."""
     return json.dumps(value) if isinstance(value, dict) else value
 
 

@@ -1,4 +1,4 @@
-"""``forerun calibrate MODEL``: what a pass over n nodes costs here, and a level of each drafter."""
+"""``forerun calibrate MODEL``: cost of a pass over n nodes on this machine, and of a level of each drafter."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def pretty(value: Any, indent: str = "") -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN; null says that there is no such number."""
+    """Null for infinity and NaN, which JSON does not have."""
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -36,7 +36,7 @@ Show = Callable[[str, Any], "RequestOutput"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Setting:
-    """What is compared, for the report."""
+    """What is compared: model, drafter, prompt, sampling."""
 
     model: str
     config: dict[str, Any]
@@ -159,7 +159,7 @@ def _loading(loading: LoadOptions, scale: float | None) -> LoadOptions:
 
 
 class _Quiet:
-    """Runs a stream without a word."""
+    """Runs a stream without printing."""
 
     def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
         output = None

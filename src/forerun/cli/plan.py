@@ -94,7 +94,7 @@ ROOFLINE = RooflineOptions()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The command line, typed."""
+    """All options of the command line."""
 
     batch: int
     context: int | None
@@ -256,7 +256,7 @@ def _shown(asked: Asked, load: Load, notes: list[str], **more: Any) -> Shown:
 
 
 def _survival(asked: Asked) -> tuple[list[float], list[str]]:
-    """By depth, and what was assumed for it."""
+    """Acceptance by depth, and what was assumed for it."""
     options = asked.acceptance
     length = max(16, asked.k or 0)
     if options.acceptance is not None:
@@ -442,7 +442,7 @@ def _batch_note(asked: Asked) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """All that is said about one plan."""
+    """A plan with everything that is printed about it."""
 
     plan: Plan
     load: Load

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -21,19 +20,6 @@ if TYPE_CHECKING:
     from forerun.training.data.prepare import Record
 
 tune = App(name="tune", help="Find settings for a model by measuring it.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Setting:
-    """What is measured."""
-
-    model: str
-    prompts: Path | None
-    limit: int
-    prompt_tokens: int
-    tokens: int
-    length: int
-    temperature: float
 
 
 @tune.command(name="skip-layers")
@@ -84,25 +70,27 @@ def skip_layers(
     json
         One JSON object on stdout.
     """
-    setting = _Setting(
-        model=model,
-        prompts=prompts,
-        limit=limit,
-        prompt_tokens=prompt_tokens,
-        tokens=tokens,
-        length=num_speculative_tokens,
-        temperature=temperature,
-    )
-    _check(setting, output, iterations, budget_s)
+    counts = {
+        "--limit": limit,
+        "--prompt-tokens": prompt_tokens,
+        "--tokens": tokens,
+        "--num-speculative-tokens": num_speculative_tokens,
+        "--iterations": 1 if iterations is None else iterations,
+    }
+    _check(counts, temperature, budget_s, output)
+    if prompts is None and model != "demo":
+        raise ArgumentError(
+            "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
+        )
     from forerun.cli import session
     from forerun.drafters.skipping import tuning
     from forerun.drafters.skipping.measure import Probe
     from forerun.types import SamplingParams
 
-    questions = _questions(setting)
+    questions = _questions(prompts, limit)
     llm = session.load(model, loading, None, max_num_seqs=len(questions) or limit)
     params = SamplingParams(temperature=temperature, seed=seed, top_k=0)
-    found = _tokens(llm, setting, questions)
+    found = _tokens(llm, questions, limit, prompt_tokens)
     probe = Probe(llm.target, found, length=num_speculative_tokens, tokens=tokens, params=params)
     sets = None if iterations is None and budget_s else iterations or tuning.ITERATIONS
     with console.progress_bar("sets", sets) as update:
@@ -113,55 +101,44 @@ def skip_layers(
         tuned = tuning.tune(
             probe, llm.target.num_layers, iterations=iterations, budget_s=budget_s, seed=seed, progress=progress
         )
-    file = _file(llm, setting, tuned, len(found), seed)
+    about = {"temperature": temperature, "prompts": len(found), "tokens": tokens, "seed": seed}
+    file = _file(llm, model, tuned, about)
     file.write(output)
     _show(file, tuned, output, json=json)
     return 130 if tuned.interrupted else 0
 
 
-def _check(setting: _Setting, output: Path, iterations: int | None, budget_s: float | None) -> None:
-    for name, value in (
-        ("--limit", setting.limit),
-        ("--prompt-tokens", setting.prompt_tokens),
-        ("--tokens", setting.tokens),
-        ("--num-speculative-tokens", setting.length),
-        ("--iterations", 1 if iterations is None else iterations),
-    ):
+def _check(counts: dict[str, int], temperature: float, budget_s: float | None, output: Path) -> None:
+    for name, value in counts.items():
         if value < 1:
             raise ArgumentError(f"{name} must be at least 1, got {value}")
-    if setting.temperature < 0 or (budget_s is not None and budget_s <= 0):
-        raise ArgumentError(
-            f"--temperature must be 0 or more and --budget-s above 0, got {setting.temperature} and {budget_s}"
-        )
+    if temperature < 0 or (budget_s is not None and budget_s <= 0):
+        raise ArgumentError(f"--temperature must be 0 or more and --budget-s above 0, got {temperature} and {budget_s}")
     if output.is_dir():
         raise ArgumentError(f"--output names the directory {output}; name a file in it, such as {output / 'skip.json'}")
-    if setting.prompts is None and setting.model != "demo":
-        raise ArgumentError(
-            "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
-        )
 
 
-def _questions(setting: _Setting) -> list[Record]:
+def _questions(prompts: Path | None, limit: int) -> list[Record]:
     """The records of the prompt file; none where the shipped prompts are meant."""
-    if setting.prompts is None:
+    if prompts is None:
         return []
     from forerun.training.data.prepare import BadRecords, read_records
 
-    found = list(itertools.islice(read_records(setting.prompts, BadRecords(skip=False)), setting.limit))
+    found = list(itertools.islice(read_records(prompts, BadRecords(skip=False)), limit))
     if not found:
-        raise DataError(f"{setting.prompts} holds no prompt")
+        raise DataError(f"{prompts} holds no prompt")
     return found
 
 
-def _tokens(llm: LLM, setting: _Setting, questions: list[Record]) -> list[list[int]]:
+def _tokens(llm: LLM, questions: list[Record], limit: int, prompt_tokens: int) -> list[list[int]]:
     """The prompts as the model reads them."""
     if llm.tokenizer is None:
-        raise ArgumentError(f"{setting.model} has no tokenizer beside it; prompts are read with one")
-    if setting.prompts is None:
+        raise ArgumentError(f"{llm.target.name_or_path} has no tokenizer beside it; prompts are read with one")
+    if not questions:
         from forerun.demo import contexts
 
-        return contexts(llm.tokenizer, count=setting.limit, length=setting.prompt_tokens)
-    found = [_prompt_tokens(llm, record, setting.prompt_tokens) for record in questions]
+        return contexts(llm.tokenizer, count=limit, length=prompt_tokens)
+    found = [_prompt_tokens(llm, record, prompt_tokens) for record in questions]
     for record, ids in zip(questions, found, strict=True):
         if not ids:
             raise DataError(f"{record.where}: there is nothing to answer")
@@ -178,7 +155,7 @@ def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
     return llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"] if asked else []
 
 
-def _file(llm: LLM, setting: _Setting, tuned: Tuned, prompts: int, seed: int) -> SkipFile:
+def _file(llm: LLM, model: str, tuned: Tuned, about: dict[str, Any]) -> SkipFile:
     import torch
 
     from forerun.drafters.skipping.file import SkipFile, structure_hash
@@ -191,11 +168,8 @@ def _file(llm: LLM, setting: _Setting, tuned: Tuned, prompts: int, seed: int) ->
         "mean_acceptance_length": best.mean_acceptance_length,
         "draft_ms": best.draft_ms,
         "verify_ms": tuned.costs.verify_ms[best.num_speculative_tokens],
-        "temperature": setting.temperature,
-        "prompts": prompts,
-        "tokens": setting.tokens,
+        **about,
         "sets": len(tuned.trials),
-        "seed": seed,
         "seconds": tuned.seconds,
         "interrupted": tuned.interrupted,
         "device": str(target.device),
@@ -203,7 +177,7 @@ def _file(llm: LLM, setting: _Setting, tuned: Tuned, prompts: int, seed: int) ->
         "threads": torch.get_num_threads(),
     }
     return SkipFile(
-        model=setting.model,
+        model=model,
         num_layers=target.num_layers,
         structure=structure_hash(target),
         skip=best.skip,

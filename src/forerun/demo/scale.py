@@ -240,7 +240,7 @@ def _recorded_fingerprint(destination: Path) -> str | None:
 
 
 def _write(scaled: ScaledModel, config: dict[str, Any], fingerprint: str, dtype: str) -> None:
-    """A half-written model is never found."""
+    """Write the scale model; a reader never finds half of it."""
     try:
         with written_folder(scaled.path) as folder:
             _write_weights(folder, scaled, config, _DTYPES[dtype])

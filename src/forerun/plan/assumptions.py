@@ -278,7 +278,7 @@ class KeyValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """One pass, taken apart."""
+    """Arithmetic and memory time of one pass."""
 
     compute_ms: float
     memory_ms: float

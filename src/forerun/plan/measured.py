@@ -86,7 +86,7 @@ class Measured:
         return max((done.depth for done in self.trial.steps), default=1) or 1
 
     def load(self, cost: CostModel, *, rows: int) -> Load:
-        """What the planner needs. At a batch the drafter's cost is assumed to grow as the target's plain pass does."""
+        """The planner's load. At a batch the drafter's cost is assumed to grow as the target's plain pass does."""
         trial = self.trial
         return Load(
             survival=trial.survival or [0.0],

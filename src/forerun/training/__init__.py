@@ -1,1 +1,1 @@
-"""Training drafters: data, features, losses, the loop. Knows nothing of engines or servers."""
+"""Training of draft heads: recipes, data, features, objectives, the loop."""

@@ -42,7 +42,7 @@ class Divergence(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
-    """Where soft targets come from: their logits are formed chunk by chunk, like the student's."""
+    """The teacher's states and output head: its logits are formed chunk by chunk, like the student's."""
 
     hidden: Tensor
     """(R / G, Ht): the teacher's states after its final norm; G rows of the student in a row follow the same one."""
@@ -68,7 +68,7 @@ class Teacher:
         return torch.ones(len(self.weight), dtype=torch.bool, device=self.weight.device).index_fill(0, self.tokens, 0)
 
     def probs(self, logits: Tensor) -> _Probs:
-        """Of (.., Vt) logits, as far as the student can follow them."""
+        """Probabilities of (.., Vt) logits at the student's tokens."""
         logits = logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -110,7 +110,7 @@ class VocabularyLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """What the rows should predict."""
+    """The targets of the rows and how the distance to them is measured."""
 
     weights: Tensor
     teacher: Teacher | None

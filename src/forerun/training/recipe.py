@@ -40,7 +40,7 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """The head."""
+    """Size and shape of the head."""
 
     vocab_size: int | None = None
     """Tokens that the head can propose, the most frequent of the data; None is all of them."""
@@ -52,7 +52,7 @@ class DraftSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSettings:
-    """What is decoded."""
+    """How evaluation decodes."""
 
     max_tokens: int = 64
     """Of each answer."""

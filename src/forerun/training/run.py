@@ -74,7 +74,7 @@ def _whole(name: str | Path, dtype: str, device: str) -> Any:
 
 
 def _sharded(name: str | Path, dtype: str, place: Parallel) -> Any:
-    """Through the CPU, one process of a machine after the other: host and device hold one copy at most."""
+    """Load and shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
     mesh = init_device_mesh(place.device.type, (place.world,))
     mine = int(os.environ.get("LOCAL_RANK", place.rank))
     model = None
@@ -90,7 +90,7 @@ def _sharded(name: str | Path, dtype: str, place: Parallel) -> Any:
 
 
 def _tensor_parallel(name: str | Path, dtype: str, place: Parallel) -> Any:
-    """Each process reads its part of the layers only."""
+    """Load by transformers' ``tp_plan``: each process reads its part of the layers only."""
     options = LoadOptions(dtype=dtype, tp_plan="auto")
     config = read_config(name, options)
     _refuse_uneven(config.get_text_config(decoder=True), place.world)
@@ -311,7 +311,7 @@ def _evaluation(
 
 
 class Evaluation:
-    """Decodes the same prompts again and again with whatever the head has become."""
+    """Acceptance of a head in real speculative decoding of held-out prompts, pooled over all steps."""
 
     def __init__(
         self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings | None = None

@@ -141,7 +141,7 @@ def disable_huggingface_checkpointing() -> None:
 
 
 def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: OnlineFeatures) -> None:
-    """From here on nothing may fail: the model is half converted."""
+    """Change the model's class and give it the head; nothing may fail here, or the model is left half converted."""
     base: Any = type(model)
     model.requires_grad_(False)
     model.__class__ = converted_class(base)
@@ -158,7 +158,7 @@ def _check_forward(model: Any) -> None:
 
 
 def _fresh(model: Any, config: EagleConfig, ids: Tensor | None) -> EagleHead:
-    """An untrained head in float32; until its tokens are known it stands for the first ones."""
+    """An untrained head in float32; a reduced vocabulary that is not known yet is the first tokens."""
     seed = torch.initial_seed()
     if ids is None and config.reduced_vocabulary:
         ids = torch.arange(config.draft_vocab_size)

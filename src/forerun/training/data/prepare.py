@@ -402,7 +402,7 @@ class Encoder:
         return last + 1
 
     def _uncount_end(self, encoded: Encoded) -> None:
-        """The template closed an answer that a limit had cut off; its writer did not."""
+        """Unmask the end-of-turn tokens by which the template closed an answer that a limit had cut off."""
         last = next((i for i in range(len(encoded.mask) - 1, -1, -1) if encoded.mask[i]), -1)
         while last >= 0 and encoded.mask[last] and encoded.tokens[last] in self._special:
             encoded.mask[last] = False
@@ -464,7 +464,7 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The outcome."""
+    """The prepared data, and why records were left out."""
 
     data: PreparedData
     """What was written, opened."""

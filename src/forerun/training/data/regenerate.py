@@ -60,7 +60,7 @@ Script = Generator[Question, Answer, dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Director:
-    """Makes the scripts."""
+    """Makes a record's script: what to ask the target, and the line that comes of the answers."""
 
     tokenizer: PreTrainedTokenizerBase | None
     """Cuts prompts out of plain texts; needed for those only."""
@@ -237,7 +237,7 @@ class Endpoint:
         )
 
     async def ask(self, client: Any, question: Question) -> Answer:
-        """One answer.
+        """Ask one question and return the answer.
 
         Raises:
             DataError: the endpoint refuses this question; others may pass.
@@ -316,7 +316,7 @@ MOST_FAILURES = 20
 
 @dataclass(kw_only=True, slots=True)
 class Regenerated:
-    """The outcome, and while it runs, how far it is."""
+    """Counts of records and answers: progress while it runs, then the outcome."""
 
     output: Path
     """The file written."""
@@ -358,7 +358,7 @@ Tell = Callable[[Regenerated], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is left to do."""
+    """The records that are left to answer."""
 
     director: Director
     records: list[Record]
@@ -425,7 +425,7 @@ class _Batch:
     """Request id -> whose question it is."""
 
     def run(self, concurrency: int) -> None:
-        """Until no record is left; what is unfinished when something is raised leaves the engine."""
+        """Answer all records; what is unfinished when something is raised is aborted."""
         waiting = deque(self.todo.records)
         try:
             while waiting or self.running:
@@ -440,7 +440,7 @@ class _Batch:
                 self.llm.abort(request)
 
     def _take(self, last: StreamChunk, written: CompletionOutput) -> None:
-        """A question was answered, or cannot be."""
+        """Go on with the record whose question was answered, or count it as failed."""
         record, script = self.running.pop(last.request_id)
         if last.error is not None:
             self.todo.progress.fail(record, last.error)

@@ -309,7 +309,7 @@ BUCKET = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Where a run of a batch's tokens came from."""
+    """A stretch of a document in a batch: where it stands in both."""
 
     row: int
     """Row of the batch."""

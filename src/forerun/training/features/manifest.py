@@ -54,7 +54,7 @@ _READER_IGNORES = ("dtype", "source")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureManifest:
-    """What makes two sets of features the same."""
+    """What a feature store was made from and how; two stores with equal manifests hold the same features."""
 
     target: str
     """Directory or hub id, for people."""

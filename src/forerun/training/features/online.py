@@ -166,7 +166,7 @@ def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> Atte
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """While open, no dropout: a trainer's ``train()`` reaches the frozen target too."""
+    """Put a module into evaluation mode and back: a trainer's ``train()`` reaches the frozen target too."""
     switched = [child for child in module.modules() if child.training]
     for child in switched:
         child.training = False
@@ -242,7 +242,7 @@ class ProbeReport:
         return all(check.passed for check in self.checks)
 
     def require(self) -> ProbeReport:
-        """Itself.
+        """Raise if a boundary failed; returns the report.
 
         Raises:
             DataError: features differ from the target's hidden states; names each boundary.

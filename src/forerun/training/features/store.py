@@ -100,11 +100,6 @@ class FeatureWriter:
         finished = sum(sum(shard.lengths) for shard in self._shards)
         return finished + sum(length for _, length, _ in self._open)
 
-    @property
-    def shards(self) -> int:
-        """Finished shards."""
-        return len(self._shards)
-
     def append(self, document: int, features: Mapping[Signal, Tensor]) -> None:
         """Add the states (L, Ht) of one document at every boundary of the manifest and at `LAST_HIDDEN`.
 
@@ -142,7 +137,7 @@ class FeatureWriter:
             self._path(".bin.partial").unlink(missing_ok=True)
 
     def _path(self, suffix: str) -> Path:
-        """Of the open shard, which takes the first number that is free: a damaged one may have been deleted."""
+        """A file of the open shard, which takes the first free number: a damaged one may have been deleted."""
         names = {shard.path.stem for shard in self._shards}
         stem = next(stem for stem in map("shard-{:05d}".format, itertools.count()) if stem not in names)
         return self.directory / f"{stem}{suffix}"
@@ -213,14 +208,6 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._places)
 
-    def length(self, document: int) -> int:
-        """Tokens of a document.
-
-        Raises:
-            DataError: there is no such document.
-        """
-        return self._place(document).length
-
     def read(
         self, document: int, offset: int = 0, length: int | None = None, *, dtype: torch.dtype | None = None
     ) -> dict[Signal, Tensor]:
@@ -254,7 +241,7 @@ class FeatureStore:
         return self._places[document]
 
     def _compare(self, document: int, place: _Place) -> None:
-        """Read all of a document once.
+        """Compare a document's records with their checksum.
 
         Raises:
             DataError: it is not what was written.

@@ -206,7 +206,7 @@ class VllmFeatures:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Any failure of vLLM's as ours; the reason mostly stands in the log of one of its processes.
+    """Turn vLLM's failures into `DataError`; the reason mostly stands in the log of one of its processes.
 
     Raises:
         DataError: there was one.
@@ -220,7 +220,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _load(path: Path) -> Mapping[str, Tensor]:
-    """What the connector wrote, which is then deleted.
+    """Read and delete what the connector wrote.
 
     Raises:
         DataError: nothing was written.
@@ -241,7 +241,7 @@ def _load(path: Path) -> Mapping[str, Tensor]:
 
 
 def _wait_for_writer(lock: Path) -> None:
-    """Return when vLLM's connector, which holds this lock from the prompt's first step on, lets go of it.
+    """Wait until vLLM's connector releases the lock that it holds from the prompt's first step on.
 
     Raises:
         DataError: it does not.

@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint, read."""
+    """What a checkpoint says about itself."""
 
     path: Path
     progress: Progress
@@ -203,7 +203,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
 
 
 def _refuse_other_kinds(path: Path, optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Tensor]]) -> None:
-    """Muon's momentum in AdamW's hands, or the reverse, would be read without complaint and break at the next step."""
+    """Refuse Muon's state for AdamW, or the reverse: torch would load it and break at the next step."""
     muon = isinstance(optimizer, torch.optim.Muon)
     if any(("momentum_buffer" in state) != muon for state in states):
         raise CheckpointError(
@@ -339,7 +339,7 @@ def restore_random(text: str) -> None:
 
 @contextmanager
 def random_preserved() -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace outside."""
+    """Restore all random states at the end."""
     states = capture_random()
     try:
         yield

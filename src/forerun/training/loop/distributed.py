@@ -1,4 +1,4 @@
-"""One process, or several: who we are, how a module is spread, and how sums are formed.
+"""Processes: rank and world, DDP and FSDP2 of the objective's module, and collectives.
 
 Reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); starts no process.
 Knows nothing of optimizers, checkpoints or the loss.
@@ -69,11 +69,11 @@ class Parallel:
 
     @property
     def first(self) -> bool:
-        """True for the one process that writes files and talks."""
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.world > 1:
             dist.barrier()
 
@@ -186,7 +186,7 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients are exchanged in the `last` micro-batch of a step only; before, each process adds up its own."""
+    """Exchange gradients in the `last` micro-batch of a step only; before, each process adds up its own."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     waiting = isinstance(model, DistributedDataParallel) and not last
@@ -196,7 +196,7 @@ def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, a sharded module's parameters are whole, so that it can draft. All processes must take part."""
+    """Gather a sharded module's parameters meanwhile, so that it can draft. All processes must take part."""
     if not isinstance(model, FSDPModule):
         yield
         return

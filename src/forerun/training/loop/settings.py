@@ -111,10 +111,6 @@ class TrainSettings:
         """Warm-up steps of a run of `total` steps."""
         return self.warmup_steps if self.warmup_steps is not None else round(self.warmup_share * total)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for ``run.json``."""
-        return asdict(self)
-
     def fixed(self) -> dict[str, Any]:
         """``training.<field>`` -> value, of what a resumed run must keep."""
         return {f"training.{name}": value for name, value in asdict(self).items() if name not in MAY_CHANGE}

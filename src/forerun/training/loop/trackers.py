@@ -25,7 +25,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class Tracker(Protocol):
-    """A place for numbers."""
+    """Records values by step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` after optimizer step number `step` (from 1); names with "eval/" come from evaluation."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -75,7 +75,7 @@ def start_from(
 
 
 def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> what has become of it, in words."""
+    """Keys of the recipe that differ -> the former and the new value, in words."""
     if former is None:
         return {"": "an older forerun wrote it and did not record its recipe"}
     keys = [*former, *(key for key in recipe if key not in former)]
@@ -288,7 +288,7 @@ def _make_masters(module: nn.Module) -> None:
 
 @dataclass(kw_only=True)
 class _Loop:
-    """One run, from where it starts to where it ends."""
+    """The state of a run, and its loop."""
 
     model: nn.Module
     module: nn.Module
@@ -327,7 +327,7 @@ class _Loop:
                 self._step()
 
     def result(self, reason: Reason) -> TrainResult:
-        """What the caller gets."""
+        """How it ended, for the caller of `train`."""
         assert self.saved is not None
         return TrainResult(
             reason=reason,
@@ -452,7 +452,7 @@ def _describe_run(settings: TrainSettings, parallel: Parallel, extra: Mapping[st
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "seed": settings.seed,
-        "settings": settings.to_json(),
+        "settings": asdict(settings),
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("forerun", "torch", "transformers")},
         "git_commit": _commit(),

@@ -22,7 +22,7 @@ from forerun.training.loop.settings import TrainSettings
 
 @dataclass(kw_only=True, slots=True)
 class Sums:
-    """What is added up over micro-batches, processes and steps."""
+    """Sums of losses, weights, tokens and metrics over micro-batches, processes and steps."""
 
     loss: float = 0.0
     """Nats, over all counted predictions."""

@@ -14,7 +14,7 @@ from forerun.training.chunked_loss import Teacher
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveSettings:
-    """What every objective can be told; a kind of head adds its own."""
+    """Settings of every objective; a kind of head adds its own."""
 
     gradient_checkpointing: bool = False
     """Compute the layers once more in the backward pass instead of keeping their insides."""

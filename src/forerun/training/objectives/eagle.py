@@ -25,7 +25,7 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleSettings(Eagle3Settings):
-    """What the objective is made of; the defaults are the paper's."""
+    """Steps, weights and noise of the objective; the defaults are the paper's."""
 
     steps: int = 1
     """How often the head is unrolled; beyond the first on its own features."""

@@ -26,7 +26,7 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Settings(ObjectiveSettings):
-    """What the objective is made of."""
+    """Steps, weights and divergence of the objective."""
 
     steps: int = 7
     """T, how often the head is unrolled."""
@@ -244,7 +244,7 @@ def ttt_attention(
 
 
 class _TttAttention(torch.autograd.Function):
-    """Flash-style: keeps the output and the scores of the own line, recomputes the rest."""
+    """Flash-style attention: saves the output and the scores of the own line, recomputes the rest."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, ah
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaSettings(ObjectiveSettings):
-    """What the objective is made of."""
+    """Weights of the objective."""
 
     decay: float = 0.8
     """Depth k weighs decay^k."""
