@@ -42,7 +42,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.target import Target
-from forerun.target.swapping import Weights, exchange, ready
+from forerun.target.kernels.packing import Weights, exchange, ready
 from forerun.types import Budget, Draft
 
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]

@@ -175,8 +175,8 @@ class TestTurns:
             assert 0.7 < one / other < 1.43, (one, other)
 
     def test_users_of_a_key_share_its_rows(self, checkpoint: Path) -> None:
-        """Who invents more users takes from his own key alone. A key takes its half while it always has a request waiting;
-        with four in flight, as many as its half of the rows, it has none."""
+        """Who invents more users takes from his own key alone. A key takes its half while it always has a request
+        waiting; with four in flight, as many as its half of the rows, it has none."""
         crowd = [(keyed(ATTACKER), {"user": f"user-{number}"}) for number in range(4)]
         with serving(checkpoint, **OPEN) as live:
             counts = shares(live, [(keyed(VICTIM), {}), *crowd], 120, depth=6)

@@ -10,8 +10,7 @@ import torch
 
 from forerun.errors import OutOfMemoryError
 from forerun.target import Target, prepare
-from forerun.target.headers import weight_bytes
-from forerun.target.load import LoadOptions, stored_bytes
+from forerun.target.load import LoadOptions, stored_bytes, weight_bytes
 from forerun.target.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
 from target.families import FAMILIES, make, random_tokens
 

@@ -18,7 +18,7 @@ from forerun.checkpoints.keys import unknown_keys
 from forerun.checkpoints.tensors import check_tensors
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.kinds import kind_named
-from forerun.target.headers import SINGLE
+from forerun.target.load import SINGLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

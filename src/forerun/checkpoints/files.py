@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.checkpoints.registry import FORMATS, format_named, format_of
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
+from forerun.target.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from forerun.drafters.self_drafting import partial_draft
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
+from forerun.target.layers import is_quantised
 from forerun.target.nouns import Plan, Resume
-from forerun.target.parts import is_quantised
 from forerun.target.resuming import compare
 from forerun.tree import TreeBuilder, stack
 from forerun.types import Budget, Draft, DraftKind, empty_draft

@@ -5,7 +5,6 @@ Order matters: the reference of the self-check is run before anything is repacke
 
 from __future__ import annotations
 
-import importlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ import torch
 
 from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.target import self_check
+from forerun.target.kernels import accelerate
+from forerun.target.layers import base_of, device_of, is_quantised, turn_of
 from forerun.target.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
-from forerun.target.obstacles import refusing
-from forerun.target.parts import base_of, device_of, is_quantised, turn_of
-from forerun.target.support import context_length, refuse_config, text_config
+from forerun.target.support import context_length, refuse_config, refusing, text_config
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
@@ -164,7 +163,7 @@ def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, 
     with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
         expected = self_check.expect(model) if check else None
         if faster:
-            _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
+            _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=speed.compile))
         with refusing(model):
             trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
         limit = self_check.check(trial, expected) if expected is not None else None
@@ -265,8 +264,3 @@ def _spread(model: Any) -> bool:
 def _plain(model: Any) -> bool:
     """Whether the modules are those of the family: on one device, not quantised, without an adapter's layers."""
     return not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
-
-
-def _accelerate(model: Any, *, compile: bool) -> Any:
-    """Whatever `forerun.target.kernels` can do for this model, in place; imported late because it registers kernels."""
-    return importlib.import_module("forerun.target.kernels").accelerate(model, compile=compile)

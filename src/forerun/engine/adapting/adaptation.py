@@ -20,7 +20,7 @@ from forerun.engine.adapting.pieces import Store
 from forerun.engine.adapting.settings import AdaptConfig
 from forerun.engine.adapting.throttle import Throttle
 from forerun.target import Target
-from forerun.target.swapping import exchange, ready
+from forerun.target.kernels.packing import exchange, ready
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from forerun.engine.adapting.pieces import Store
 from forerun.engine.adapting.settings import AdaptConfig
 from forerun.engine.adapting.throttle import Throttle
 from forerun.errors import ForerunError
-from forerun.target.swapping import ready
+from forerun.target.kernels.packing import ready
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from forerun.engine.adapting.collecting import Collector
 from forerun.engine.adapting.throttle import Throttle
 from forerun.sampling import Sampler
 from forerun.scores import Scores
-from forerun.target.swapping import Weights, exchange
+from forerun.target.kernels.packing import Weights, exchange
 from forerun.types import Budget, Draft, DraftKind, Signal, Source, Verdict
 
 # Whether drafts are really kept as often since the last swap as before it. Counts only; knows no weights.

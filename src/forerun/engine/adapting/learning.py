@@ -22,7 +22,7 @@ from forerun.engine.adapting.pieces import Piece
 from forerun.engine.adapting.settings import AdaptConfig
 from forerun.errors import UnsupportedModelError
 from forerun.target.kernels.attention import NAME as FOLDED
-from forerun.target.parts import OutputHead, base_of, is_quantised
+from forerun.target.layers import OutputHead, base_of, is_quantised
 
 HELD_PIECES = 32
 """Most held back pieces that a candidate is judged by."""

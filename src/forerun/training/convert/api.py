@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from forerun.checkpoints import read_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.target.parts import device_of
+from forerun.target.layers import device_of
 from forerun.training.convert import files
 from forerun.training.convert.model import HEAD, EagleModel, checked_ids, converted_class
 from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode

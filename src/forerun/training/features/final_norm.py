@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedModelError
-from forerun.target.headers import read_header, weight_files
-from forerun.target.parts import base_name, base_of, norm_after_layers
+from forerun.target.layers import base_name, base_of, norm_after_layers
+from forerun.target.load import read_header, weight_files
 
 
 class FinalNorm:

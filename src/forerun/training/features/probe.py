@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import DataError
-from forerun.target.parts import base_of, device_of, layers_of
+from forerun.target.layers import base_of, device_of, layers_of
 from forerun.target.support import text_config
 from forerun.types import LAST_HIDDEN, Signal
 
