@@ -13,7 +13,7 @@ import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from forerun.engine import grammar, grammar_trial
-from forerun.engine.grammar_checks import MAX_CHAIN, MAX_CHOICES, check
+from forerun.engine.grammar import MAX_CHAIN, MAX_CHOICES, check
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from forerun import AsyncLLM, SamplingParams
 from forerun.drafters import default_length
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.lanes import LARGE
+from forerun.engine.prompts import LARGE
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
 from forerun.serve import bodies, identity

@@ -238,7 +238,7 @@ def _tokenizer(target: str) -> PreTrainedTokenizerBase:
     with console.working(f"loading the tokenizer of {target}"):
         from forerun.cli import session
         from forerun.demo import resolve
-        from forerun.engine.loading import load_tokenizer
+        from forerun.target.load import load_tokenizer
 
         session.quiet_libraries()
         tokenizer = load_tokenizer(resolve(target), None)

@@ -123,7 +123,7 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     with console.working(f"loading the tokenizer of {name}"):
         from forerun.cli import session
         from forerun.demo import resolve
-        from forerun.engine.loading import load_tokenizer
+        from forerun.target.load import load_tokenizer
 
         session.quiet_libraries()
         loaded = load_tokenizer(resolve(name), None)

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.lanes import Lanes
 from forerun.engine.llm import LLM, Speculative
-from forerun.engine.prompts import Prompt, as_list, as_params
+from forerun.engine.prompts import Lanes, Prompt, as_list, as_params
 from forerun.errors import EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 

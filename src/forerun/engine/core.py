@@ -18,8 +18,7 @@ from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
 from forerun.engine.policy.ranking import prunable, prune
-from forerun.engine.reading import Reading, read
-from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
+from forerun.engine.scheduling import Reading, Scheduling, next_in_line, pass_of, read, youngest
 from forerun.errors import ArgumentError, Isolation
 from forerun.step import Row, first_tokens, step
 from forerun.target import Target

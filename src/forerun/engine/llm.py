@@ -17,16 +17,15 @@ from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.adapting.settings import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
-from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
+from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, drafter_bytes, from_old_keywords
 from forerun.engine.core import Engine
 from forerun.engine.costs import known_or_nominal
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.lanes import Lane
-from forerun.engine.loading import drafter_bytes, load_tokenizer
-from forerun.engine.prompts import Prompt, PromptReader, as_list, as_params
+from forerun.engine.prompts import Lane, Prompt, PromptReader, as_list, as_params
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
 from forerun.target import Buckets, Target
+from forerun.target.load import load_tokenizer
 from forerun.target.model import PIECE
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 

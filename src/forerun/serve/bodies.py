@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from forerun.engine.lanes import Lane, Lanes
+from forerun.engine.prompts import Lane, Lanes
 from forerun.nesting import MAX_DEPTH, nesting
 
 T = TypeVar("T")

@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
 from forerun.target.support import refuse_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -379,3 +382,29 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
+
+    Raises:
+        CheckpointError: none can be loaded from the directory or hub id.
+    """
+    if tokenizer is False:
+        return None
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    source = tokenizer if tokenizer is not None else model
+    if not isinstance(source, str | Path):
+        source = getattr(source, "name_or_path", "") or None
+        if source is None:
+            return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise CheckpointError(
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]});"
+            " pass tokenizer=..., or tokenizer=False to work on token ids"
+        ) from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.engine.text import Detokenizer
+from forerun.engine.completion import Detokenizer
 from forerun.types import CompletionOutput, OutputToken, RequestOutput, SpeculationStats, StepTrace, TokenLogprob
 
 LEAST_LOGPROB = -9999.0

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from forerun.engine.grammar_checks import MAX_CHOICES
+from forerun.engine.grammar import MAX_CHOICES
 from forerun.types import StructuredOutputs
 
 MAX_STOPS = 16
