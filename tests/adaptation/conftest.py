@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import model, relative
 from engine.conftest import checkpoint, draft_checkpoint
-from forerun.engine.adapting.pieces import Piece
+from forerun.engine.adapting.replay import Piece
 
 __all__ = ["checkpoint", "draft_checkpoint"]
 

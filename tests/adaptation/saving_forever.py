@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from contract.harness import model, relative, word_tokenizer
-from forerun.engine.adapting.keeping import Keeper
+from forerun.engine.adapting.adaptation import Keeper
 from forerun.target import Target
 
 

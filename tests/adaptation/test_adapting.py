@@ -30,14 +30,11 @@ from contract.harness import (
 )
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.engine.adapting.background import Background
-from forerun.engine.adapting.collecting import Collector
+from forerun.engine.adapting import AdaptConfig
+from forerun.engine.adapting.adaptation import Background, Keeper
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.keeping import Keeper
-from forerun.engine.adapting.learning import Learner
-from forerun.engine.adapting.pieces import Store
-from forerun.engine.adapting.settings import AdaptConfig
-from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.learning import Learner, Throttle
+from forerun.engine.adapting.replay import Collector, Store
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool

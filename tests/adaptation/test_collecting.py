@@ -15,11 +15,10 @@ from transformers import LlamaForCausalLM
 from adaptation.conftest import law_of, pieces
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, llm
 from forerun import LLM, SamplingParams
-from forerun.engine.adapting import pieces as module
-from forerun.engine.adapting.collecting import Collector
+from forerun.engine.adapting import replay as module
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.pieces import Piece, Store
-from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.learning import Throttle
+from forerun.engine.adapting.replay import Collector, Piece, Store
 from forerun.types import Source
 
 
@@ -89,8 +88,8 @@ def test_answers_are_held_back_whole_and_in_turn() -> None:
 
 
 def test_long_answers_come_in_pieces_with_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.engine.adapting.collecting.PIECE", 8)
-    monkeypatch.setattr("forerun.engine.adapting.collecting.CONTEXT", 4)
+    monkeypatch.setattr("forerun.engine.adapting.replay.PIECE", 8)
+    monkeypatch.setattr("forerun.engine.adapting.replay.CONTEXT", 4)
     store = Store(2**20)
     engine, collector = collecting(VARIANTS["draft_model"][0], store, held_every=100)
     [output] = engine.generate(as_prompts(PROMPTS[:1]), SamplingParams(temperature=0, max_tokens=40))

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from contract.harness import model, relative, word_tokenizer
-from forerun.engine.adapting.keeping import Keeper, fingerprint
+from forerun.engine.adapting.adaptation import Keeper, fingerprint
 from forerun.errors import CheckpointError
 from forerun.target import Target
 

@@ -13,7 +13,7 @@ from forerun import AsyncLLM, SamplingParams
 from forerun.cli.serve import AdaptOptions
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.base import Drafter
-from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.serve.session import Session

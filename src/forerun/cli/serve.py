@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from forerun.cli.options import LOADING, SPECULATION, LoadOptions, SpeculationOptions
-from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings

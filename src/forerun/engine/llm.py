@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
-from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, drafter_bytes, from_old_keywords
 from forerun.engine.core import Engine
@@ -32,7 +32,7 @@ from forerun.types import RequestOutput, SamplingParams, StreamChunk
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from forerun.engine.adapting import Adaptation
+    from forerun.engine.adapting.adaptation import Adaptation
 
 # Conversations through a model's chat template. Knows a tokenizer; knows no model.
 
@@ -424,7 +424,7 @@ class LLM:
         """What trains the configured drafter in the background; None where nobody asked for it."""
         if config is None or key is None:
             return None
-        from forerun.engine.adapting import Adaptation
+        from forerun.engine.adapting.adaptation import Adaptation
 
         adaptation = Adaptation(config, self.target, self.tokenizer)
         self.engine.drafting.wrap(key, adaptation.around)

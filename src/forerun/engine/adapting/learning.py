@@ -1,8 +1,8 @@
-"""Trains a float32 copy of the draft model on collected pieces and judges what came out. No thread, no clock, no file.
+"""Trains a float32 copy of the draft model on the replay buffer and compares what came out; and the throttle for it.
 
 The loss is the forward divergence KL(target, draft) over the tokens that were kept and one event for all others, at
 the request's temperature; positions where a draft was rejected weigh most. A candidate is judged by its expected
-acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after.
+acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after. No thread, no file.
 Source: Online Speculative Decoding (arXiv 2310.07177).
 """
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +21,64 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forerun.engine.adapting.pieces import Piece
-from forerun.engine.adapting.settings import AdaptConfig
+from forerun.engine.adapting import AdaptConfig
+from forerun.engine.adapting.replay import Piece
 from forerun.errors import UnsupportedModelError
 from forerun.target.kernels.attention import NAME as FOLDED
 from forerun.target.layers import OutputHead, base_of, is_quantised
+
+
+class Throttle:
+    """A budget of seconds that several threads spend and one of them waits for.
+
+    Args:
+        share: most seconds of work per second of wall time.
+        ending: ends every rest.
+        now: a clock, seconds; `wait` takes seconds and returns True where `ending` was set meanwhile.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        ending: threading.Event,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
+        self._share, self._now, self._wait = share, now, ending.wait if wait is None else wait
+        self._lock = threading.Lock()
+        self._began = self._paid_until = now()
+        self.busy = 0.0
+        """Seconds of work so far."""
+
+    @property
+    def used(self) -> float:
+        """Seconds of work per second of wall time since the start."""
+        return self.busy / max(1.0e-9, self._now() - self._began)
+
+    @contextmanager
+    def paced(self) -> Iterator[Callable[[], bool]]:
+        """The block is work. What it is given rests until all work so far is paid for; True: it is time to end."""
+        began = self._now()
+
+        def pause() -> bool:
+            nonlocal began
+            self._spend(began)
+            ending = self._wait(max(0.0, self._paid_until - self._now()))
+            began = self._now()
+            return ending
+
+        try:
+            yield pause
+        finally:
+            self._spend(began)
+
+    def _spend(self, began: float) -> None:
+        ended = self._now()
+        with self._lock:
+            self.busy += ended - began
+            self._paid_until = max(self._paid_until, began) + (ended - began) / self._share
+
 
 HELD_PIECES = 32
 """Most held back pieces that a candidate is judged by."""
