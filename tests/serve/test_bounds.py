@@ -18,13 +18,12 @@ from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import LARGE
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
-from forerun.serve import bodies, identity
-from forerun.serve.bodies import MAX_BRACKETS, MAX_KEYS
-from forerun.serve.connections import MAX_PIECES
-from forerun.serve.identity import Client
+from forerun.serve import guards
+from forerun.serve.guards import MAX_BRACKETS, MAX_KEYS, Client
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
+from forerun.serve.server import MAX_PIECES
 from forerun.serve.settings import ServeSettings
 from serve.conftest import NAME, Live, serving
 from serve.test_connections import connected, everything
@@ -159,13 +158,13 @@ def test_a_tool_may_nest_as_deep_as_a_body(own: Live) -> None:
 
 def test_large_bodies_are_read_in_a_thread_of_their_own(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    read = bodies.read_json
+    read = guards.read_json
 
     def seen(body: bytes) -> Any:
         threads.append(threading.current_thread().name)
         return read(body)
 
-    monkeypatch.setattr(bodies, "read_json", seen)
+    monkeypatch.setattr(guards, "read_json", seen)
     for path, field in ((TEXT, "prompt"), (RESPONSES, "input"), ("/tokenize", "prompt")):
         small, large = own.post(path, {field: "x"}), own.post(path, {field: "the cat " * LARGE})
         assert small.status_code == 200 and large.status_code == (200 if path == "/tokenize" else 400)
@@ -240,7 +239,7 @@ def test_unknown_drafters_are_refused_at_the_start() -> None:
 
 
 def test_a_part_of_the_queue_is_left_to_those_who_ask_for_little(own: Live) -> None:
-    identity.begin(Client(name="somebody", domain=None, adapt=False))
+    guards.answer_for(Client(name="somebody", domain=None, adapt=False))
     with own.session.admitted(20), own.session.admitted(10):
         assert own.post(TEXT, {"prompt": ["x", "y"]}).status_code == 429
         assert own.post(TEXT, {"prompt": "x"}).status_code == 200

@@ -13,7 +13,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.protocol.answers import ScoredToken, completion_logprobs
+from forerun.serve.completing import ScoredToken, completion_logprobs
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.types import TokenLogprob
 from serve.conftest import NAME, Live, serving, with_template

@@ -104,7 +104,7 @@ def serve(
     wish = speculation.config()
     try:
         from forerun.serve.logs import configure_logging
-        from forerun.serve.running import run
+        from forerun.serve.server import run
         from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error

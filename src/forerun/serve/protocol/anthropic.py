@@ -12,17 +12,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from forerun.serve.protocol.common import MAX_PARTS, MAX_STOPS, JsonSchema, Name, ResponseFormat, Speculation, Strict
-from forerun.serve.protocol.neutral import Nothing
-from forerun.serve.protocol.requests import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort, Thinking
-from forerun.serve.protocol.tools import (
+from forerun.serve.protocol.requests import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
     MAX_TOOLS,
+    ChatRequest,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
+    JsonSchema,
+    Message,
+    Name,
     NamedChoice,
     NamedFunction,
+    Nothing,
+    ReasoningEffort,
+    ResponseFormat,
     Schema,
+    Speculation,
+    Strict,
+    Thinking,
     Tool,
     ToolCall,
 )

@@ -11,17 +11,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from forerun.serve.protocol.common import MAX_PARTS, JsonSchema, Name, ResponseFormat, Salt, Speculation, Strict
-from forerun.serve.protocol.neutral import NeutralResponses
-from forerun.serve.protocol.requests import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort
-from forerun.serve.protocol.tools import (
+from forerun.serve.protocol.requests import (
+    MAX_MESSAGES,
+    MAX_PARTS,
     MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
+    ChatRequest,
     FunctionCall,
     FunctionDefinition,
+    JsonSchema,
+    Message,
+    Name,
     NamedChoice,
     NamedFunction,
+    NeutralResponses,
+    ReasoningEffort,
+    ResponseFormat,
+    Salt,
+    Speculation,
+    Strict,
     Tool,
     ToolCall,
 )

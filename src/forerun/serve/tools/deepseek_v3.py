@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from forerun.serve.tools.base import Function, Lark, ToolFormat, literal
-from forerun.serve.tools.calls import read_arguments
+from forerun.serve.tools.base import Function, Lark, ToolFormat, literal, read_arguments
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 

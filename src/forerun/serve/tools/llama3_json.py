@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forerun.errors import ArgumentError
-from forerun.serve.tools.base import Lark, ToolFormat
-from forerun.serve.tools.calls import read_call
+from forerun.serve.tools.base import Lark, ToolFormat, read_call
 from forerun.serve.tools.incoming import Incoming, Steps
 
 

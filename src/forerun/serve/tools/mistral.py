@@ -6,8 +6,7 @@ import re
 import secrets
 from typing import ClassVar
 
-from forerun.serve.tools.base import Lark, ToolFormat, literal
-from forerun.serve.tools.calls import read_arguments, read_call
+from forerun.serve.tools.base import Lark, ToolFormat, literal, read_arguments, read_call
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
