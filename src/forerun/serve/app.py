@@ -26,7 +26,7 @@ from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter, Event
-from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, own_path
+from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, refusal_of
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -79,24 +79,19 @@ def _add_guards(app: FastAPI, session: Session) -> None:
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
     """`messages`: whether the log may say what unexpected errors say."""
 
-    def answer(http: Request, error: ApiError) -> JSONResponse:
-        if (record := logs.current()) is not None:
-            record.code = error.code
-        return JSONResponse(error.body(own_path(http.scope)), status_code=error.status, headers=error.headers)
-
     async def of_api(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
-        return answer(http, error)
+        return refusal_of(http.scope, error)
 
     async def of_validation(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return answer(http, from_validation(error.errors()))
+        return refusal_of(http.scope, from_validation(error.errors()))
 
     async def of_http(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return answer(http, ApiError(error.status_code, str(error.detail)))
+        return refusal_of(http.scope, ApiError(error.status_code, str(error.detail)))
 
     app.add_exception_handler(ApiError, of_api)
     app.add_exception_handler(RequestValidationError, of_validation)

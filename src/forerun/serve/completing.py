@@ -119,22 +119,6 @@ def _scored_prompt(
     return found
 
 
-def _prompt_logprobs(
-    ids: Sequence[int], logprobs: PromptLogprobs, tokenizer: PreTrainedTokenizerBase, top: int
-) -> list[dict[str, Any] | None]:
-    """vLLM's ``prompt_logprobs``: by token id, of each token and of the `top` likeliest in its place."""
-    return [
-        {
-            str(other): {"logprob": _finite(value), "rank": value.rank, "decoded_token": tokenizer.decode([other])}
-            for other, value in entry.items()
-            if other == token or value.rank <= top
-        }
-        if entry is not None
-        else None
-        for token, entry in zip(ids, logprobs, strict=True)
-    ]
-
-
 def _chat_logprobs(tokens: Sequence[OutputToken], name: Callable[[int], str]) -> dict[str, Any]:
     """``logprobs`` of a chat choice."""
 
@@ -355,11 +339,24 @@ class Writer(AnswerWriter):
         """What is said beside the choices about the prompt of all of them."""
 
     def prompt_logprobs(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
-        """``prompt_logprobs``, where they were asked for."""
-        top = self.body.prompt_logprobs
+        """vLLM's ``prompt_logprobs``, where they were asked for: each token's and the likeliest in its place."""
+        top, decode = self.body.prompt_logprobs, self.tokenizer.decode
         if top is None or logprobs is None:
             return {}
-        return {"prompt_logprobs": _prompt_logprobs(ids, logprobs, self.tokenizer, top)}
+
+        def named(token: int, entry: Mapping[int, TokenLogprob]) -> dict[str, Any]:
+            shown = {other: value for other, value in entry.items() if other == token or value.rank <= top}
+            return {
+                str(other): {"logprob": _finite(value), "rank": value.rank, "decoded_token": decode([other])}
+                for other, value in shown.items()
+            }
+
+        pairs = zip(ids, logprobs, strict=True)
+        return {"prompt_logprobs": [None if entry is None else named(token, entry) for token, entry in pairs]}
+
+    def prompt_ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        """``prompt_token_ids``, where they were asked for."""
+        return {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
 
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """``token_ids``, where they were asked for."""
@@ -442,8 +439,7 @@ class ChatWriter(Writer):
         return [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}]
 
     def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
-        found = {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
-        return {**found, **self.prompt_logprobs(ids, logprobs)}
+        return {**self.prompt_ids(ids), **self.prompt_logprobs(ids, logprobs)}
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._chat_format.marks is None:
@@ -481,7 +477,7 @@ class CompletionWriter(Writer):
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             **self.token_ids(answer.tokens),
-            **self._prompt_ids(ids),
+            **self.prompt_ids(ids),
             **self.prompt_logprobs(ids, prompt_logprobs),
         }
 
@@ -492,7 +488,7 @@ class CompletionWriter(Writer):
             return [], 0
         logprobs = self._logprobs_of_prompt(ids, chunk.prompt_logprobs) if echoed and self.wants_logprobs else None
         opened = {"index": index, "text": echoed, "logprobs": logprobs, "finish_reason": None}
-        return [{**opened, **self._prompt_ids(ids)}], len(echoed)
+        return [{**opened, **self.prompt_ids(ids)}], len(echoed)
 
     def delta(self, index: int, chunk: StreamChunk, offset: int) -> list[dict[str, Any]]:
         logprobs = self._logprobs(_scored_answer(chunk.tokens), offset)
@@ -502,9 +498,6 @@ class CompletionWriter(Writer):
     def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
         """Nothing: each choice may have a prompt of its own, and says it itself."""
         return {}
-
-    def _prompt_ids(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
 
     def _echoed(self, index: int, ids: Sequence[int]) -> str:
         """The prompt in front of its answer: as it was sent, or what was read of it."""

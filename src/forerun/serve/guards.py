@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
@@ -126,28 +127,29 @@ def read_json(body: bytes) -> Any:
             makes a 400 of it.
     """
     depth, brackets, keys = nesting(body)
-    if depth > MAX_DEPTH:
-        raise _unreadable(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
-    if brackets > MAX_BRACKETS:
-        raise _unreadable(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
-    if keys > MAX_ALL_KEYS:
-        raise _unreadable(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
     try:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
+        if brackets > MAX_BRACKETS:
+            raise ValueError(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
+        if keys > MAX_ALL_KEYS:
+            raise ValueError(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
         text = body.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except json.JSONDecodeError:
         raise
-    except UnicodeDecodeError as error:
-        raise _unreadable(f"byte {error.start} is not UTF-8") from error
-    except UnicodeEncodeError as error:
-        raise _unreadable("a string has half of a surrogate pair") from error
-    except RecursionError as error:
-        raise _unreadable("nested too deeply") from error
-    except ValueError as error:
-        raise _unreadable(str(error)) from error
-    return value
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start} is not UTF-8"
+        elif isinstance(error, UnicodeEncodeError):
+            why = "a string has half of a surrogate pair"
+        elif isinstance(error, RecursionError):
+            why = "nested too deeply"
+        raise json.JSONDecodeError(why, "", 0) from error
 
 
 async def aside(request: Request, task: Callable[[], T]) -> T:
@@ -197,10 +199,6 @@ class _Request(Request):
             ) from None
 
 
-def _unreadable(why: str) -> json.JSONDecodeError:
-    return json.JSONDecodeError(why, "", 0)
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
         raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
@@ -228,11 +226,6 @@ def own_path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _as_routed(scope: Scope, root_path: str) -> Scope:
-    """``HEAD`` is answered as ``GET`` is: the HTTP protocol has a scope of its own, and leaves the body out."""
-    return {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], "root_path": root_path}
-
-
 class Recorder:
     """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors.
 
@@ -250,7 +243,9 @@ class Recorder:
             return
         record, started = self._record(scope), time.perf_counter()
         logs.begin(record)
-        scope = _as_routed(scope, self._settings.root_path)
+        # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, "root_path": self._settings.root_path}
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -265,7 +260,7 @@ class Recorder:
                 raise
             logs.write_error(error, message=self._settings.log_prompts)
             if record.status is None:
-                await refuse(scope, named, mistake())
+                await refusal_of(scope, mistake())(scope, receive, named)
         finally:
             record.status = record.status or CLIENT_GONE
             record.route = getattr(scope.get("route"), "path", record.route)
@@ -290,7 +285,8 @@ class KeyCheck:
         if scope["type"] == "http" and own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             client = self._clients.of(scope)
             if client is None:
-                await refuse(scope, send, ApiError(401, "a valid API key is needed: Authorization: Bearer KEY"))
+                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+                await refusal_of(scope, error)(scope, receive, send)
                 return
             answer_for(client)
         await self._app(scope, receive, send)
@@ -308,11 +304,13 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         announced, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
+        too_large = ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
         if not announced.isdecimal() or int(announced) > self._most:
-            await refuse(scope, send, self._too_large())
+            await refusal_of(scope, too_large)(scope, receive, send)
             return
         if coding != "identity":
-            await refuse(scope, send, ApiError(415, "bodies are read as they are: leave out Content-Encoding"))
+            error = ApiError(415, "bodies are read as they are: leave out Content-Encoding")
+            await refusal_of(scope, error)(scope, receive, send)
             return
         read, refused = 0, False
 
@@ -321,7 +319,7 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._most:
-                raise self._too_large()
+                raise too_large
             return message
 
         async def corrected(message: Message) -> None:
@@ -331,20 +329,13 @@ class BodyLimit:
                 await send(message)
             elif not refused:
                 refused = True
-                await refuse(scope, send, self._too_large())
+                await refusal_of(scope, too_large)(scope, receive, send)
 
         await self._app(scope, counted, corrected)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
 
-
-async def refuse(scope: Scope, send: Send, error: ApiError) -> None:
-    """Answer with an error and nothing else."""
+def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
+    """The answer that is an error and nothing else, in the envelope that clients of the path know."""
     if (record := logs.current()) is not None:
         record.code = error.code
-    body = json.dumps(error.body(own_path(scope))).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)

@@ -84,6 +84,13 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
+class TextPart(Strict):
+    """A part of a message's content; this server reads text."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Prediction(Strict):
     """OpenAI's Predicted Outputs: what the client expects the answer to be."""
 
@@ -94,13 +101,6 @@ class Prediction(Strict):
     def text(self) -> str:
         """All of it as one string."""
         return joined(self.content)
-
-
-class TextPart(Strict):
-    """A part of a message's content; this server reads text."""
-
-    type: Literal["text"]
-    text: str
 
 
 class Speculation(Strict):
@@ -135,6 +135,11 @@ class ResponseFormat(Strict):
             raise ValueError("type 'json_schema' needs json_schema, and only that type takes one")
         return self
 
+    @classmethod
+    def of(cls, schema: dict[str, Any]) -> ResponseFormat:
+        """JSON of that schema."""
+        return cls(type="json_schema", json_schema=JsonSchema.model_validate({"name": "output", "schema": schema}))
+
     def structured(self) -> StructuredOutputs | None:
         """The same in the engine's words; None for text."""
         if self.json_schema is not None:
@@ -143,9 +148,7 @@ class ResponseFormat(Strict):
 
 
 JsonForm = dict[str, Any] | str | None
-RegexForm = str | None
 ChoiceForm = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None
-GrammarForm = str | None
 
 
 class Structured(Strict):
@@ -153,22 +156,59 @@ class Structured(Strict):
 
     json_: Annotated[JsonForm, Field(alias="json")] = None
     json_object: bool = False
-    regex: RegexForm = None
+    regex: str | None = None
     choice: ChoiceForm = None
-    grammar: GrammarForm = None
+    grammar: str | None = None
 
     def structured(self) -> StructuredOutputs:
         """The same in the engine's words."""
-        return StructuredOutputs(
-            json=self.json_,
-            json_object=self.json_object,
-            regex=self.regex,
-            choice=self.choice,
-            grammar=self.grammar,
-        )
+        own = {name: getattr(self, name) for name in ("json_object", "regex", "choice", "grammar")}
+        return StructuredOutputs(json=self.json_, **own)
 
 
-class Sampling(Strict):
+Zero = Annotated[float, Field(ge=0, le=0)]
+One = Annotated[float, Field(ge=1, le=1)]
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+Label = Annotated[str, Field(max_length=512)]
+
+
+class Neutral(Strict):
+    """Of all of OpenAI's endpoints."""
+
+    store: Literal[False] = False
+    """Nothing is kept here."""
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
+    """For what is kept; ``/v1/responses`` gives it back."""
+    service_tier: Literal["auto", "default"] = "auto"
+    prompt_cache_key: Label | None = None
+    """A hint about prompts that begin alike, which are found without it."""
+    prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
+    safety_identifier: Label | None = None
+
+
+class NeutralSampling(Neutral):
+    """Of the completion endpoints, whose clients also know vLLM and llama-server."""
+
+    use_beam_search: Literal[False] = False
+    length_penalty: One = 1.0
+    early_stopping: Literal[False] = False
+    spaces_between_special_tokens: Literal[True] = True
+    cache_prompt: Literal[True] = True
+    id_slot: Literal[-1] = -1
+    mirostat: Literal[0] = 0
+    typical_p: One = 1.0
+    tfs_z: One = 1.0
+    dry_multiplier: Zero = 0.0
+    xtc_probability: Zero = 0.0
+    dynatemp_range: Zero = 0.0
+    min_keep: Literal[0] = 0
+    n_probs: Literal[0] = 0
+    post_sampling_probs: Literal[False] = False
+    timings_per_token: Literal[False] = False
+    return_progress: Literal[False] = False
+
+
+class Sampling(NeutralSampling):
     """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
     model: str | None = None
@@ -200,9 +240,9 @@ class Sampling(Strict):
     structured_outputs: Structured | None = None
     guided_json: JsonForm = None
     """vLLM's older names of what `structured_outputs` holds."""
-    guided_regex: RegexForm = None
+    guided_regex: str | None = None
     guided_choice: ChoiceForm = None
-    guided_grammar: GrammarForm = None
+    guided_grammar: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -259,81 +299,6 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 def joined(content: str | list[TextPart]) -> str:
     """A content of one or several text parts as one string."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-Prediction.model_rebuild()
-
-
-Zero = Annotated[float, Field(ge=0, le=0)]
-One = Annotated[float, Field(ge=1, le=1)]
-Nothing = Annotated[list[Any], Field(max_length=0)] | None
-Label = Annotated[str, Field(max_length=512)]
-
-
-class Neutral(Strict):
-    """Of all of OpenAI's endpoints."""
-
-    store: Literal[False] = False
-    """Nothing is kept here."""
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
-    """For what is kept; ``/v1/responses`` gives it back."""
-    service_tier: Literal["auto", "default"] = "auto"
-    prompt_cache_key: Label | None = None
-    """A hint about prompts that begin alike, which are found without it."""
-    prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
-    safety_identifier: Label | None = None
-
-
-class NeutralSampling(Neutral):
-    """Of the completion endpoints, whose clients also know vLLM and llama-server."""
-
-    use_beam_search: Literal[False] = False
-    length_penalty: One = 1.0
-    early_stopping: Literal[False] = False
-    spaces_between_special_tokens: Literal[True] = True
-    cache_prompt: Literal[True] = True
-    id_slot: Literal[-1] = -1
-    mirostat: Literal[0] = 0
-    typical_p: One = 1.0
-    tfs_z: One = 1.0
-    dry_multiplier: Zero = 0.0
-    xtc_probability: Zero = 0.0
-    dynatemp_range: Zero = 0.0
-    min_keep: Literal[0] = 0
-    n_probs: Literal[0] = 0
-    post_sampling_probs: Literal[False] = False
-    timings_per_token: Literal[False] = False
-    return_progress: Literal[False] = False
-
-
-class NeutralChat(NeutralSampling):
-    """Of ``/v1/chat/completions``."""
-
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    verbosity: Literal["medium"] = "medium"
-    functions: Nothing = None
-    """The deprecated form of `tools`."""
-    function_call: Literal["none", "auto"] | None = None
-    add_special_tokens: Literal[False] = False
-    """The chat template writes them."""
-    include_reasoning: Literal[True] = True
-
-
-class NeutralCompletion(NeutralSampling):
-    """Of ``/v1/completions``."""
-
-    best_of: Literal[1] = 1
-    suffix: Literal[""] = ""
-    add_special_tokens: Literal[True] = True
-
-
-class NeutralResponses(Neutral):
-    """Of ``/v1/responses``."""
-
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-    include: Nothing = None
-    top_logprobs: Literal[0] = 0
 
 
 MAX_TOOLS = 128
@@ -396,6 +361,11 @@ class NamedChoice(Strict):
     type: Literal["function"]
     function: NamedFunction
 
+    @classmethod
+    def of(cls, name: str) -> NamedChoice:
+        """The choice of that function."""
+        return cls(type="function", function=NamedFunction(name=name))
+
 
 class AllowedTools(Strict):
     """Which of the tools may be called, and whether one must be."""
@@ -443,6 +413,11 @@ class ToolCall(Strict):
     function: FunctionCall
     index: int | None = None
     """Clients that put a stream together leave it there."""
+
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
+        """A call with those arguments, JSON text."""
+        return cls(id=call_id, function=FunctionCall(name=name, arguments=arguments))
 
     def plain(self, *, text_arguments: bool) -> dict[str, Any]:
         """As chat templates read it: most want the arguments as an object, some as text."""
@@ -517,7 +492,7 @@ class Message(Strict):
         return found | {key: value for key, value in more.items() if value is not None}
 
 
-class ChatRequest(Sampling, NeutralChat):
+class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -541,6 +516,14 @@ class ChatRequest(Sampling, NeutralChat):
     """vLLM's: the prompt ends with what opens the answer; None is true unless the last message is continued."""
     continue_final_message: bool = False
     """vLLM's: the answer goes on with the last message."""
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    verbosity: Literal["medium"] = "medium"
+    functions: Nothing = None
+    """The deprecated form of `tools`."""
+    function_call: Literal["none", "auto"] | None = None
+    add_special_tokens: Literal[False] = False
+    """The chat template writes them."""
+    include_reasoning: Literal[True] = True
 
     @property
     def offered(self) -> list[Tool]:
@@ -589,7 +572,7 @@ class ChatRequest(Sampling, NeutralChat):
         return value
 
 
-class CompletionRequest(Sampling, NeutralCompletion):
+class CompletionRequest(Sampling):
     """``POST /v1/completions``."""
 
     prompt: (
@@ -601,6 +584,9 @@ class CompletionRequest(Sampling, NeutralCompletion):
     max_tokens: Annotated[int, Field(ge=0)] = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+    add_special_tokens: Literal[True] = True
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -134,10 +134,22 @@ class ToolFormat(ABC):
         """An id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def _json_call(self, lark: Lark, function: Function, arguments: str = "arguments") -> str:
-        """``{"name": ..., "arguments": ...}`` up to the brace that ends it."""
-        head = f'{{"name": {json.dumps(function.name)}, "{arguments}": '
-        return f"{literal(head)} {lark.json(function.parameters, strict=function.strict)}"
+    def _one_of(self, write: Callable[[Function], str]) -> str:
+        """A call of any of the functions, as the body of a rule."""
+        return " | ".join(map(write, self.functions))
+
+    def _json_call(self, lark: Lark, arguments: str = "arguments") -> str:
+        """A rule for ``{"name": ..., "arguments": ...}``."""
+
+        def write(function: Function) -> str:
+            head = f'{{"name": {json.dumps(function.name)}, "{arguments}": '
+            return f"{literal(head)} {lark.json(function.parameters, strict=function.strict)}"
+
+        return lark.rule(f'({self._one_of(write)}) "}}"')
+
+    def _repeated(self, lark: Lark, one: str, *, many: bool) -> str:
+        """One call, or several with a line's end and the mark between them."""
+        return f'{one} ("\\n" {lark.mark(self.mark)} {one})*' if many else one
 
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -156,6 +168,17 @@ def read_call(text: Incoming, names: Container[str] | None = None) -> Steps[bool
     called = yield from _read_object(text, names)
     if not called:
         text.at = start
+    return called
+
+
+def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
+    """Read as many as there are, with perhaps a mark `between` each two and at the `end`; whether there was one."""
+    called = False
+    while (yield from read_call(text, names)):
+        called = True
+        yield from text.opens(between)
+    if called:
+        yield from text.opens(end)
     return called
 
 
@@ -241,8 +264,8 @@ class FieldFormat(ToolFormat):
         return True
 
     def block(self, lark: Lark, *, many: bool) -> str:
-        one = lark.rule(" | ".join(self._call(lark, function) for function in self.functions))
-        return f'{one} ("\\n" {lark.mark(self.mark)} {one})*' if many else one
+        one = lark.rule(self._one_of(lambda function: self._call(lark, function)))
+        return self._repeated(lark, one, many=many)
 
     @abstractmethod
     def read_head(self, text: Incoming) -> Steps[str]:

@@ -39,7 +39,7 @@ class DeepSeekV3(ToolFormat):
 
     def block(self, lark: Lark, *, many: bool) -> str:
         fenced = "```json" in self.template
-        calls = " | ".join(self._call(lark, function, fenced=fenced) for function in self.functions)
+        calls = self._one_of(lambda function: self._call(lark, function, fenced=fenced))
         one = lark.rule(f"{lark.mark(CALL)} ({calls}) {lark.mark(CALL_END)}")
         joint = '"\\n"' if fenced else ""
         return f"{one} ({joint} {one})* {lark.mark(CALLS_END)}" if many else f"{one} {lark.mark(CALLS_END)}"
