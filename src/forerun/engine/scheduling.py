@@ -26,7 +26,7 @@ class Scheduling:
 
     max_num_batched_tokens: int = 2 * PIECE
     """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
-    and all prompts of a pass wait for its end. Prompts are read in pieces that end at multiples of this, or of 512
+    and all prompts of a pass wait for its end. Prompts are read in chunks that end at multiples of this, or of 512
     where it is more, whatever else runs."""
     enable_prefix_caching: bool = True
     """Whether a row that is free still serves the prompts that begin with what it held."""
@@ -42,7 +42,7 @@ class Scheduling:
             raise ArgumentError(f"kv_cache_tokens must be at least 2, got {self.kv_cache_tokens}")
 
     @property
-    def piece(self) -> int:
+    def chunk(self) -> int:
         """Prompts are cut at multiples of this many tokens."""
         return min(PIECE, self.max_num_batched_tokens)
 
@@ -82,21 +82,21 @@ def youngest(running: Sequence[Completion]) -> Completion:
     return max(running, key=lambda answer: answer.order)
 
 
-def pass_of(readings: Sequence[Reading], piece: int, budget: int) -> list[Reading]:
-    """Whose next pieces the coming pass runs: from the head of the line, at least one, padded to `budget` at most.
+def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefill]:
+    """Whose next chunks the coming pass runs: from the head of the line, at least one, padded to `budget` at most.
 
     Args:
-        readings: the oldest first.
-        piece: length of a whole piece, tokens.
+        prefills: the oldest first.
+        chunk: length of a whole chunk, tokens.
         budget: tokens.
     """
-    chosen, widest = list[Reading](), 0
-    for reading in readings:
-        widest = max(widest, len(reading.next_piece(piece)))
+    chosen, widest = list[Prefill](), 0
+    for prefill in prefills:
+        widest = max(widest, len(prefill.next_chunk(chunk)))
         if chosen and (len(chosen) + 1) * widest > budget:
             break
-        chosen.append(reading)
-    return sorted(chosen, key=lambda reading: reading.row)
+        chosen.append(prefill)
+    return sorted(chosen, key=lambda prefill: prefill.row)
 
 
 _SCORED_AT_ONCE = 64
@@ -104,8 +104,8 @@ _SCORED_AT_ONCE = 64
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Reading:
-    """One text: a prompt or, after a preemption, prompt and output."""
+class Prefill:
+    """A prompt or, after a preemption, prompt and output, on its way into the cache; answers to one prompt share it."""
 
     answers: list[Completion]
     """The first one's row is filled; the others, to the same prompt, copy it."""
@@ -118,10 +118,10 @@ class Reading:
     known: int = 0
     """Tokens that the drafter of the first answer still holds from before."""
     states: dict[Signal, list[Tensor]] = field(default_factory=dict)
-    """(M, H) of each piece that was run."""
+    """(M, H) of each chunk that was run."""
 
     @classmethod
-    def of(cls, answer: Completion, requires: frozenset[Signal]) -> Reading:
+    def of(cls, answer: Completion, requires: frozenset[Signal]) -> Prefill:
         """What the answer's row lacks."""
         text = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
         return cls(answers=[answer], tokens=text, requires=requires)
@@ -133,7 +133,7 @@ class Reading:
 
     @property
     def begins(self) -> bool:
-        """Whether the answers have no token yet: their first ones come with the last piece."""
+        """Whether the answers have no token yet: their first ones come with the last chunk."""
         return not self.answers[0].tokens
 
     @property
@@ -142,13 +142,13 @@ class Reading:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the request wants the prompt's own log-probabilities, and from this reading."""
+        """Whether the request wants the prompt's own log-probabilities, and from this prefill."""
         first = self.answers[0]
         return first.request.params.prompt_logprobs is not None and self.begins and first.index == 0
 
-    def next_piece(self, piece: int) -> list[int]:
-        """The tokens up to the next multiple of `piece`."""
-        return self.tokens[self.done : (self.done // piece + 1) * piece]
+    def next_chunk(self, chunk: int) -> list[int]:
+        """The tokens up to the next multiple of `chunk`."""
+        return self.tokens[self.done : (self.done // chunk + 1) * chunk]
 
     def take(self, count: int, scored: Scored, place: int) -> None:
         """`count` more tokens were run, in line `place` of a pass."""
@@ -182,24 +182,24 @@ class Reading:
         request.prompt_logprobs = found
 
 
-def read(target: Target, readings: Sequence[Reading], piece: int) -> Tensor:
-    """One pass: the next piece of each text. Rows of finished texts are copied for the answers that share them.
+def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Tensor:
+    """One pass: the next chunk of each prefill. Rows of finished ones are copied for the answers that share them.
 
     Returns:
-        (B, 1, V) logits after the last token of each piece.
+        (B, 1, V) logits after the last token of each chunk.
     """
-    pieces = [reading.next_piece(piece) for reading in readings]
+    chunks = [prefill.next_chunk(chunk) for prefill in prefills]
     scored = target.prefill(
-        [reading.row for reading in readings],
-        pieces,
-        signals=frozenset[Signal]().union(*(reading.requires for reading in readings)),
-        all_logits=any(reading.scores_prompt for reading in readings),
+        [prefill.row for prefill in prefills],
+        chunks,
+        signals=frozenset[Signal]().union(*(prefill.requires for prefill in prefills)),
+        all_logits=any(prefill.scores_prompt for prefill in prefills),
     )
-    for place, (reading, tokens) in enumerate(zip(readings, pieces, strict=True)):
-        reading.take(len(tokens), scored, place)
-        for answer in reading.answers[1:] if reading.finished else ():
-            target.copy_row(reading.row, answer.row.row, reading.done)
+    for place, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
+        prefill.take(len(tokens), scored, place)
+        for answer in prefill.answers[1:] if prefill.finished else ():
+            target.copy_row(prefill.row, answer.row.row, prefill.done)
     if scored.logits.shape[1] == 1:
         return scored.logits
-    ends = torch.tensor([len(tokens) - 1 for tokens in pieces], device=scored.logits.device)
-    return scored.logits[torch.arange(len(pieces), device=ends.device), ends].unsqueeze(1)
+    ends = torch.tensor([len(tokens) - 1 for tokens in chunks], device=scored.logits.device)
+    return scored.logits[torch.arange(len(chunks), device=ends.device), ends].unsqueeze(1)
