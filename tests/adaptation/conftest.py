@@ -1,4 +1,4 @@
-"""Tiny models in float32 and pieces made of their laws."""
+"""Tiny models in float32 and pieces made of their distributions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draft() -> LlamaForCausalLM:
 
 
 def law_of(weights: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """(S, V) laws after each token."""
+    """(S, V) distributions after each token."""
     with torch.no_grad():
         return torch.softmax(weights(torch.tensor([tokens])).logits[0].float() / temperature, -1)
 
@@ -51,7 +51,7 @@ def piece(
 
 
 def pieces(weights: Any, count: int, *, temperature: float = 1.0, seed: int = 0, held: bool = False) -> list[Piece]:
-    """Random texts of 24 tokens, the laws of their last 20."""
+    """Random texts of 24 tokens, the distributions of their last 20."""
     rng = np.random.default_rng(seed)
     texts = rng.integers(0, weights.config.vocab_size, (count, 24)).tolist()
     return [piece(weights, text, list(range(4, 24)), temperature=temperature, held=held) for text in texts]

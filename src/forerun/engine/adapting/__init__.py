@@ -35,9 +35,9 @@ class AdaptConfig:
     learning_rate: float = 1.0e-4
     """Of AdamW, per step. A candidate that was worse halves it, those that are kept let it recover."""
     memory_bytes: int = 64 * 2**20
-    """Most bytes of collected positions; the oldest give way. Weights and optimizer come on top."""
+    """Most bytes of collected positions; the oldest are dropped. Weights and optimizer come on top."""
     top_k: int = 32
-    """Tokens of the target's law that are kept at each position; the rest is one number."""
+    """Tokens of the target's distribution that are kept at each position; the rest is one number."""
     kept_weight: float = 0.3
     """What a position counts for in the loss where the draft was not rejected; a rejected one counts 1."""
     held_every: int = 8

@@ -28,7 +28,7 @@ from forerun.drafters.base import Drafter
 from forerun.engine.adapting import AdaptationStats, AdaptConfig
 from forerun.engine.adapting.drafter import AdaptedDrafter
 from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, Learner, Throttle, Trial
-from forerun.engine.adapting.replay import Collector, Store
+from forerun.engine.adapting.replay import Collector, ReplayBuffer
 from forerun.errors import CheckpointError, ForerunError
 from forerun.target import Target
 from forerun.target.kernels.packing import exchange, ready
@@ -48,7 +48,7 @@ _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class Snapshot:
     """A checkpoint to go on from."""
 
     path: Path
@@ -57,11 +57,11 @@ class Kept:
     record: Mapping[str, Any]
 
 
-class Keeper:
+class Snapshots:
     """The directory of one adapted drafter.
 
     Args:
-        target: whose laws it learns; a checkpoint for another one is refused.
+        target: whose distributions it learns; a checkpoint for another one is refused.
         tokenizer: saved with every checkpoint, so that it can be drafted with as it stands.
         dtype: of the weights on disk: that of the drafter as it was loaded.
     """
@@ -75,7 +75,7 @@ class Keeper:
         if tokenizer is not None:
             self._described["tokenizer"] = TokenizerIdentity.of(tokenizer).record()
 
-    def resume(self) -> Kept | None:
+    def resume(self) -> Snapshot | None:
         """The newest checkpoint, or None; removes what an earlier process left half-written.
 
         Raises:
@@ -91,7 +91,7 @@ class Keeper:
                 f"{path} holds a drafter that was adapted to another target ({record.get('target_name')}); "
                 "give another directory, or remove this one"
             )
-        return Kept(path=path, version=int(record["version"]), state=_weights(path), record=record)
+        return Snapshot(path=path, version=int(record["version"]), state=_weights(path), record=record)
 
     def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
         """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it.
@@ -196,16 +196,16 @@ class Background:
         drafter: AdaptedDrafter,
         model: Any,
         learner: Learner,
-        store: Store,
+        buffer: ReplayBuffer,
         *,
         config: AdaptConfig,
         throttle: Throttle,
         ending: threading.Event,
-        keeper: Keeper | None,
+        snapshots: Snapshots | None,
         version: int = 0,
     ) -> None:
-        self._drafter, self._model, self.learner, self._store = drafter, model, learner, store
-        self._config, self._throttle, self._ending, self._keeper = config, throttle, ending, keeper
+        self._drafter, self._model, self.learner, self._buffer = drafter, model, learner, buffer
+        self._config, self._throttle, self._ending, self._snapshots = config, throttle, ending, snapshots
         self.version, self._former_version, self._next = version, version, version + 1
         self.discarded = 0
         """Candidates that were not better."""
@@ -235,13 +235,13 @@ class Background:
         if self._drafter.rollbacks > self._rollbacks:
             self._roll_back()
             return True
-        held = self._store.held(HELD_PIECES)
+        held = self._buffer.held(HELD_PIECES)
         enough = sum(len(piece.places) for piece in held) >= LEAST_HELD
-        if not enough or self._store.added - self._used < self._config.fresh_pieces:
+        if not enough or self._buffer.added - self._used < self._config.fresh_pieces:
             return False
-        self._used = self._store.added
+        self._used = self._buffer.added
         with self._throttle.paced() as pause:
-            trial = self.learner.attempt(self._store.training(), self._used, held, pause)
+            trial = self.learner.attempt(self._buffer.training(), self._used, held, pause)
             if trial is None:
                 return False
             self.trial = trial
@@ -276,11 +276,11 @@ class Background:
             trial.candidate,
             trial.served,
         )
-        if self._keeper is None:
+        if self._snapshots is None:
             return
         facts = {
-            "examples": self._store.positions,
-            "rejected_examples": self._store.rejected,
+            "examples": self._buffer.positions,
+            "rejected_examples": self._buffer.rejected,
             "updates": self.learner.updates,
             "swaps": self._drafter.swaps,
             "rollbacks": self._drafter.rollbacks,
@@ -291,15 +291,15 @@ class Background:
         }
         try:
             with self._throttle.paced():
-                self._keeper.save(self.learner.twin, self.version, facts)
+                self._snapshots.save(self.learner.twin, self.version, facts)
         except ForerunError as error:
             log.warning("adaptation: version %d serves but could not be saved: %s", self.version, error)
 
     def _roll_back(self) -> None:
         self._rollbacks = self._drafter.rollbacks
         self.learner.roll_back()
-        if self._keeper is not None:
-            self._keeper.withdraw(self.version)
+        if self._snapshots is not None:
+            self._snapshots.withdraw(self.version)
         self.version = self._former_version
 
 
@@ -315,7 +315,7 @@ class Adaptation:
     """Makes the first drafter that can learn do so.
 
     Args:
-        target: whose laws are learned.
+        target: whose distributions are learned.
         tokenizer: saved with the drafter; None: nothing is.
 
     Raises:
@@ -326,7 +326,7 @@ class Adaptation:
         self._config, self._target, self._tokenizer = config, target, tokenizer
         self._ending = threading.Event()
         self._throttle = Throttle(config.share, self._ending)
-        self._store = Store(config.memory_bytes)
+        self._buffer = ReplayBuffer(config.memory_bytes)
         self.drafter: AdaptedDrafter | None = None
         self.background: Background | None = None
         self._thread: threading.Thread | None = None
@@ -336,26 +336,26 @@ class Adaptation:
         model = drafter.trainable
         if model is None or self.drafter is not None:
             return drafter
-        config, keeper = self._config, None
+        config, snapshots = self._config, None
         if config.directory is not None:
-            keeper = Keeper(config.directory, self._target, self._tokenizer, model.dtype)
-        kept = keeper.resume() if keeper is not None else None
+            snapshots = Snapshots(config.directory, self._target, self._tokenizer, model.dtype)
+        kept = snapshots.resume() if snapshots is not None else None
         if kept is not None:
             exchange(ready(model, kept.state))
             log.info("adaptation: going on from %s", kept.path)
         learner = Learner(model, config, state=None if kept is None else kept.state)
         readable = min(self._target.vocab_size, learner.vocabulary)
-        collector = Collector(self._store, top_k=config.top_k, held_every=config.held_every, readable=readable)
+        collector = Collector(self._buffer, top_k=config.top_k, held_every=config.held_every, readable=readable)
         self.drafter = AdaptedDrafter(drafter, collector, self._throttle)
         self.background = Background(
             self.drafter,
             model,
             learner,
-            self._store,
+            self._buffer,
             config=config,
             throttle=self._throttle,
             ending=self._ending,
-            keeper=keeper,
+            snapshots=snapshots,
             version=0 if kept is None else kept.version,
         )
         return self.drafter
@@ -375,9 +375,9 @@ class Adaptation:
         """How far it is."""
         assert self.drafter is not None and self.background is not None, "around() comes first"
         return AdaptationStats(
-            examples=self._store.positions,
-            rejected_examples=self._store.rejected,
-            stored_bytes=self._store.nbytes,
+            examples=self._buffer.positions,
+            rejected_examples=self._buffer.rejected,
+            stored_bytes=self._buffer.nbytes,
             updates=self.background.learner.updates,
             swaps=self.drafter.swaps,
             discarded=self.background.discarded,

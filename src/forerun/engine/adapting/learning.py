@@ -33,7 +33,7 @@ class Throttle:
 
     Args:
         share: most seconds of work per second of wall time.
-        ending: ends every rest.
+        ending: ends every pause.
         now: a clock, seconds; `wait` takes seconds and returns True where `ending` was set meanwhile.
     """
 
@@ -183,7 +183,7 @@ class Learner:
 
     def loss(self, piece: Piece) -> Tensor:
         """Weighted sum over the positions divided by the sum of weights, nats; carries gradients."""
-        logs = self._log_law(piece)
+        logs = self._log_probs(piece)
         ids = torch.from_numpy(piece.ids).long()
         probs = torch.from_numpy(piece.probs).float().to(logs.device)
         known = logs.gather(1, ids.to(logs.device))
@@ -197,14 +197,14 @@ class Learner:
 
     def _accepted(self, piece: Piece) -> Tensor:
         """(M,) probability that a draft at each position is kept."""
-        logs = self._log_law(piece)
+        logs = self._log_probs(piece)
         ids = torch.from_numpy(piece.ids).long().to(logs.device)
         if piece.temperature == 0:
             return (logs.argmax(-1) == ids[:, 0]).float()
         probs = torch.from_numpy(piece.probs).float().to(logs.device)
         return torch.minimum(probs, logs.gather(1, ids).exp()).sum(1)
 
-    def _log_law(self, piece: Piece) -> Tensor:
+    def _log_probs(self, piece: Piece) -> Tensor:
         """(M, V) log-probabilities of the twin at the piece's positions, at its temperature."""
         tokens = torch.from_numpy(np.where(piece.tokens < self.vocabulary, piece.tokens, 0)).long()
         states = self._base(input_ids=tokens.unsqueeze(0).to(self.twin.device), use_cache=False).last_hidden_state

@@ -27,17 +27,17 @@ PIECE = 64
 CONTEXT = 192
 """Most tokens before a piece's first position that are kept with it."""
 HELD_SHARE = 0.125
-"""Of the store's bytes, for what is held back."""
+"""Of the buffer's bytes, for what is held back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A stretch of one answer, and the target's laws at M of its positions."""
+    """A stretch of one answer, and the target's distributions at M of its positions."""
 
     tokens: npt.NDArray[np.int32]
     """(S,) what was read, context first."""
     places: npt.NDArray[np.int32]
-    """(M,) after which of the tokens each law stands."""
+    """(M,) after which of the tokens each distribution stands."""
     ids: npt.NDArray[np.int32]
     """(M, k) the likeliest tokens, best first."""
     probs: npt.NDArray[np.float16]
@@ -45,7 +45,7 @@ class Piece:
     rejected: npt.NDArray[np.bool_]
     """(M,) where a draft was rejected."""
     temperature: float
-    """Of the request. At 0 the laws are those of temperature 1, and a draft is right if it is the likeliest token."""
+    """Of the request. At 0 the probabilities are of temperature 1, and a draft is right if it is the likeliest."""
     held: bool
     """Kept for judging candidates; never trained on."""
 
@@ -56,7 +56,7 @@ class Piece:
         return sum(array.nbytes for array in arrays)
 
 
-class Store:
+class ReplayBuffer:
     """The newest pieces, in two rings bounded in bytes. Safe for use by several threads."""
 
     def __init__(self, memory_bytes: int) -> None:
@@ -73,7 +73,7 @@ class Store:
         """Those of them where a draft was rejected."""
 
     def add(self, piece: Piece) -> None:
-        """Keep a piece; the oldest of its kind give way."""
+        """Keep a piece; the oldest of its kind are dropped."""
         with self._lock:
             ring = self._rings[piece.held]
             ring.append(piece)
@@ -109,7 +109,7 @@ class _Answer:
     held: bool
     temperature: float
     places: list[int] = field(default_factory=list)
-    """Absolute: the law after token ``tokens[place]``."""
+    """Absolute: the distribution after token ``tokens[place]``."""
     ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     probs: list[npt.NDArray[np.float16]] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
@@ -135,22 +135,22 @@ class _Answer:
 
 
 class Collector:
-    """From the steps of one drafter to pieces in a `Store`.
+    """Fills a `ReplayBuffer` with pieces from the steps of one drafter.
 
     Args:
-        top_k: tokens kept of each law.
+        top_k: tokens kept of each distribution.
         held_every: one answer of so many is held back, the first one too.
-        readable: tokens that the drafter's vocabulary has; laws over others teach it nothing, but count as the rest.
+        readable: tokens that the drafter's vocabulary has; others teach it nothing, but count as the rest.
     """
 
-    def __init__(self, store: Store, *, top_k: int, held_every: int, readable: int) -> None:
-        self._store, self._top_k, self._held_every, self._readable = store, top_k, held_every, readable
+    def __init__(self, buffer: ReplayBuffer, *, top_k: int, held_every: int, readable: int) -> None:
+        self._buffer, self._top_k, self._held_every, self._readable = buffer, top_k, held_every, readable
         self._answers: dict[int, _Answer] = {}
         self._begun = 0
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         """Note a step, as `Drafter.observe` is shown it."""
-        ids, probs = self._laws(context, verdicts, scores)
+        ids, probs = self._top_probs(context, verdicts, scores)
         start = 0
         for index, verdict in enumerate(verdicts):
             count = len(verdict.path) + 1
@@ -186,9 +186,9 @@ class Collector:
     def _keep(self, answer: _Answer) -> None:
         piece = answer.piece()
         if piece is not None:
-            self._store.add(piece)
+            self._buffer.add(piece)
 
-    def _laws(
+    def _top_probs(
         self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
         """(M, k) tokens and probabilities at the nodes of all rows' committed paths, row after row."""
