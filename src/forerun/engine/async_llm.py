@@ -35,7 +35,7 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
         self._most, self._cut = most, False
 
     def deliver(self, chunk: StreamChunk) -> bool:
-        """Put it in; False where the reader has fallen too far behind: the chunks then give way to an error.
+        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks.
 
         What is still on its way after that is dropped.
         """
@@ -248,7 +248,7 @@ class AsyncLLM:
                 if item.output is not None:
                     return
         finally:
-            self._leave(request_id)
+            self._release(request_id)
 
     def offer(self, speculative: Mapping[str, Any]) -> None:
         """Build a drafter before any request asks for it; blocks until it is there.
@@ -274,14 +274,14 @@ class AsyncLLM:
         self._go_on()
         return request_id
 
-    def _leave(self, request_id: str) -> None:
+    def _release(self, request_id: str) -> None:
         del self._queues[request_id]
         self._worker.submit(self.llm.abort, request_id)
 
     def _abandon(self, submitted: asyncio.Future[str]) -> None:
         """Nobody waits any longer for a request that has just been queued."""
         if not submitted.cancelled() and submitted.exception() is None:
-            self._leave(submitted.result())
+            self._release(submitted.result())
 
     def _go_on(self) -> None:
         """In the worker: from now on step while there is work."""

@@ -372,13 +372,15 @@ class GrammarCompiler:
         """The grammars that were compiled last, the one used last at the end."""
         self._compiling = threading.Lock()
 
-    def processor(self, wish: StructuredOutputs, prompt_length: int, budget: Budget | None = None) -> GrammarProcessor:
+    def processor(
+        self, outputs: StructuredOutputs, prompt_length: int, budget: Budget | None = None
+    ) -> GrammarProcessor:
         """A processor for one answer; those of one request share a budget.
 
         Raises:
             ArgumentError: the schema, expression or grammar is too large, or llguidance does not accept it; says why.
         """
-        key = source(wish)
+        key = source(outputs)
         if (beginning := self._known.get(key)) is None:  # who is known does not wait for who is not
             with self._compiling:
                 beginning = self._known.get(key) or self._compile(*key)
@@ -389,9 +391,9 @@ class GrammarCompiler:
             self._known.move_to_end(key)
         return GrammarProcessor(beginning, prompt_length, self._end_ids, budget or Budget())
 
-    def knows(self, wish: StructuredOutputs) -> bool:
+    def knows(self, outputs: StructuredOutputs) -> bool:
         """Whether a grammar has been compiled already, so that a processor costs next to nothing."""
-        return source(wish) in self._known
+        return source(outputs) in self._known
 
     def mark(self, text: str) -> str:
         """How a grammar in Lark's notation names `text`: as a string, or by its token's id where the tokenizer has one
@@ -431,20 +433,20 @@ class GrammarCompiler:
         return compiled(self._tokenizer, kind, text)
 
 
-def source(wish: StructuredOutputs) -> tuple[str, str]:
+def source(outputs: StructuredOutputs) -> tuple[str, str]:
     """Kind (``json``, ``regex`` or ``grammar``) and text, as llguidance reads them."""
-    if wish.json is not None:
+    if outputs.json is not None:
         try:
-            return "json", wish.json if isinstance(wish.json, str) else json.dumps(wish.json)
+            return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
         except RecursionError as error:
             raise ArgumentError("structured outputs: the schema nests too deeply") from error
-    if wish.json_object:
+    if outputs.json_object:
         return "json", '{"type": "object"}'
-    if wish.regex is not None:
-        return "regex", wish.regex
-    if wish.choice is not None:
-        check_choices(wish.choice)
-        options = " | ".join(json.dumps(option) for option in wish.choice)
+    if outputs.regex is not None:
+        return "regex", outputs.regex
+    if outputs.choice is not None:
+        check_choices(outputs.choice)
+        options = " | ".join(json.dumps(option) for option in outputs.choice)
         return "grammar", f"start: CHOICE\nCHOICE: {options}"
-    assert wish.grammar is not None, "checked when it was made"
-    return "grammar", wish.grammar
+    assert outputs.grammar is not None, "checked when it was made"
+    return "grammar", outputs.grammar

@@ -134,7 +134,7 @@ def _cannot(mark: str, reason: str) -> ArgumentError:
 log = logging.getLogger(__name__)
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
-"""A request's wish: None as the engine is configured, False off, or a configuration of its own."""
+"""What drafts for a request: None as the engine is configured, False off, or a configuration of its own."""
 
 REPRODUCIBLE_NODES = 16
 """Nodes of every pass in reproducible mode, the root included: where 16 rows still cost about what one costs."""
@@ -166,7 +166,7 @@ class LLM:
         max_num_batched_tokens: most prompt tokens of a pass while answers are being decoded; None takes 512.
         enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
         kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
-            whatever the rows can hold. Answers that do not fit give way and go on later, with the same output.
+            whatever the rows can hold. Answers that do not fit are preempted and go on later, with the same output.
         seed: for requests that bring none: each gets one derived from it and from how many came before, so that a run
             repeats and its answers differ. None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding

@@ -204,8 +204,8 @@ class PromptReader:
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
         """Where `request` should run, so that it keeps nothing waiting that costs less."""
-        wish = params.structured_outputs
-        if wish is not None and not self.grammars.knows(wish):
+        outputs = params.structured_outputs
+        if outputs is not None and not self.grammars.knows(outputs):
             return Lane.GRAMMAR
         parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
         return Lane.of(sum(len(part) for part in parts if isinstance(part, Sized)))
@@ -270,12 +270,12 @@ class PromptReader:
         """Of each answer: one for all, or with structured outputs one for each, whose processor follows its path and
         comes last."""
         words = self._bad_words(params.bad_words or ())
-        wish = params.structured_outputs
-        if wish is None:
+        outputs = params.structured_outputs
+        if outputs is None:
             return [Sampler(params, prompt, banned_until_min=banned, bad_words=words)] * params.n
         samplers, budget = list[Sampler](), Budget()
         for _ in range(params.n):
-            grammar = self.grammars.processor(wish, len(prompt), budget)
+            grammar = self.grammars.processor(outputs, len(prompt), budget)
             own = replace(params, logits_processors=(*params.logits_processors, grammar))
             samplers.append(Sampler(own, prompt, banned_until_min=banned, bad_words=words))
         return samplers

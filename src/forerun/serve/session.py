@@ -70,7 +70,7 @@ ENGINE: Texts = {
         "kv_cache_usage_perc": "Share of the cache's slots in use.",
     },
     CounterMetricFamily: {
-        "num_preemptions": "Times an answer gave its row back.",
+        "num_preemptions": "Times an answer was preempted.",
         "prefix_cache_queries": "Prompt tokens looked up.",
         "prefix_cache_hits": "Prompt tokens found in the cache.",
     },
@@ -462,18 +462,18 @@ class Session:
         prompt = job.prompt if self.settings.log_prompts else None
         return Account(self.metrics, job.params.n, drafter, prompt)
 
-    def speculation(self, wish: Speculation | None, *, predicted: bool) -> Speculative:
+    def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
         """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
 
         Raises:
-            ApiError: 400 where the wish goes beyond the operator's limits.
+            ApiError: 400 where the request goes beyond the operator's limits.
         """
-        if wish is None:
+        if request is None:
             return {"method": "prediction"} if predicted else None
-        if not wish.enabled:
+        if not request.enabled:
             return False
         own = self.engine.llm.speculative
-        name = wish.drafter or (own.method if own is not None else None)
+        name = request.drafter or (own.method if own is not None else None)
         if name is None:
             raise bad_request(
                 "the server has no drafter of its own; name one: " + self._choices(), "speculative.drafter"
@@ -483,7 +483,7 @@ class Session:
         base: dict[str, Any] = {}
         if own is not None and name == own.method:
             base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
-        length, most = wish.num_speculative_tokens, self.longest(name)
+        length, most = request.num_speculative_tokens, self.longest(name)
         if length is not None and length > most:
             raise bad_request(
                 f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
@@ -491,7 +491,7 @@ class Session:
             )
         if not base:
             length = length or default_length(name)
-        asked = {"num_speculative_tokens": length, "rule": wish.rule}
+        asked = {"num_speculative_tokens": length, "rule": request.rule}
         return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
 
     def longest(self, name: str) -> int:
