@@ -36,7 +36,7 @@ class InvalidDraftError(ForerunError, ValueError):
 
 
 class OutOfMemoryError(ForerunError, MemoryError):
-    """Weights, cache and laws do not fit; the message says how much was needed and what to lower."""
+    """Weights, cache and probabilities do not fit; the message says how much was needed and what to lower."""
 
 
 class NumericError(ForerunError, ArithmeticError):

@@ -97,7 +97,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Read only this many of the prompt's last tokens; -1: as many as the context holds beside `max_tokens`."""
     logprobs_mode: str = "raw_logprobs"
-    """``raw_logprobs``: before any processor; ``processed_logprobs``: of the law that was sampled."""
+    """``raw_logprobs``: before any processor; ``processed_logprobs``: of the distribution that was sampled."""
     detokenize: bool = True
     skip_special_tokens: bool = True
 
