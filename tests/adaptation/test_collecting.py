@@ -51,16 +51,16 @@ def test_the_laws_are_the_targets_and_every_answered_position_is_there(
     heat = 1.0 if temperature is None else temperature
     for one in found:
         text = one.tokens.tolist()
-        wanted = law_of(target, text, heat or 1.0)[one.places.tolist()]
+        wanted = law_of(target, text, heat or 1.0)[one.positions.tolist()]
         probs, ids = wanted.topk(5)
         assert one.temperature == heat
         assert np.array_equal(one.ids, ids.numpy())
         assert np.allclose(one.probs, probs.numpy(), atol=2e-3)
-        assert one.places[-1] == len(text) - 1
+        assert one.positions[-1] == len(text) - 1
     kinds = [trace.kind for output in outputs for trace in output.outputs[0].trace]
     assert buffer.rejected == sum(int(one.rejected.sum()) for one in found) == kinds.count(Source.RECOVERED) > 0
     # The first token of an answer comes before any drafter has spoken.
-    assert buffer.positions == sum(len(one.places) for one in found) == sum(29 for _ in outputs)
+    assert buffer.positions == sum(len(one.positions) for one in found) == sum(29 for _ in outputs)
 
 
 def test_the_rejected_position_is_the_one_where_the_draft_was_wrong() -> None:
@@ -82,8 +82,8 @@ def test_answers_are_held_back_whole_and_in_turn() -> None:
     for _ in range(3):  # one after the other: the first of three is held back, on all its pieces
         engine.generate(as_prompts(PROMPTS[:1]), SamplingParams(temperature=0, max_tokens=50))
     collector.close(range(3))
-    assert [len(one.places) for one in buffer.held(9)] == [49]
-    assert [len(one.places) for one in buffer.training()] == [49, 49]
+    assert [len(one.positions) for one in buffer.held(9)] == [49]
+    assert [len(one.positions) for one in buffer.training()] == [49, 49]
     assert buffer.added == 2 and buffer.positions == 3 * 49
 
 
@@ -97,8 +97,8 @@ def test_long_answers_come_in_pieces_with_their_context(monkeypatch: pytest.Monk
     text = PROMPTS[0] + output.outputs[0].token_ids
     at = len(PROMPTS[0])
     for one in buffer.held(100):
-        size = len(one.places)
-        assert one.places.tolist() == list(range(3, 3 + size))
+        size = len(one.positions)
+        assert one.positions.tolist() == list(range(3, 3 + size))
         assert size < 12, "a step adds at most 4"
         assert one.tokens.tolist() == text[at - 3 : at + size]
         at += size

@@ -237,8 +237,8 @@ class Completion:
 
     def _append(self, emitted: Emitted) -> StreamChunk:
         new: list[OutputToken] = []
-        for place, token in enumerate(emitted.tokens):
-            new.append(self._output_token(emitted, place, token))
+        for position, token in enumerate(emitted.tokens):
+            new.append(self._output_token(emitted, position, token))
             self._check_end(token, new[-1].text, len(self.tokens) + len(new))
             if self.finish_reason is not None:
                 break
@@ -309,13 +309,13 @@ class Completion:
             trace=list(self.traces),
         )
 
-    def _output_token(self, emitted: Emitted, place: int, token: int) -> OutputToken:
-        chosen, top = emitted.logprobs[place] if emitted.logprobs is not None else (None, None)
+    def _output_token(self, emitted: Emitted, position: int, token: int) -> OutputToken:
+        chosen, top = emitted.logprobs[position] if emitted.logprobs is not None else (None, None)
         skipped = token in self.row.stop_ids and not self.request.params.include_stop_str_in_output
         return OutputToken(
             id=token,
             text="" if skipped else self.detokenizer.add(token),
-            source=emitted.sources[place],
+            source=emitted.sources[position],
             step=emitted.trace.step,
             logprob=chosen,
             top_logprobs=top,

@@ -58,12 +58,12 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
     """
     held = Counter(group for answer in running for group in _groups(answer.request))
 
-    def place(answer: Completion) -> tuple[bool, list[int], int]:
+    def rank(answer: Completion) -> tuple[bool, list[int], int]:
         return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
 
-    first = min(waiting, key=place)
+    first = min(waiting, key=rank)
     own = [answer for answer in waiting if _client(answer) == _client(first)]
-    return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *place(answer)))
+    return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *rank(answer)))
 
 
 def _client(answer: Completion) -> str:
@@ -150,13 +150,13 @@ class Prefill:
         """The tokens up to the next multiple of `chunk`."""
         return self.tokens[self.done : (self.done // chunk + 1) * chunk]
 
-    def take(self, count: int, scored: Scored, place: int) -> None:
-        """`count` more tokens were run, in line `place` of a pass."""
+    def take(self, count: int, scored: Scored, line: int) -> None:
+        """`count` more tokens were run, in `line` of a pass."""
         for signal in self.requires:
-            self.states.setdefault(signal, []).append(scored.signals[signal][place, :count])
+            self.states.setdefault(signal, []).append(scored.signals[signal][line, :count])
         if self.scores_prompt:
             with Isolation(self.answers[0].row):
-                self._score_prompt(scored.logits[place, :count])
+                self._score_prompt(scored.logits[line, :count])
         self.done += count
 
     def signals(self) -> dict[Signal, Tensor]:
@@ -195,8 +195,8 @@ def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Ten
         signals=frozenset[Signal]().union(*(prefill.requires for prefill in prefills)),
         all_logits=any(prefill.scores_prompt for prefill in prefills),
     )
-    for place, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
-        prefill.take(len(tokens), scored, place)
+    for line, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
+        prefill.take(len(tokens), scored, line)
         for answer in prefill.answers[1:] if prefill.finished else ():
             target.copy_row(prefill.row, answer.row.row, prefill.done)
     if scored.logits.shape[1] == 1:

@@ -173,9 +173,9 @@ def reasoning_tokens(chat_format: ChatFormat, text: str, tokens: Sequence[Output
     """How many tokens of an answer are reasoning, marks included."""
     reader = chat_format.reader()
     reader.whole(text)
-    place = count = 0
-    while count < len(tokens) and place < reader.reasoning_end:
-        place += len(tokens[count].text)
+    position = count = 0
+    while count < len(tokens) and position < reader.reasoning_end:
+        position += len(tokens[count].text)
         count += 1
     return count
 

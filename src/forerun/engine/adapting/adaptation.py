@@ -236,7 +236,7 @@ class Background:
             self._roll_back()
             return True
         held = self._buffer.held(HELD_PIECES)
-        enough = sum(len(piece.places) for piece in held) >= LEAST_HELD
+        enough = sum(len(piece.positions) for piece in held) >= LEAST_HELD
         if not enough or self._buffer.added - self._used < self._config.fresh_pieces:
             return False
         self._used = self._buffer.added

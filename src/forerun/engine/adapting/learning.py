@@ -176,7 +176,7 @@ class Learner:
         for piece in pieces:
             with torch.no_grad():
                 total += float(self._accepted(piece).sum())
-            count += len(piece.places)
+            count += len(piece.positions)
             if pause():
                 return None
         return total / count if count else math.nan
@@ -208,7 +208,7 @@ class Learner:
         """(M, V) log-probabilities of the twin at the piece's positions, at its temperature."""
         tokens = torch.from_numpy(np.where(piece.tokens < self.vocabulary, piece.tokens, 0)).long()
         states = self._base(input_ids=tokens.unsqueeze(0).to(self.twin.device), use_cache=False).last_hidden_state
-        logits = self._head(states[:, torch.from_numpy(piece.places).long().to(states.device)])
+        logits = self._head(states[:, torch.from_numpy(piece.positions).long().to(states.device)])
         heat = piece.temperature or 1.0
         return torch.log_softmax(logits[0].float() / heat, dim=-1)
 

@@ -36,7 +36,7 @@ class Piece:
 
     tokens: npt.NDArray[np.int32]
     """(S,) what was read, context first."""
-    places: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
     """(M,) after which of the tokens each distribution stands."""
     ids: npt.NDArray[np.int32]
     """(M, k) the likeliest tokens, best first."""
@@ -52,7 +52,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Of its arrays."""
-        arrays = (self.tokens, self.places, self.ids, self.probs, self.rejected)
+        arrays = (self.tokens, self.positions, self.ids, self.probs, self.rejected)
         return sum(array.nbytes for array in arrays)
 
 
@@ -81,7 +81,7 @@ class ReplayBuffer:
             while self._sizes[piece.held] > self._limits[piece.held]:
                 self._sizes[piece.held] -= ring.popleft().nbytes
             self.added += not piece.held
-            self.positions += len(piece.places)
+            self.positions += len(piece.positions)
             self.rejected += int(piece.rejected.sum())
 
     def training(self) -> list[Piece]:
@@ -108,24 +108,24 @@ class _Answer:
     """The row's live list."""
     held: bool
     temperature: float
-    places: list[int] = field(default_factory=list)
-    """Absolute: the distribution after token ``tokens[place]``."""
+    positions: list[int] = field(default_factory=list)
+    """Absolute: the distribution after token ``tokens[position]``."""
     ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     probs: list[npt.NDArray[np.float16]] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
 
     def piece(self) -> Piece | None:
         """What was noted, which is then forgotten; None where that is nothing. A list that shrank loses its end."""
-        count = sum(place < len(self.tokens) for place in self.places)
-        places, rejected = self.places[:count], self.rejected[:count]
+        count = sum(position < len(self.tokens) for position in self.positions)
+        positions, rejected = self.positions[:count], self.rejected[:count]
         ids, probs = self.ids, self.probs
-        self.places, self.rejected, self.ids, self.probs = [], [], [], []
-        if not places:
+        self.positions, self.rejected, self.ids, self.probs = [], [], [], []
+        if not positions:
             return None
-        start = max(0, places[0] + 1 - CONTEXT)
+        start = max(0, positions[0] + 1 - CONTEXT)
         return Piece(
-            tokens=np.array(self.tokens[start : places[-1] + 1], dtype=np.int32),
-            places=np.array(places, dtype=np.int32) - start,
+            tokens=np.array(self.tokens[start : positions[-1] + 1], dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32) - start,
             ids=np.concatenate(ids)[:count],
             probs=np.concatenate(probs)[:count],
             rejected=np.array(rejected),
@@ -156,12 +156,12 @@ class Collector:
             count = len(verdict.path) + 1
             answer = self._answer(context, index)
             first = len(context.tokens[index]) - context.fresh[index] - 1
-            answer.places.extend(range(first, first + count))
+            answer.positions.extend(range(first, first + count))
             answer.ids.append(ids[start : start + count])
             answer.probs.append(probs[start : start + count])
             answer.rejected.extend([False] * (count - 1) + [verdict.kind is Source.RECOVERED])
             start += count
-            if len(answer.places) >= PIECE:
+            if len(answer.positions) >= PIECE:
                 self._keep(answer)
 
     def close(self, rows: Sequence[int]) -> None:
@@ -192,11 +192,11 @@ class Collector:
         self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
         """(M, k) tokens and probabilities at the nodes of all rows' committed paths, row after row."""
-        places = [(index, node) for index, verdict in enumerate(verdicts) for node in (0, *verdict.path)]
+        positions = [(index, node) for index, verdict in enumerate(verdicts) for node in (0, *verdict.path)]
         device = scores.logits.device
-        rows, nodes = torch.tensor(places, device=device).unbind(1)
+        rows, nodes = torch.tensor(positions, device=device).unbind(1)
         heats = [_temperature(sampler) or 1.0 for sampler in context.samplers]
-        temperatures = torch.tensor([heats[index] for index, _ in places], dtype=torch.float32, device=device)
+        temperatures = torch.tensor([heats[index] for index, _ in positions], dtype=torch.float32, device=device)
         logits = scores.logits[rows, nodes].float() / temperatures.unsqueeze(1)
         known = torch.log_softmax(logits, -1)[:, : self._readable]
         top, ids = known.topk(min(self._top_k, known.shape[-1]), dim=-1)

@@ -179,10 +179,10 @@ class _Scan:
 
     def run(self, text: str, at: int) -> int:
         """Where the value ends, or the end of the text if it goes on."""
-        for place in range(at, len(text)):
-            self._read(text[place])
+        for position in range(at, len(text)):
+            self._read(text[position])
             if self.done:
-                return place + 1
+                return position + 1
         return len(text)
 
     def _read(self, character: str) -> None:
