@@ -31,7 +31,7 @@ _RULE_ALIASES = {"strict": "token_rejection", "standard": "token_rejection"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """Which drafter, how far ahead, and how it is judged."""
+    """Which drafter, how far ahead, and how it is verified."""
 
     method: str
     num_speculative_tokens: int | None = None

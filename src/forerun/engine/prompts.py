@@ -331,7 +331,7 @@ class PromptReader:
 
 
 def _checked_rule(request: Request) -> str | None:
-    """The rule that the request's configuration names, if it may judge at this temperature."""
+    """The rule that the request's configuration names, if it may verify at this temperature."""
     name = request.speculative.rule if request.speculative is not None else None
     if name is not None and rule_named(name).name == "argmax_walk" and not request.params.greedy:
         raise ArgumentError("rule 'argmax_walk' is lossless at temperature 0 only; leave the rule out to sample")

@@ -53,9 +53,9 @@ def geometric(alpha: float, k: int) -> list[float]:
 
 
 def survival_of(acceptance: Sequence[float]) -> list[float]:
-    """Survival from conditional acceptance by depth: the probability that depth d + 1 is kept if depth d was."""
+    """Survival from conditional acceptance by depth: the probability that depth d + 1 is accepted if depth d was."""
     _check_probabilities(acceptance)
-    return list(itertools.accumulate(acceptance, lambda kept, rate: kept * rate))
+    return list(itertools.accumulate(acceptance, lambda survival, rate: survival * rate))
 
 
 def conditional_of(survival: Sequence[float]) -> list[float]:
@@ -297,7 +297,7 @@ def predict(
 
     Args:
         cost: of passes.
-        acceptance_per_depth: ``[d]``: share of the drafting steps that kept a node at depth d + 1 (survival, as
+        acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1 (survival, as
             `SpeculationStats.acceptance_per_depth` where all drafts are equally deep).
         draft: the drafter's cost for the batch.
         depth: mean levels of a draft.

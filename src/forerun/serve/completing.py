@@ -156,7 +156,7 @@ def _named_best(token: ScoredToken, name: Callable[[int], str]) -> dict[str, flo
 
 
 def _traced(output: RequestOutput, answer: CompletionOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One answer step by step: its tokens with their sources, and what was drafted, kept and spent in each step."""
+    """One answer step by step: its tokens with their sources, and what was drafted, accepted and spent in each step."""
     return {
         "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
         "tokens": [

@@ -54,7 +54,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.",),
     "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.",),
     "forerun:drafter_errors": ("Times that a drafter failed; the answer went on without it.",),
-    "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by place in the draft.", "position"),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
 }
 """Name -> text and labels besides the model's."""
 _HISTOGRAMS = {
@@ -87,9 +87,9 @@ ADAPTATION: Texts = {
     GaugeMetricFamily: {
         "stored_bytes": "Collected positions in memory, bytes.",
         "version": "Of the weights that serve; 0 are those of the given checkpoint.",
-        "expected_acceptance": "Of the weights that served when the last candidate was judged, on held back positions.",
+        "expected_acceptance": "Of the weights that served when the last candidate was compared, on held back positions.",
         "candidate_acceptance": "Of the last candidate, on the same positions.",
-        "acceptance": "Share of judged drafted tokens that were kept since the last swap, over the last 2000.",
+        "acceptance": "Share of verified drafted tokens that were accepted since the last swap, over the last 2000.",
         "share": "Seconds of work per second of wall time.",
         "running": "1 while it collects and trains, 0 once an error has ended it.",
     },

@@ -41,7 +41,7 @@ class AdaptConfig:
     kept_weight: float = 0.3
     """What a position counts for in the loss where the draft was not rejected; a rejected one counts 1."""
     held_every: int = 8
-    """Every so many answers one is held back: nothing is trained on it, candidates are judged by it."""
+    """Every so many answers one is held back: nothing is trained on it, candidates are compared on it."""
     round_pieces: int = 32
     """Pieces of answers, of at most `PIECE` positions, that a candidate is trained on."""
     fresh_pieces: int = 8
@@ -134,11 +134,11 @@ class AdaptationStats:
     version: int
     """Of the weights that serve; 0 are those of the checkpoint that was given."""
     expected_acceptance: float
-    """Of the weights that served when the last candidate was judged, on held back positions; 0 before the first."""
+    """Of the weights that served when the last candidate was compared, on held back positions; 0 before the first."""
     candidate_acceptance: float
     """Of that candidate, on the same."""
     acceptance: float
-    """Share of judged drafted tokens that were kept, since the last swap, over the last 2000."""
+    """Share of verified drafted tokens that were accepted, since the last swap, over the last 2000."""
     share: float
     """Seconds of work per second of wall time."""
     running: bool

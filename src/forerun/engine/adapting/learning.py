@@ -1,7 +1,7 @@
 """Trains a float32 copy of the draft model on the replay buffer and compares what came out; and the throttle for it.
 
 The loss is the forward divergence KL(target, draft) over the tokens that were kept and one event for all others, at
-the request's temperature; positions where a draft was rejected weigh most. A candidate is judged by its expected
+the request's temperature; positions where a draft was rejected weigh most. Candidates are compared by expected
 acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after. No thread, no file.
 Source: Online Speculative Decoding (arXiv 2310.07177).
 """
@@ -81,9 +81,9 @@ class Throttle:
 
 
 HELD_PIECES = 32
-"""Most held back pieces that a candidate is judged by."""
+"""Most held back pieces that a candidate is compared on."""
 LEAST_HELD = 64
-"""Fewest held back positions that can judge one."""
+"""Fewest held back positions that can tell."""
 _TINY = 1.0e-6
 _CLIP = 1.0
 _RECOVERY, _LEAST_RATE = 1.25, 64
@@ -135,12 +135,12 @@ class Learner:
         return {name: value.detach().clone() for name, value in self.twin.state_dict().items()}
 
     def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
-        """Train a candidate and judge it; `keep` or `discard` must follow. None: there was no time to finish.
+        """Train a candidate and compare it; `keep` or `discard` must follow. None: there was no time to finish.
 
         Args:
             pieces: to train on, oldest first.
             added: how many ever came in; the newer ones among `pieces` are trained on first.
-            held: to judge by; the same for both.
+            held: to compare on; the same for both.
         """
         served = self.acceptance(held, pause)
         if served is None or not self._train(self._chosen(pieces, added), pause):
@@ -196,7 +196,7 @@ class Learner:
         return loss
 
     def _accepted(self, piece: Piece) -> Tensor:
-        """(M,) probability that a draft at each position is kept."""
+        """(M,) probability that a draft at each position is accepted."""
         logs = self._log_probs(piece)
         ids = torch.from_numpy(piece.ids).long().to(logs.device)
         if piece.temperature == 0:

@@ -47,7 +47,7 @@ class Piece:
     temperature: float
     """Of the request. At 0 the probabilities are of temperature 1, and a draft is right if it is the likeliest."""
     held: bool
-    """Kept for judging candidates; never trained on."""
+    """Held back for comparing candidates; never trained on."""
 
     @property
     def nbytes(self) -> int:

@@ -248,7 +248,7 @@ class Sampling(NeutralSampling):
     prediction: Prediction | None = None
     speculative: Speculation | None = None
     return_speculation_trace: bool = False
-    """Every step of the answer (drafted, kept, probabilities, times) under ``speculation_trace``."""
+    """Every step of the answer (drafted, accepted, probabilities, times) under ``speculation_trace``."""
     return_token_ids: bool = False
     """vLLM's: the ids of the prompt's and the answer's tokens."""
     return_tokens_as_token_ids: bool = False
