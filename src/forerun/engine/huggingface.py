@@ -153,7 +153,7 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
 def _params(
     config: Any, processors: Sequence[Any], padding: list[int], place: tuple[int, Sequence[int]]
 ) -> SamplingParams:
-    """Everything that shapes the distribution comes from transformers' processors; the engine adds nothing of its own."""
+    """Everything that shapes the distribution comes from transformers' processors; the engine adds nothing."""
     ends = config.eos_token_id
     neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return SamplingParams(

@@ -87,7 +87,7 @@ ADAPTATION: Texts = {
     GaugeMetricFamily: {
         "stored_bytes": "Collected positions in memory, bytes.",
         "version": "Of the weights that serve; 0 are those of the given checkpoint.",
-        "expected_acceptance": "Of the weights that served when the last candidate was compared, on held back positions.",
+        "expected_acceptance": "Of the weights that served when the last candidate was tried, on held back positions.",
         "candidate_acceptance": "Of the last candidate, on the same positions.",
         "acceptance": "Share of verified drafted tokens that were accepted since the last swap, over the last 2000.",
         "share": "Seconds of work per second of wall time.",
