@@ -107,11 +107,6 @@ def walltime_factor(tokens: float, *, levels: float, level_cost: float, verify: 
     return tokens / (levels * level_cost + verify)
 
 
-def operations_factor(alpha: float, k: int, operations: float) -> float:
-    """How many times more arithmetic is done per token; `operations` is the drafter's per token over the target's."""
-    return (k * operations + k + 1) / expected_tokens_per_pass(alpha, k)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """A draft length, and what it brings."""
@@ -164,19 +159,6 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
 RankAcceptance = Sequence[Sequence[float]]
 """``[d][r]``: probability that the child of rank r at depth d + 1 is the accepted one if its parent was. Siblings
 exclude each other, so a line sums to at most 1. Deeper levels take the last line, further ranks 0."""
-
-
-def full_tree(children: Sequence[int]) -> list[int]:
-    """Parents (K,) of the tree whose nodes at depth d have ``children[d]`` children; node 0 is the root."""
-    if not children or min(children) < 1:
-        raise ArgumentError(f"a tree needs at least one child at each depth, got {list(children)}")
-    parents: list[int] = []
-    level = [0]
-    for count in children:
-        first = len(parents) + 1
-        parents += [node for node in level for _ in range(count)]
-        level = list(range(first, len(parents) + 1))
-    return parents
 
 
 def tree_depth(parents: Sequence[int]) -> int:
