@@ -1,4 +1,4 @@
-"""What a user may say about speculation, in vLLM's words and in ours, as one typed value. Imports no torch."""
+"""`SpeculativeConfig`: vLLM's ``speculative_config`` as one typed value. Imports no torch."""
 
 from __future__ import annotations
 

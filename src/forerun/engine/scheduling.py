@@ -1,4 +1,4 @@
-"""Who is next for a row, for a pass over prompts, and to give its row back; and the prefills that such a pass runs.
+"""The scheduler's choices: who gets the next row, whose prefill runs next, who is preempted; and the prefills.
 
 Policy and bookkeeping alone; `core` carries it out. Does not know what drafts.
 """

@@ -1,4 +1,4 @@
-"""What a model's answers hold besides text: reasoning and tool calls, as its chat template shows or the operator says.
+"""How a model writes chats: reasoning and tool calls, as its chat template shows or the operator says.
 
 Makes a request's messages into a prompt, what they ask of the answer into one grammar, and the answer into pieces.
 Knows no HTTP and no shape of an answer.

@@ -1,4 +1,4 @@
-"""From a request's body to jobs, and from their chunks to one merged stream. Knows no answer's shape."""
+"""Turns request bodies into jobs for the engine, and their chunks into one merged stream. Knows no answer's shape."""
 
 from __future__ import annotations
 

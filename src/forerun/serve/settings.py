@@ -1,4 +1,4 @@
-"""What the operator decides: keys, origins, limits and logs. Imports no web framework and no torch.
+"""Settings of a server: keys, origins, limits and logs. Imports no web framework and no torch.
 
 These are options of ``forerun serve``, too: a field here is a flag there, and its default is written nowhere else.
 """

@@ -1,4 +1,4 @@
-"""What a pass is padded to, and how the padding is not computed.
+"""Sizes that passes are padded to, and passes that run their real tokens alone.
 
 `Buckets` pads nodes and visible cache to few sizes, so that a row's bits depend on little. `Flat` does the opposite to
 what lies between: rows of a batch differ in how much was drafted for them, and to all layers the real tokens of a pass

@@ -1,4 +1,4 @@
-"""OpenAI's error envelope, and how everything that can go wrong is put into it."""
+"""`ApiError`: an HTTP status and the error envelope of OpenAI or Anthropic; whatever goes wrong becomes one."""
 
 from __future__ import annotations
 
