@@ -50,7 +50,7 @@ def test_downloaded_weights_are_counted_from_their_headers(tmp_path: Path, monke
 
 
 def plan(**changes: int) -> MemoryPlan:
-    sizes = {"rows": 8, "slots": 999, "weights": 10 * 2**30, "token": 2**20, "laws": 2**30, "reserve": 2**30}
+    sizes = {"rows": 8, "slots": 999, "weights": 10 * 2**30, "token": 2**20, "probs": 2**30, "reserve": 2**30}
     return MemoryPlan(**(sizes | changes))
 
 
@@ -64,7 +64,7 @@ def test_a_cache_that_does_not_fit_says_what_to_lower() -> None:
         plan().check(16 * 2**30, "cuda:0")
     text = str(caught.value)
     assert "19.81 GiB are needed on cuda:0, 16.00 GiB are free" in text
-    assert "weights 10.00, KV cache 7.81 (8 rows x 999 slots), logits and laws 1.00, drafter 1.00" in text
+    assert "weights 10.00, KV cache 7.81 (8 rows x 999 slots), logits and probabilities 1.00, drafter 1.00" in text
     assert "Lower slots to 511, or rows to 4." in text
     plan(slots=511).check(16 * 2**30, "cuda:0")
     plan(rows=4).check(16 * 2**30, "cuda:0")
