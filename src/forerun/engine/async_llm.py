@@ -126,6 +126,15 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
+    """The whole answer of a stream, read to its end."""
+    output = None
+    async for chunk in chunks:
+        output = chunk.output or output
+    assert output is not None, "a stream ends with its output"
+    return output
+
+
 class AsyncLLM:
     """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
 
@@ -177,7 +186,7 @@ class AsyncLLM:
         params = as_params(sampling_params, len(many))
         keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
         return await all_or_none(
-            self._last(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
+            whole_output(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
             for prompt, own in zip(many, params, strict=True)
         )
 
@@ -322,10 +331,3 @@ class AsyncLLM:
     def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
         for queue in list(queues.values()):
             queue.put_nowait(error)
-
-    @staticmethod
-    async def _last(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-        async for chunk in chunks:
-            if chunk.output is not None:
-                return chunk.output
-        raise AssertionError("a stream ends with its output")

@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from forerun.engine.async_llm import all_or_none
+from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
@@ -33,7 +33,7 @@ from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
-from forerun.serve.session import Job, Session, State, collected
+from forerun.serve.session import Job, Session, State
 from forerun.types import RequestOutput
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Ans
 
 async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
     with session.admitted(sum(job.params.n for job in jobs)):
-        return await all_or_none(collected(session.answer(job)) for job in jobs)
+        return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
 async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -182,49 +182,6 @@ class Metrics:
         self.count("forerun:drafter_errors", stats.drafter_errors)
         for position, count in enumerate(stats.accepted_per_depth):
             self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
-
-
-class Account:
-    """What became of one prompt's answers: opened when it is handed to the engine, to be closed whatever happens.
-
-    Args:
-        metrics: where it is counted.
-        answers: how many are asked for.
-        drafter: what drafts for them; None decodes plainly.
-        prompt: to be written into the log; None writes nothing of it.
-    """
-
-    def __init__(self, metrics: Metrics, answers: int, drafter: str | None, prompt: Any = None) -> None:
-        self._metrics, self._answers = metrics, answers
-        self._record = logs.current()
-        self._ending: str | None = "abort"
-        metrics.count("forerun:answers_admitted", answers)
-        if self._record is not None:
-            self._record.drafter = drafter or "none"
-            self._record.prompts += [] if prompt is None else [prompt]
-
-    def finished(self, output: RequestOutput) -> None:
-        """All answers are there."""
-        self._ending = None
-        self._metrics.finished(output)
-        if self._record is not None:
-            self._record.finished(output)
-
-    def failed(self, error: Exception) -> None:
-        """It ended with an error; a client that does not read has left."""
-        self._ending = "abort" if isinstance(error, SlowReaderError) else "error"
-
-    def refused(self) -> None:
-        """The engine did not take it."""
-        self._ending = None
-        self._metrics.count("forerun:answers_refused", self._answers)
-
-    def close(self) -> None:
-        """Whoever came to no end of their own was dropped."""
-        if self._ending is not None:
-            self._metrics.count("vllm:request_success", self._answers, self._ending)
-            if self._record is not None:
-                self._record.finish_reasons += [self._ending] * self._answers
 
 
 log = logging.getLogger(__name__)
@@ -409,7 +366,6 @@ class Session:
         Raises:
             ApiError: 400 for what the engine refuses.
         """
-        limit = self.settings.stream_buffer
         stream = self.engine.stream(
             job.prompt,
             job.params,
@@ -421,46 +377,56 @@ class Session:
             user=job.user,
             priority=job.priority,
             adapt=job.adapt,
-            max_unread=limit,
+            max_unread=self.settings.stream_buffer,
         )
-        account = self._account(job)
-        begun = False
+        record, begun = self._taken_on(job), False
+        reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.output is not None:
-                        account.finished(chunk.output)
+                        reason = None
+                        self.metrics.finished(chunk.output)
+                        if record is not None:
+                            record.finished(chunk.output)
                     begun = True
                     yield self._told(chunk)
-        except (NumericError, RequestError) as error:
-            account.failed(error)
+        except (NumericError, RequestError):
+            reason = "error"
             raise
         except (ForerunError, ValueError) as error:
             if begun:
-                account.failed(error)
+                reason = "abort" if isinstance(error, SlowReaderError) else "error"
             else:
-                account.refused()
+                reason = None
+                self.metrics.count("forerun:answers_refused", job.params.n)
             raise refusal(error) from error
         except Exception as error:
-            account.failed(error)
+            reason = "error"
             if self.state is State.DRAINING:
                 raise ApiError(503, "the server was stopped", code=self.state.value) from error
             raise
         finally:
-            account.close()
+            if reason is not None:
+                self.metrics.count("vllm:request_success", job.params.n, reason)
+                if record is not None:
+                    record.finish_reasons += [reason] * job.params.n
+
+    def _taken_on(self, job: Job) -> logs.RequestRecord | None:
+        """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
+        self.metrics.count("forerun:answers_admitted", job.params.n)
+        own, record = self.engine.llm.speculative, logs.current()
+        if record is not None:
+            chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
+            record.drafter = chosen or (own.method if job.speculative is None and own is not None else "none")
+            record.prompts += [job.prompt] if self.settings.log_prompts else []
+        return record
 
     def _told(self, chunk: StreamChunk) -> StreamChunk:
         """The chunk with nothing in it that the operator keeps to himself."""
         if chunk.output is None or self.settings.enable_prompt_tokens_details:
             return chunk
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
-
-    def _account(self, job: Job) -> Account:
-        own = self.engine.llm.speculative
-        chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
-        drafter = chosen or (own.method if job.speculative is None and own is not None else None)
-        prompt = job.prompt if self.settings.log_prompts else None
-        return Account(self.metrics, job.params.n, drafter, prompt)
 
     def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
         """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
@@ -536,12 +502,3 @@ class Session:
     def _adaptation_figures(self) -> dict[str, float] | None:
         adaptation = self._engine.llm.adaptation if self._engine is not None else None
         return None if adaptation is None else asdict(adaptation.stats())
-
-
-async def collected(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-    """The whole answer."""
-    output = None
-    async for chunk in chunks:
-        output = chunk.output or output
-    assert output is not None, "a stream ends with its output"
-    return output
