@@ -206,8 +206,8 @@ def test_no_request_builds_a_drafter(own: Live, monkeypatch: pytest.MonkeyPatch)
     assert card["max_speculative_tokens"] == {"draft_model": 3, "ngram": 16, "lookahead": 16}
     for name, most in card["max_speculative_tokens"].items():
         for length in (None, *range(1, most + 1)):
-            wish = {"drafter": name} | ({} if length is None else {"num_speculative_tokens": length})
-            answer = own.post(TEXT, {"prompt": "the cat", "speculative": wish})
+            chosen = {"drafter": name} | ({} if length is None else {"num_speculative_tokens": length})
+            answer = own.post(TEXT, {"prompt": "the cat", "speculative": chosen})
             assert answer.status_code == 200, answer.text
         answer = own.post(TEXT, {"prompt": "x", "speculative": {"drafter": name, "num_speculative_tokens": most + 1}})
         assert answer.status_code == 400 and f"at most {most}" in answer.json()["error"]["message"]
@@ -219,8 +219,8 @@ def test_drafts_are_as_long_as_a_request_asks_for(own: Live) -> None:
     body = {"prompt": "the cat sat on the cat sat on the cat sat on", "max_tokens": 8, "temperature": 0}
     body |= {"ignore_eos": True, "return_speculation_trace": True}
     for name, length in (("draft_model", 1), ("draft_model", 2), ("ngram", 2), ("lookahead", 1)):
-        wish = {"drafter": name, "num_speculative_tokens": length}
-        [trace] = own.post(TEXT, {**body, "speculative": wish}).json()["speculation_trace"]
+        chosen = {"drafter": name, "num_speculative_tokens": length}
+        [trace] = own.post(TEXT, {**body, "speculative": chosen}).json()["speculation_trace"]
         for step in trace["steps"]:
             nodes = [node for node in step["nodes"] if not node["probe"]]
             depths = {0: 0}

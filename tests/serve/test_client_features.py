@@ -1,5 +1,5 @@
-"""What the answers to clients' special wishes hold: log-probabilities of prompts, token ids, counts as they grow,
-prompts cut or continued, calls that are named. With the official client where it knows the wish."""
+"""What the answers to special parameters hold: log-probabilities of prompts, token ids, counts as they grow,
+prompts cut or continued, calls that are named. With the official client where it knows the parameter."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_greedy_fills_both_panes_and_says_that_they_are_equal(opened: Page) -> N
 def test_a_sampled_run_shows_every_kind_in_its_own_shape(opened: Page) -> None:
     opened.ask(0.8)
     opened.keep("sampled")
-    assert "same law" in opened.page.inner_text("#summary")
+    assert "same distribution" in opened.page.inner_text("#summary")
     for kind in ("accepted", "recovered", "rejected"):
         assert opened.count(f"#fast .{kind}") > 0, kind
     shapes = {

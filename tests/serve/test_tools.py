@@ -205,8 +205,8 @@ def test_whatever_a_grammar_forces_is_a_call(llm: LLM, name: str, template: str,
     """A random model at temperature 1.5, with drafts: what comes out reads back as calls that obey their schemas."""
     kind = FORMATS[name](template, [WEATHER, CLOSED])
     lark = Lark(llm.grammar_mark)
-    wish = StructuredOutputs(grammar=lark.text(kind.grammar(lark, forced=True, many=many)))
-    params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=wish) for seed in (1, 2)]
+    form = StructuredOutputs(grammar=lark.text(kind.grammar(lark, forced=True, many=many)))
+    params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=form) for seed in (1, 2)]
     for output in llm.generate(["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}):
         answer = output.outputs[0]
         one = PieceReader(kind.read)
