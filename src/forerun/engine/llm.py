@@ -206,7 +206,11 @@ class LLM:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
         _refuse_unknown(loading)
         _check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
-        scheduling = _scheduling(max_num_batched_tokens, enable_prefix_caching and not reproducible, kv_cache_tokens)
+        scheduling = Scheduling(
+            max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching and not reproducible,
+            kv_cache_tokens=kv_cache_tokens,
+        )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         adapting = adapt_config(adapt, self.speculative)
         headroom = MAX_SPECULATIVE_TOKENS + 1
@@ -476,14 +480,6 @@ def _refuse_unknown(loading: Mapping[str, Any]) -> None:
     for name in loading:
         if name not in _LOADING:
             raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
-
-
-def _scheduling(max_num_batched_tokens: int | None, reusing: bool, kv_cache_tokens: int | None) -> Scheduling:
-    return Scheduling(
-        max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
-        enable_prefix_caching=reusing,
-        kv_cache_tokens=kv_cache_tokens,
-    )
 
 
 def _check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:

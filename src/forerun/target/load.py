@@ -333,10 +333,11 @@ def without_wrapper(model: Any) -> Any:
 
 def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
     """Raise CheckpointError, naming them, for tensors that are missing, unexpected or misshapen."""
+    misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
     complaints = [
         f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",
         f"unexpected: {_some(found['unexpected_keys'])}" if found["unexpected_keys"] else "",
-        f"of the wrong shape: {_some(_misshapen(found['mismatched_keys']))}" if found["mismatched_keys"] else "",
+        f"of the wrong shape: {_some(misshapen)}" if misshapen else "",
         "; ".join(map(str, found.get("error_msgs") or ())),
     ]
     if any(complaints):
@@ -345,10 +346,6 @@ def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
             f"{'. '.join(filter(None, complaints))}. "
             "The checkpoint is incomplete, or its config.json is another model's."
         )
-
-
-def _misshapen(entries: Any) -> list[str]:
-    return [f"{key} {tuple(stored)}, expected {tuple(wanted)}" for key, stored, wanted in entries]
 
 
 def _some(names: Any, most: int = 6) -> str:

@@ -50,7 +50,9 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
         raise UnsupportedModelError(
             f"{kind} is an encoder-decoder model; forerun verifies decoder-only causal language models"
         )
-    model_class = model_class or _class_for(config)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is not None:
         refuse_stateful(model_class, kind)
     elif not getattr(config, "auto_map", None):
@@ -146,12 +148,6 @@ def _switch_points(config: Any, announced: int) -> list[int]:
         elif "dynamic" in kind:
             points.append(announced)
     return points
-
-
-def _class_for(config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 _CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"

@@ -367,9 +367,11 @@ def place(
     if not fitting:
         raise _placing_refusal(states, heads, stores, places)
     query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
-    tensors = (states, *angles, *map(_weight, (heads.query_norm, heads.key_norm)), places, query, *stores)
+    norms = (heads.query_norm, heads.key_norm)
+    weights = (None if norm is None else norm.weight for norm in norms)
+    tensors = (states, *angles, *weights, places, query, *stores)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    epsilons = (0.0 if norm is None else norm.epsilon for norm in (heads.query_norm, heads.key_norm))
+    epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
     sizes = (tokens, slots, heads.queries, heads.keys, heads.depth)
     if _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads()))):
         raise _placing_refusal(states, heads, stores, places)
@@ -382,10 +384,6 @@ def _placing_refusal(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor]
         f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below rows "
         "* slots for each token, with an angle for each of its entries"
     )
-
-
-def _weight(norm: HeadNorm | None) -> Tensor | None:
-    return None if norm is None else norm.weight
 
 
 def _library() -> ctypes.CDLL:

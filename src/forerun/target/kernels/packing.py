@@ -185,8 +185,6 @@ class Packing:
     """Linear layers that were repacked."""
     fused: int
     """Groups that were merged."""
-    nbytes: int
-    """Bytes of packed weights; no parameter of the model holds them any longer."""
 
 
 def packable(layer: nn.Module) -> bool:
@@ -210,7 +208,7 @@ def cpu_packs(dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def pack(model: nn.Module) -> Packing:
     """Replace every packable linear layer of `model`, in place; the plain weights are freed, a tied embedding stays."""
-    layers = fused = size = 0
+    layers = fused = 0
     for parent in list(_parents(model)):
         for names in GROUPS:
             members = [parent._modules.get(name) for name in names]
@@ -219,13 +217,12 @@ def pack(model: nn.Module) -> Packing:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, FusedLinear(linears[index], group, index))
-                layers, fused, size = layers + len(names), fused + 1, size + group.packed_weight.nbytes()
+                layers, fused = layers + len(names), fused + 1
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
-                packed = PackedLinear(child)
-                setattr(parent, name, packed)
-                layers, size = layers + 1, size + packed.packed_weight.nbytes()
-    return Packing(layers=layers, fused=fused, nbytes=size)
+                setattr(parent, name, PackedLinear(child))
+                layers += 1
+    return Packing(layers=layers, fused=fused)
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -275,7 +272,10 @@ def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
-    parameters = tuple((own, _like(own, state, name)) for name, own in model.named_parameters())
+    parameters = tuple(
+        (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
+        for name, own in model.named_parameters()
+    )
     layers = defaultdict[int, list[tuple[str, PackedLinear | FusedLinear]]](list)
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | FusedLinear):
@@ -307,10 +307,6 @@ def exchange(weights: Weights) -> Weights:
                 own.data.copy_(value)
     packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
     return Weights(parameters=tuple(parameters), packed=packed)
-
-
-def _like(own: Tensor, state: Mapping[str, Tensor], name: str) -> Tensor:
-    return _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True)
 
 
 def _of_shape(state: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
