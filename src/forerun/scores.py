@@ -183,8 +183,8 @@ def _largest(logits: Tensor) -> list[list[int]]:
 
     On a CPU our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
     """
-    if native.takes(logits):
-        nodes, ids = logits.shape[1], native.largest(logits)
+    if native.takes_states(logits):
+        nodes, ids = logits.shape[1], native.argmax(logits)
         return [ids[start : start + nodes] for start in range(0, len(ids), nodes)]
     flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
     best = flat.argmax(-1)

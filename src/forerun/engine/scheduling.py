@@ -99,6 +99,8 @@ def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefil
     return sorted(chosen, key=lambda prefill: prefill.row)
 
 
+# --- prefills ---
+
 _SCORED_AT_ONCE = 64
 """Positions of a prompt whose log-probabilities are computed together: float32 over the vocabulary for each."""
 

@@ -35,6 +35,7 @@ from forerun.serve.logs import RequestRecord
 from forerun.serve.protocol.errors import ApiError, mistake
 from forerun.serve.settings import ServeSettings
 
+T = TypeVar("T")
 _SECRET = secrets.token_bytes(32)
 
 
@@ -106,7 +107,7 @@ def _hashed(*parts: str) -> str:
     return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
 
 
-T = TypeVar("T")
+# --- JSON bodies ---
 
 MAX_BRACKETS = 50_000
 """Objects and lists of one body: each takes Python as long as a thousand characters."""
@@ -212,6 +213,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _constant(name: str) -> NoReturn:
     raise ValueError(f"there is no {name} in JSON")
 
+
+# --- middleware ---
 
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")
 """Need no key."""

@@ -192,6 +192,8 @@ def _response(error: ApiError) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+# --- the server ---
+
 WRITING_S = 0.2
 """How long clients may take to read that their answers were cut off."""
 LAST_S = 0.75

@@ -186,6 +186,9 @@ class OutputHead:
         return logits if states.dim() == 3 else logits.view(*states.shape[:-1], -1)
 
 
+# --- hidden states at layer boundaries ---
+
+
 def check_signals(signals: Set[Signal], layers: int) -> None:
     """Raise ArgumentError for a boundary that the model does not have."""
     for signal in signals:
@@ -218,6 +221,8 @@ def _hook(layers: nn.ModuleList, signal: Signal, caught: dict[Signal, Tensor]) -
         return layers[signal].register_forward_pre_hook(before, with_kwargs=True)
     return layers[-1].register_forward_hook(after)
 
+
+# --- passes over some of the layers ---
 
 _PARTS = {
     "attn": ("self_attn", "attn", "attention", "self_attention"),

@@ -103,6 +103,8 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
     return total
 
 
+# --- models ---
+
 _ONE_LOADS = threading.Lock()
 """While transformers loads, torch's default dtype is the model's, for all threads; of two loads at once, one would set
 it back to the other's."""

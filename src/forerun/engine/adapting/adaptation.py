@@ -178,6 +178,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
     return state
 
 
+# --- training in the background ---
+
 _LOOK_S = 0.05
 """Between two looks whether there is something to do, seconds."""
 

@@ -301,6 +301,8 @@ def joined(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+# --- tools ---
+
 MAX_TOOLS = 128
 """Tools of one request, as OpenAI has it, and calls of one message."""
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -425,6 +427,8 @@ class ToolCall(Strict):
         called = {"name": self.function.name, "arguments": arguments if text_arguments else json.loads(arguments)}
         return {"id": self.id, "type": "function", "function": called}
 
+
+# --- conversations and bodies ---
 
 MAX_MESSAGES = 4096
 MAX_TOKENS = 200_000

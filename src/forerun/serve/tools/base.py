@@ -152,6 +152,8 @@ class ToolFormat(ABC):
         return f'{one} ("\\n" {lark.mark(self.mark)} {one})*' if many else one
 
 
+# --- calls as JSON ---
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -237,6 +239,8 @@ def _as_object(raw: str) -> str:
             return raw
     return raw
 
+
+# --- calls with a mark around each argument ---
 
 _UNWRITABLE = ("pattern", "format", "minLength", "maxLength")
 """Keywords for strings that cannot be enforced where a string ends at a mark."""

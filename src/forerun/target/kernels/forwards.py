@@ -63,7 +63,7 @@ class NormForward(_Forward):
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not native.takes(states):
+        if not native.takes_states(states):
             normed: Tensor = self.plain(states)
             return normed
         return native.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
@@ -114,10 +114,10 @@ class GatedForward(_JointForward):
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not native.takes(states) or not self.intact():
+        if not native.takes_states(states) or not self.intact():
             mixed: Tensor = self.plain(states)
             return mixed
-        result: Tensor = self.module._modules["down_proj"](native.gated(self.joint.apply(states)))  # type: ignore[misc]
+        result: Tensor = self.module._modules["down_proj"](native.silu_and_mul(self.joint.apply(states)))  # type: ignore[misc]
         return result
 
     def answers(self, forward: Any) -> list[Tensor]:
@@ -174,7 +174,7 @@ class AttentionForward(_JointForward):
         states = self.joint.apply(hidden_states)
         stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
         assert position_embeddings is not None
-        query = native.place(states, position_embeddings, heads, stores, places).transpose(1, 2)
+        query = native.rope_and_write(states, position_embeddings, heads, stores, places).transpose(1, 2)
         keys, values = cache.seen(layer)
         attended, _ = attention.fold_attention(module, query, keys, values, attention_mask, scaling=module.scaling)
         return module.o_proj(attended.flatten(2)), None
@@ -184,7 +184,7 @@ class AttentionForward(_JointForward):
             type(cache) is SlotCache
             and angles is not None
             and mask is not None
-            and native.takes(states)
+            and native.takes_states(states)
             and self.intact()
             and attention.installed(self.module)
             and all(_reads(part, states, self.heads.depth) for part in angles)

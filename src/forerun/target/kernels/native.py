@@ -128,6 +128,8 @@ def _compiler() -> str:
     return found
 
 
+# --- attention ---
+
 DEPTHS = range(32, 257, 32)
 """Widths of a head that it takes."""
 _STRIDES = {
@@ -222,6 +224,8 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
     return library.forerun_attend
 
 
+# --- norm, rotation, activation, argmax ---
+
 LANES = 16
 """Widths are multiples of it; those of a head of twice as much."""
 MOST_DEPTH = 512
@@ -261,7 +265,7 @@ def fused_kernels() -> ctypes.CDLL | None:
     return library
 
 
-def takes(states: Tensor) -> bool:
+def takes_states(states: Tensor) -> bool:
     """Whether values like these (.., size) may be handed to the functions below: contiguous bf16 on a CPU that has the
     instructions, no gradient."""
     return (
@@ -291,7 +295,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return result
 
 
-def gated(both: Tensor) -> Tensor:
+def silu_and_mul(both: Tensor) -> Tensor:
     """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size).
 
     Raises:
@@ -306,7 +310,7 @@ def gated(both: Tensor) -> Tensor:
     return result
 
 
-def largest(logits: Tensor) -> list[int]:
+def argmax(logits: Tensor) -> list[int]:
     """Of each row of (.., V) the first place of its largest number; -1 where it holds NaN."""
     width = logits.shape[-1]
     rows = logits.numel() // width
@@ -337,7 +341,7 @@ class Heads:
     key_norm: HeadNorm | None = None
 
 
-def place(
+def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
     """Normalise and rotate queries and keys, write keys and values to the cache.
@@ -388,5 +392,5 @@ def _placing_refusal(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor]
 
 def _library() -> ctypes.CDLL:
     found = fused_kernels()
-    assert found is not None, "takes() is asked first"
+    assert found is not None, "takes_states() or takes_attention() is asked first"
     return found

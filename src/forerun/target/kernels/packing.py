@@ -249,6 +249,9 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
     )
 
 
+# --- new weights for a model in use ---
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """A whole set of weights in the form in which one model holds them."""
