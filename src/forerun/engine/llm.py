@@ -299,32 +299,20 @@ class LLM:
         return self._chunks(request_id)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> list[RequestOutput]:
-        """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template."""
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return self.generate(self.chat_prompt(messages), sampling_params, cache_salt=cache_salt, **keywords)
+        """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template.
+
+        Args:
+            keywords: as of `generate`.
+        """
+        return self.generate(self.chat_prompt(messages), sampling_params, **keywords)
 
     def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
         """`chat`, a chunk per step."""
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return self.stream(self.chat_prompt(messages), sampling_params, cache_salt=cache_salt, **keywords)
+        return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompt(
         self,
