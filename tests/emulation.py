@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.target.kernels import building, fused_ops, native, packing
+from forerun.target.kernels import native, packing
 from forerun.target.kernels.packing import Contents, PackedWeight
 
 HEADERS = Path(__file__).parent / "emulated"
@@ -22,21 +22,21 @@ FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "
 
 def forget_kernels() -> None:
     """Let the next that asks for a kernel load it anew."""
-    for known in (native.kernel, fused_ops.kernels, building._known):
+    for known in (native.attention_kernel, native.fused_kernels, native._known):
         known.cache_clear()
 
 
 @contextmanager
 def kernels_in_c() -> Iterator[None]:
     """While open, `attend.c` and `fused_ops.c` run, compiled against `emulated/immintrin.h` where that is needed."""
-    if native.kernel() is not None:
+    if native.attention_kernel() is not None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "FLAGS", FLAGS)
+        patch.setattr(native, "FLAGS", FLAGS)
         patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
         forget_kernels()
-        if native.kernel() is None:
+        if native.attention_kernel() is None:
             pytest.skip("no C compiler")
         yield
     forget_kernels()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.scores import _largest
-from forerun.target.kernels import fused_ops
+from forerun.target.kernels import native
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both ways to find them on a CPU; the first takes bf16 where the machine has the instructions."""
     if request.param == "numpy":
-        monkeypatch.setattr(fused_ops, "takes", lambda _: False)
+        monkeypatch.setattr(native, "takes_states", lambda _: False)
     with torch.inference_mode():
         yield
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.suite.suite import this_machine
 from forerun import AsyncLLM, SamplingParams
-from forerun.serve.running import server
+from forerun.serve.server import server
 from forerun.serve.session import Session, State
 from forerun.serve.settings import ServeSettings
 

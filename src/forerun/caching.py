@@ -1,4 +1,4 @@
-"""Where forerun keeps what it made and can make again. Imports no torch."""
+"""The cache folder: compiled kernels, measured costs and whatever else can be made again. Imports no torch."""
 
 from __future__ import annotations
 

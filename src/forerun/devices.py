@@ -1,4 +1,4 @@
-"""What differs from device to device: what it lacks, and how tensors get there without a wait."""
+"""Transfers between host and device without a wait, and what some devices lack."""
 
 from __future__ import annotations
 

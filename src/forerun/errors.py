@@ -1,4 +1,4 @@
-"""Every error that forerun raises at a user. A message says what was wrong, what was expected and what to do."""
+"""Errors meant for users. A message says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
 

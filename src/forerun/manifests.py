@@ -1,4 +1,4 @@
-"""``manifest.json``: what a directory of forerun's own holds, and when it is refused. Imports no torch.
+"""``manifest.json`` of the directories that forerun writes: read and written with a checksum. Imports no torch.
 
 Every record is sealed: it carries a checksum of what it says, so that a changed byte in it is noticed. What guards the
 large files beside it stands in the record.

@@ -1,4 +1,4 @@
-"""How deep and how many the brackets of a text are, found in linear time and before anything parses it.
+"""Depth and number of the brackets of a text, counted in linear time before anything parses it.
 
 Parsers that call themselves once a level run out of stack, and Python's own reader spends most of its time on objects
 and lists. So both have a limit that is checked first. Knows no format but strings in quotation marks.

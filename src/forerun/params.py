@@ -1,4 +1,4 @@
-"""How one request is to be answered: sampling parameters and what the answer must look like. Knows no model.
+"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered. Knows no model.
 
 Part of the nouns; `forerun.types` has them all.
 """

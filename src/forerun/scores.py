@@ -17,7 +17,7 @@ from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
 from forerun.row import Row
 from forerun.sampling import Edits, Sampler
-from forerun.target.kernels import fused_ops
+from forerun.target.kernels import native
 from forerun.tree import TokenTree
 from forerun.types import TokenLogprob
 from forerun.verify import rule_named
@@ -179,8 +179,8 @@ def _largest(logits: Tensor) -> list[list[int]]:
 
     On a CPU our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
     """
-    if fused_ops.takes(logits):
-        nodes, ids = logits.shape[1], fused_ops.largest(logits)
+    if native.takes_states(logits):
+        nodes, ids = logits.shape[1], native.argmax(logits)
         return [ids[start : start + nodes] for start in range(0, len(ids), nodes)]
     flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
     best = flat.argmax(-1)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whatever happens while they are written. Imports no torch.
+"""Atomic writes of files and folders: whole or not there, whatever happens meanwhile. Imports no torch.
 
 What is being written, about to be replaced or being removed has a hidden name of its own: threads, processes and
 containers that share a folder do not meet there. Whoever is killed leaves only that, and `tidy` puts it right.

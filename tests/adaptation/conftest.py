@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import model, relative
 from engine.conftest import checkpoint, draft_checkpoint
-from forerun.engine.adapting.pieces import Piece
+from forerun.engine.adapting.replay import Piece
 
 __all__ = ["checkpoint", "draft_checkpoint"]
 
@@ -35,16 +35,22 @@ def distribution_of(weights: Any, tokens: list[int], temperature: float = 1.0) -
 
 
 def piece(
-    weights: Any, tokens: list[int], places: list[int], *, temperature: float = 1.0, top_k: int = 4, held: bool = False
+    weights: Any,
+    tokens: list[int],
+    positions: list[int],
+    *,
+    temperature: float = 1.0,
+    top_k: int = 4,
+    held: bool = False,
 ) -> Piece:
     """What a collector would have noted of these tokens; every other position was rejected."""
-    probs, ids = distribution_of(weights, tokens, temperature or 1.0)[places].topk(top_k)
+    probs, ids = distribution_of(weights, tokens, temperature or 1.0)[positions].topk(top_k)
     return Piece(
         tokens=np.array(tokens, dtype=np.int32),
-        places=np.array(places, dtype=np.int32),
+        positions=np.array(positions, dtype=np.int32),
         ids=ids.numpy().astype(np.int32),
         probs=probs.numpy().astype(np.float16),
-        rejected=np.arange(len(places)) % 2 == 0,
+        rejected=np.arange(len(positions)) % 2 == 0,
         temperature=temperature,
         held=held,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from contract.harness import model, relative, word_tokenizer
-from forerun.engine.adapting.keeping import Keeper
+from forerun.engine.adapting.adaptation import Snapshots
 from forerun.target import Target
 
 
@@ -19,25 +19,25 @@ def say(text: object) -> None:
     os.write(1, f"{text}\n".encode())
 
 
-def save_forever(keeper: Keeper) -> None:
+def save_forever(snapshots: Snapshots) -> None:
     twin = copy.deepcopy(relative())
-    kept = keeper.resume()
+    kept = snapshots.resume()
     for version in itertools.count(1 if kept is None else kept.version + 1):
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.fill_(version)
-        keeper.save(twin, version, {"updates": version})
+        snapshots.save(twin, version, {"updates": version})
         say(version)
 
 
 def main() -> None:
-    keeper = Keeper(Path(sys.argv[1]), Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
+    snapshots = Snapshots(Path(sys.argv[1]), Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
     say("ready")
     for _ in sys.stdin:
         child = os.fork()
         if child == 0:
             try:
-                save_forever(keeper)
+                save_forever(snapshots)
             finally:
                 os._exit(1)
         say(child)

@@ -30,19 +30,16 @@ from contract.harness import (
 )
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.engine.adapting.background import Background
-from forerun.engine.adapting.collecting import Collector
+from forerun.engine.adapting import AdaptConfig
+from forerun.engine.adapting.adaptation import Background, Snapshots
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.keeping import Keeper
-from forerun.engine.adapting.learning import Learner
-from forerun.engine.adapting.pieces import Store
-from forerun.engine.adapting.settings import AdaptConfig
-from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.learning import Learner, Throttle
+from forerun.engine.adapting.replay import Collector, ReplayBuffer
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.target import Target
-from forerun.target.swapping import Weights, exchange, ready
+from forerun.target.kernels.packing import Weights, exchange, ready
 from forerun.tree import TokenTree
 from forerun.types import Budget
 
@@ -79,7 +76,7 @@ def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: 
     made = list[AdaptedDrafter]()
 
     def around(drafter: Drafter) -> Drafter:
-        collector = Collector(Store(2**20), top_k=4, held_every=8, readable=12)
+        collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
         made.append(cls(drafter, collector, Throttle(1.0, threading.Event())))
         return made[0]
 
@@ -139,26 +136,26 @@ class Prompt(AdaptedDrafter):
         self._take(weights)
 
 
-def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prompt, Store]:
+def background(folder: Path, drafts: LlamaForCausalLM) -> tuple[Background, Prompt, ReplayBuffer]:
     config, ending = AdaptConfig(learning_rate=3e-3, fresh_pieces=8, round_pieces=16), threading.Event()
-    store, throttle = Store(2**20), Throttle(1.0, ending)
-    drafter = Prompt(Drafter(), Collector(store, top_k=4, held_every=8, readable=12), throttle)
-    keeper = Keeper(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
+    buffer, throttle = ReplayBuffer(2**20), Throttle(1.0, ending)
+    drafter = Prompt(Drafter(), Collector(buffer, top_k=4, held_every=8, readable=12), throttle)
+    snapshots = Snapshots(folder, Target(model(), rows=1, slots=32), word_tokenizer(), torch.float32)
     learner = Learner(drafts, config)
-    options: dict[str, Any] = {"config": config, "throttle": throttle, "ending": ending, "keeper": keeper}
-    return Background(drafter, drafts, learner, store, **options), drafter, store
+    options: dict[str, Any] = {"config": config, "throttle": throttle, "ending": ending, "snapshots": snapshots}
+    return Background(drafter, drafts, learner, buffer, **options), drafter, buffer
 
 
 def test_a_round_trains_swaps_and_saves_and_a_rollback_undoes_all_of_it(
     tmp_path: Path, target: LlamaForCausalLM, draft: LlamaForCausalLM
 ) -> None:
-    work, drafter, store = background(tmp_path, draft)
+    work, drafter, buffer = background(tmp_path, draft)
     original = copy.deepcopy(draft.state_dict())
     assert not work.turn(), "nothing was collected"
     for one in [*pieces(target, 7), *pieces(target, 8, seed=1, held=True)]:
-        store.add(one)
+        buffer.add(one)
     assert not work.turn(), "too little is new"
-    store.add(pieces(target, 1, seed=2)[0])
+    buffer.add(pieces(target, 1, seed=2)[0])
     assert work.turn() and drafter.swaps == 1 and work.version == 1 and work.trial.better
     learned = copy.deepcopy(draft.state_dict())
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest").state_dict()
@@ -176,10 +173,10 @@ def test_a_round_trains_swaps_and_saves_and_a_rollback_undoes_all_of_it(
 def test_a_worse_candidate_is_thrown_away(
     tmp_path: Path, target: LlamaForCausalLM, draft: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, drafter, store = background(tmp_path, draft)
+    work, drafter, buffer = background(tmp_path, draft)
     before = copy.deepcopy(draft.state_dict())
     for one in [*pieces(target, 8), *pieces(target, 8, seed=1, held=True)]:
-        store.add(one)
+        buffer.add(one)
 
     def ruin(self: Learner, chosen: Sequence[object], pause: object) -> bool:
         with torch.no_grad():
@@ -234,8 +231,10 @@ def test_it_learns_from_requests_that_allow_it_alone(
     checkpoint: Path, draft_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which share a batch with others."""
-    kept, add = list[Any](), Store.add
-    monkeypatch.setattr(Store, "add", lambda store, piece: (kept.append(piece.tokens.tolist()), add(store, piece)))
+    kept, add = list[Any](), ReplayBuffer.add
+    monkeypatch.setattr(
+        ReplayBuffer, "add", lambda buffer, piece: (kept.append(piece.tokens.tolist()), add(buffer, piece))
+    )
     llm = adapting(checkpoint, draft_checkpoint, tmp_path)
     params, begun = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), dict[bool, list[list[int]]]()
     for adapt in (True, False):
@@ -282,7 +281,7 @@ class Noting(Drafter):
 
 def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> None:
     inner = Noting()
-    collector = Collector(Store(2**20), top_k=4, held_every=8, readable=12)
+    collector = Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12)
     drafter = Prompt(inner, collector, Throttle(1.0, threading.Event()))
     shown = DraftContext(
         rows=[0, 1], tokens=[[1], [2]], prompt_lengths=[1, 1], fresh=[1, 1], samplers=[], rng=[], signals={}
@@ -305,7 +304,9 @@ def test_the_policys_drafters_adapt_inside() -> None:
     def around(drafter: Drafter) -> Drafter:
         seen.append(drafter)
         return Fickle(
-            drafter, Collector(Store(2**20), top_k=4, held_every=8, readable=12), Throttle(1.0, threading.Event())
+            drafter,
+            Collector(ReplayBuffer(2**20), top_k=4, held_every=8, readable=12),
+            Throttle(1.0, threading.Event()),
         )
 
     drafting.wrap(key, around)

@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from adaptation.conftest import distribution_of, piece, pieces
 from forerun import demo
+from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.learning import Learner, Trial, plain_twin
-from forerun.engine.adapting.settings import AdaptConfig
 from forerun.errors import UnsupportedModelError
 from forerun.target import Target
 

@@ -13,7 +13,7 @@ from forerun import AsyncLLM, SamplingParams
 from forerun.cli.serve import AdaptOptions
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.base import Drafter
-from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.serve.session import Session
@@ -23,7 +23,7 @@ __all__ = ["forerun"]
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("config", "message"),
     [
         (None, "none is configured"),
         ({"method": "ngram"}, "'ngram' has nothing to train; drafters that can adapt: draft_model"),
@@ -31,15 +31,15 @@ __all__ = ["forerun"]
         ({"method": "auto"}, "give it one as its model"),
     ],
 )
-def test_drafters_that_cannot_learn_are_refused(wish: dict[str, Any] | None, message: str) -> None:
+def test_drafters_that_cannot_learn_are_refused(config: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        adapt_config(True, SpeculativeConfig.parse(wish))
-    assert adapt_config(None, SpeculativeConfig.parse(wish)) is None
+        adapt_config(True, SpeculativeConfig.parse(config))
+    assert adapt_config(None, SpeculativeConfig.parse(config)) is None
 
 
 def test_drafters_that_can_learn_are_taken() -> None:
-    for wish in ({"method": "draft_model", "model": "x"}, {"method": "auto", "model": "x"}):
-        assert adapt_config(True, SpeculativeConfig.parse(wish)) == AdaptConfig()
+    for config in ({"method": "draft_model", "model": "x"}, {"method": "auto", "model": "x"}):
+        assert adapt_config(True, SpeculativeConfig.parse(config)) == AdaptConfig()
 
 
 def test_the_registry_says_which_can_learn() -> None:

@@ -10,9 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from forerun.errors import CheckpointError
-from forerun.target.kernels import accelerate
-from forerun.target.kernels.packing import FusedLinear, cpu_packs
-from forerun.target.swapping import exchange, ready
+from forerun.target.kernels.accelerate import accelerate
+from forerun.target.kernels.packing import FusedLinear, cpu_packs, exchange, ready
 
 SIZES = {
     "vocab_size": 32,

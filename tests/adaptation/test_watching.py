@@ -10,7 +10,7 @@ import torch
 
 from forerun.engine.adapting.adaptation import _single_threaded
 from forerun.engine.adapting.drafter import LOOKS, WINDOW, Sentence, Watch, fell
-from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.learning import Throttle
 from forerun.types import Source, Verdict
 
 

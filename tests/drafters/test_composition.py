@@ -23,7 +23,7 @@ from forerun.target import Target
 from forerun.tree import TokenTree, join
 from forerun.types import LAST_HIDDEN, Budget, Drawn
 from forerun.verify.base import rule_named
-from forerun.verify.enumeration import Drawing, World, branching, exact_distribution, toy_drafter, toy_distributions
+from forerun.verify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
 
 pytestmark = pytest.mark.thorough
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from contract import harness, test_cache, test_ends, test_greedy, test_distribution
+from contract import harness, test_cache, test_distribution, test_ends, test_greedy
 from contract.harness import SAMPLED, Variant, as_prompts, tokens_of
 from forerun import LLM, SamplingParams
 from forerun.drafters import build

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
-from forerun.engine import reading
+from forerun.engine import scheduling
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, EngineError, NoTokenLeftError, NumericError, RequestError
 from forerun.target import Target
@@ -175,7 +175,7 @@ async def test_log_probabilities_of_a_prompt_that_fail(checkpoint: Path, monkeyp
     def failing(*args: Any) -> Any:
         raise Panic("boom")
 
-    monkeypatch.setattr(reading, "logprobs_of", failing)
+    monkeypatch.setattr(scheduling, "logprobs_of", failing)
     bad = SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=1)
     found = await together(checkpoint, bad, None)
     assert isinstance(found[1], RequestError)
@@ -235,8 +235,8 @@ async def test_the_other_prompts_of_a_call_end_with_the_one_that_fails(checkpoin
 
 async def test_a_grammar_that_ends_before_it_may(checkpoint: Path) -> None:
     """Behind its last letter the grammar allows the end alone, which `min_tokens` forbids."""
-    wish = StructuredOutputs(regex="(the|cat)")
-    bad = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=15, structured_outputs=wish)
+    form = StructuredOutputs(regex="(the|cat)")
+    bad = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=15, structured_outputs=form)
     found = await together(checkpoint, bad, None)
     assert isinstance(found[1], NoTokenLeftError)
     assert len(found[0][0].outputs[0].token_ids) == 20

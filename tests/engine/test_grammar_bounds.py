@@ -13,7 +13,7 @@ import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from forerun.engine import grammar, grammar_trial
-from forerun.engine.grammar_checks import MAX_CHAIN, MAX_CHOICES, check
+from forerun.engine.grammar import MAX_CHAIN, MAX_CHOICES, check
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
 
@@ -101,8 +101,8 @@ def llm(checkpoint: Path) -> LLM:
     return LLM(str(checkpoint), dtype="float32", max_num_seqs=4)
 
 
-def ask(llm: LLM, wish: StructuredOutputs, **params: Any) -> str:
-    sampling = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "structured_outputs": wish, **params})
+def ask(llm: LLM, form: StructuredOutputs, **params: Any) -> str:
+    sampling = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "structured_outputs": form, **params})
     return llm.generate(PROMPT, sampling)[0].outputs[0].text
 
 
@@ -119,9 +119,9 @@ def test_a_grammar_of_no_text_is_refused(llm: LLM, text: str) -> None:
 def test_a_process_that_ends_is_a_refusal_and_another_one_is_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever got past the checks: here they are off."""
     monkeypatch.setattr(grammar, "check", lambda kind, text: None)
-    for wish in (StructuredOutputs(json=schemas(20_000)), StructuredOutputs(grammar=rules(100_000))):
+    for form in (StructuredOutputs(json=schemas(20_000)), StructuredOutputs(grammar=rules(100_000))):
         with pytest.raises(ArgumentError, match="structured outputs"):
-            ask(llm, wish)
+            ask(llm, form)
     assert ask(llm, StructuredOutputs(choice=["cat", "dog"])) in ("cat", "dog")
 
 
@@ -172,9 +172,9 @@ async def test_a_grammar_that_takes_too_long_ends_its_answer_alone(
     """Ambiguous: what may come next is looked for in ever more ways. With so small a vocabulary it takes longer."""
     monkeypatch.setattr(grammar_trial, "MAX_ITEMS", 200)
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3) as llm:
-        wish = StructuredOutputs(grammar=AMBIGUOUS)
+        form = StructuredOutputs(grammar=AMBIGUOUS)
         good = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-        bad = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, structured_outputs=wish)
+        bad = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, structured_outputs=form)
         found = await asyncio.gather(
             llm.generate(PROMPT, good), llm.generate(PROMPT, bad), llm.generate("the dog", good), return_exceptions=True
         )

@@ -17,7 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
 from forerun.target import Plan
-from forerun.target.kernels.compiling import CompiledForward
+from forerun.target.kernels.accelerate import CompiledForward
 from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Budget
 

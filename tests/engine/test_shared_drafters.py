@@ -13,8 +13,8 @@ def test_fewer_tokens_need_no_drafter_of_their_own(checkpoint: Path, draft_check
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     texts, depths = set(), []
     for count in (4, 2, 1):
-        wish = {**config, "num_speculative_tokens": count}
-        [output] = llm.generate(["the cat sat"], params, speculative=wish)
+        chosen = {**config, "num_speculative_tokens": count}
+        [output] = llm.generate(["the cat sat"], params, speculative=chosen)
         texts.add(output.outputs[0].text)
         depths.append(len(output.outputs[0].speculation.drafted_per_depth))
     assert depths == [4, 2, 1] and len(texts) == 1

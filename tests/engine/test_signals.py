@@ -103,11 +103,11 @@ def test_a_drafter_observes_the_scores_of_its_own_rows(checkpoint: Path, monkeyp
     monkeypatch.setitem(DRAFTERS, "onlooker", Entry(path=f"{__name__}:_Onlooker", summary="looks on"))
     _Onlooker.seen.clear()
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
-    wishes: list[Any] = [False, {"method": "ngram"}, {"method": "onlooker"}]
+    choices: list[Any] = [False, {"method": "ngram"}, {"method": "onlooker"}]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     ids = [
-        llm.submit(prompt, params, speculative=wish)
-        for prompt, wish in zip([[9, 9, 9], [20, 31, 42], [7, 8]], wishes, strict=True)
+        llm.submit(prompt, params, speculative=chosen)
+        for prompt, chosen in zip([[9, 9, 9], [20, 31, 42], [7, 8]], choices, strict=True)
     ]
     while llm.engine.busy:
         llm.engine.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.text import AnswerText, Detokenizer
+from forerun.engine.completion import AnswerText, Detokenizer
 from tests.engine.conftest import tiny_tokenizer
 
 

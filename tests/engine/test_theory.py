@@ -105,12 +105,6 @@ def test_acceptance_by_position() -> None:
     assert total / 40_000 == pytest.approx(theory.tokens_of(survival), abs=0.02)
 
 
-def test_arithmetic_grows_as_leviathan_says() -> None:
-    alpha, k, ratio = 0.7, 5, 0.05
-    expected = (1 - alpha) * (k * ratio + k + 1) / (1 - alpha ** (k + 1))
-    assert theory.operations_factor(alpha, k, ratio) == pytest.approx(expected)
-
-
 class TestBreakEven:
     def test_is_the_last_batch_that_gains(self) -> None:
         assert theory.break_even_batch(lambda batch: 2.0 if batch <= 77 else 1.0) == 77
@@ -127,14 +121,10 @@ class TestTrees:
     RANKS = ((0.6, 0.2, 0.1), (0.5, 0.3))
 
     def test_a_chain_is_a_tree(self) -> None:
-        parents = theory.full_tree([1, 1, 1])
-        assert parents == [0, 1, 2]
-        assert theory.tree_survival(parents, [[0.7]]) == pytest.approx(theory.geometric(0.7, 3))
+        assert theory.tree_survival([0, 1, 2], [[0.7]]) == pytest.approx(theory.geometric(0.7, 3))
 
     def test_survival_by_rank(self) -> None:
-        parents = theory.full_tree([2, 2])
-        assert parents == [0, 0, 1, 1, 2, 2]
-        found = theory.tree_survival(parents, self.RANKS)
+        found = theory.tree_survival([0, 0, 1, 1, 2, 2], self.RANKS)
         assert found == pytest.approx([0.6, 0.2, 0.3, 0.18, 0.1, 0.06])
 
     @pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (2, 3), (4, 3), (5, 2), (6, 1), (5, 4)])
@@ -212,7 +202,6 @@ class TestPredict:
         lambda: theory.expected_tokens_per_pass(0.7, 0),
         lambda: theory.survival_of([0.7, 1.1]),
         lambda: theory.alpha_of(7.0, 5),
-        lambda: theory.full_tree([2, 0]),
         lambda: theory.check_ranks([[0.4, 0.6]]),
         lambda: theory.check_ranks([[0.7, 0.4]]),
         lambda: theory.check_ranks([]),

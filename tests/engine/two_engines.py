@@ -75,8 +75,10 @@ def jobs(count: int, seed: int, made: EagleHead) -> list[Job]:
         prompt = words * rng.choice((1, 2))
         heat = rng.choice((0.0, 0.8))
         params = SamplingParams(temperature=heat, seed=index, max_tokens=rng.randint(2, 24), detokenize=False)
-        wish = DRAFTERS[index % len(DRAFTERS)]
-        found.append(Job(prompt, params, {**wish, "model": made} if wish and wish["method"] == "eagle3" else wish))
+        chosen = DRAFTERS[index % len(DRAFTERS)]
+        found.append(
+            Job(prompt, params, {**chosen, "model": made} if chosen and chosen["method"] == "eagle3" else chosen)
+        )
     return found
 
 

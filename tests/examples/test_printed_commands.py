@@ -41,7 +41,7 @@ from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.skipping.measure import Probe
 from forerun.engine import costs
 from forerun.plan import trial
-from forerun.serve import running
+from forerun.serve import server as http_server
 from forerun.serve.session import Session, State
 from ports import free_ports
 
@@ -138,7 +138,7 @@ def served(session: Session, *, host: str, port: int, asked: Request = ("GET", "
 
     thread = threading.Thread(target=ask)
     thread.start()
-    asyncio.run(running.server(session, host="127.0.0.1", port=port).serve())
+    asyncio.run(http_server.server(session, host="127.0.0.1", port=port).serve())
     thread.join()
     assert all(answer.status_code == 200 for answer in answers), answers
     return 0 if session.failure is None else 2
@@ -261,7 +261,7 @@ class Reader:
         asked = parser.parse_args(options)
         request = ("POST", asked.url.path, dict([asked.H]), asked.d)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(running, "run", functools.partial(served, asked=request))
+            patch.setattr(http_server, "run", functools.partial(served, asked=request))
             self.run(self.serving)
 
 
@@ -295,7 +295,7 @@ def reader(
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(running, "run", served)
+    monkeypatch.setattr(http_server, "run", served)
     made = Reader(
         folder=tmp_path, endpoint=endpoint, done=done, patch=monkeypatch, shown=lambda: capsys.readouterr().err
     )

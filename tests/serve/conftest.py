@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import AsyncLLM
-from forerun.serve import running
+from forerun.serve import server as http_server
 from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
 
@@ -68,7 +68,7 @@ def serving(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
-    server = running.server(session, host="127.0.0.1", port=port)
+    server = http_server.server(session, host="127.0.0.1", port=port)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     scheme = "http" if wanted.ssl_certfile is None else "https"

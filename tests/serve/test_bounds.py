@@ -15,16 +15,15 @@ from pydantic import BaseModel, ValidationError
 from forerun import AsyncLLM, SamplingParams
 from forerun.drafters import default_length
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.lanes import LARGE
+from forerun.engine.prompts import LARGE
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
-from forerun.serve import bodies, identity
-from forerun.serve.bodies import MAX_BRACKETS, MAX_KEYS
-from forerun.serve.connections import MAX_PIECES
-from forerun.serve.identity import Client
+from forerun.serve import guards
+from forerun.serve.guards import MAX_BRACKETS, MAX_KEYS, Client
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
+from forerun.serve.server import MAX_PIECES
 from forerun.serve.settings import ServeSettings
 from serve.conftest import NAME, Live, serving
 from serve.test_connections import connected, everything
@@ -159,13 +158,13 @@ def test_a_tool_may_nest_as_deep_as_a_body(own: Live) -> None:
 
 def test_large_bodies_are_read_in_a_thread_of_their_own(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    read = bodies.read_json
+    read = guards.read_json
 
     def seen(body: bytes) -> Any:
         threads.append(threading.current_thread().name)
         return read(body)
 
-    monkeypatch.setattr(bodies, "read_json", seen)
+    monkeypatch.setattr(guards, "read_json", seen)
     for path, field in ((TEXT, "prompt"), (RESPONSES, "input"), ("/tokenize", "prompt")):
         small, large = own.post(path, {field: "x"}), own.post(path, {field: "the cat " * LARGE})
         assert small.status_code == 200 and large.status_code == (200 if path == "/tokenize" else 400)
@@ -207,8 +206,8 @@ def test_no_request_builds_a_drafter(own: Live, monkeypatch: pytest.MonkeyPatch)
     assert card["max_speculative_tokens"] == {"draft_model": 3, "ngram": 16, "lookahead": 16}
     for name, most in card["max_speculative_tokens"].items():
         for length in (None, *range(1, most + 1)):
-            wish = {"drafter": name} | ({} if length is None else {"num_speculative_tokens": length})
-            answer = own.post(TEXT, {"prompt": "the cat", "speculative": wish})
+            chosen = {"drafter": name} | ({} if length is None else {"num_speculative_tokens": length})
+            answer = own.post(TEXT, {"prompt": "the cat", "speculative": chosen})
             assert answer.status_code == 200, answer.text
         answer = own.post(TEXT, {"prompt": "x", "speculative": {"drafter": name, "num_speculative_tokens": most + 1}})
         assert answer.status_code == 400 and f"at most {most}" in answer.json()["error"]["message"]
@@ -220,8 +219,8 @@ def test_drafts_are_as_long_as_a_request_asks_for(own: Live) -> None:
     body = {"prompt": "the cat sat on the cat sat on the cat sat on", "max_tokens": 8, "temperature": 0}
     body |= {"ignore_eos": True, "return_speculation_trace": True}
     for name, length in (("draft_model", 1), ("draft_model", 2), ("ngram", 2), ("lookahead", 1)):
-        wish = {"drafter": name, "num_speculative_tokens": length}
-        [trace] = own.post(TEXT, {**body, "speculative": wish}).json()["speculation_trace"]
+        chosen = {"drafter": name, "num_speculative_tokens": length}
+        [trace] = own.post(TEXT, {**body, "speculative": chosen}).json()["speculation_trace"]
         for step in trace["steps"]:
             nodes = [node for node in step["nodes"] if not node["probe"]]
             depths = {0: 0}
@@ -240,7 +239,7 @@ def test_unknown_drafters_are_refused_at_the_start() -> None:
 
 
 def test_a_part_of_the_queue_is_left_to_those_who_ask_for_little(own: Live) -> None:
-    identity.begin(Client(name="somebody", domain=None, adapt=False))
+    guards.answer_for(Client(name="somebody", domain=None, adapt=False))
     with own.session.admitted(20), own.session.admitted(10):
         assert own.post(TEXT, {"prompt": ["x", "y"]}).status_code == 429
         assert own.post(TEXT, {"prompt": "x"}).status_code == 200

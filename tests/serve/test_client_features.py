@@ -1,5 +1,5 @@
-"""What the answers to clients' special wishes hold: log-probabilities of prompts, token ids, counts as they grow,
-prompts cut or continued, calls that are named. With the official client where it knows the wish."""
+"""What the answers to special parameters hold: log-probabilities of prompts, token ids, counts as they grow,
+prompts cut or continued, calls that are named. With the official client where it knows the parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.protocol.answers import ScoredToken, completion_logprobs
+from forerun.serve.completing import ScoredToken, completion_logprobs
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.types import TokenLogprob
 from serve.conftest import NAME, Live, serving, with_template

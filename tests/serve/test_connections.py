@@ -18,7 +18,7 @@ import pytest
 
 from forerun import AsyncLLM
 from forerun.errors import ArgumentError
-from forerun.serve import running
+from forerun.serve import server as http_server
 from forerun.serve.session import Session, State
 from forerun.serve.settings import ServeSettings
 from serve.conftest import NAME, Live, counters, serving, wait_for
@@ -119,7 +119,7 @@ def test_a_refusal_is_read_though_the_request_never_was(checkpoint: Path) -> Non
     ):
         first.sendall(HEALTH)
         late.sendall(HEALTH)
-        server = running.server(session, host="127.0.0.1", port=0)
+        server = http_server.server(session, host="127.0.0.1", port=0)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         status, _, body = everything(late)
@@ -227,9 +227,9 @@ def test_limits_of_the_machine_are_told_before_anything_is_loaded(monkeypatch: p
     raised = list[tuple[int, int]]()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    running.allow_files(1000)
+    http_server.allow_files(1000)
     assert raised == []
-    running.allow_files(2000)
+    http_server.allow_files(2000)
     assert raised == [(2000, 4096)]
     with pytest.raises(ArgumentError, match="lower --max-connections by 904"):
-        running.allow_files(5000)
+        http_server.allow_files(5000)

@@ -22,10 +22,10 @@ def body(prompt: str, tokens: int = 40, **more: Any) -> dict[str, Any]:
 def leave(live: Live, seed: int) -> None:
     """Asks in one of several ways and goes at a moment of its own."""
     choose = random.Random(seed)
-    wish = choose.choice(({"enabled": False}, {"drafter": "ngram"}, {"num_speculative_tokens": 2}, None))
+    chosen = choose.choice(({"enabled": False}, {"drafter": "ngram"}, {"num_speculative_tokens": 2}, None))
     asked = body(choose.choice(PROMPTS), 64, n=choose.randint(1, 3), stream=bool(seed % 2))
-    if wish is not None:
-        asked["speculative"] = wish
+    if chosen is not None:
+        asked["speculative"] = chosen
     if not asked["stream"]:
         with suppress(httpx.TimeoutException):
             httpx.post(live.url + TEXT, json=asked, timeout=httpx.Timeout(30, read=0.01 + 0.1 * choose.random()))

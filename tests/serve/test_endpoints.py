@@ -14,7 +14,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 
 from forerun.errors import ArgumentError
-from forerun.serve import running
+from forerun.serve import server as http_server
 from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
 from serve.conftest import NAME, Live, serving
@@ -110,6 +110,6 @@ class TestHttps:
         for wrong in (tmp_path / "missing.pem", tmp_path / "no.pem"):
             settings = ServeSettings(model_name=NAME, ssl_certfile=str(wrong))
             with pytest.raises(ArgumentError, match="HTTPS"):
-                running.server(Session(settings, lambda: pytest.fail("not loaded")), host="127.0.0.1", port=0)
+                http_server.server(Session(settings, lambda: pytest.fail("not loaded")), host="127.0.0.1", port=0)
         with pytest.raises(ArgumentError, match="--ssl-certfile"):
             ServeSettings(model_name=NAME, ssl_keyfile=str(cert))

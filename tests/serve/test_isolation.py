@@ -19,7 +19,7 @@ import pytest
 from torch import Tensor
 
 from forerun import scores, step
-from forerun.engine import reading
+from forerun.engine import scheduling
 from forerun.engine.completion import Completion, Request
 from forerun.engine.core import Engine
 from forerun.engine.grammar import GrammarProcessor
@@ -280,7 +280,7 @@ class Injector:
         trace = step._traced_nodes
         monkeypatch.setattr(Engine, "add", sabotaging)
         monkeypatch.setattr(scores, "logprobs_of", marked)
-        monkeypatch.setattr(reading, "logprobs_of", marked)
+        monkeypatch.setattr(scheduling, "logprobs_of", marked)
         monkeypatch.setattr(step, "_traced_nodes", traced)
         monkeypatch.setattr(CompletionWriter, "events", written)
         monkeypatch.setitem(base.RULES, "faulty", f"{__name__}:Rule")

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from forerun.errors import ArgumentError
-from forerun.serve import identity
-from forerun.serve.identity import Clients
+from forerun.serve import guards
+from forerun.serve.guards import Clients
 from forerun.serve.settings import ServeSettings
 from serve.attacks import (
     ATTACKER,
@@ -92,7 +92,7 @@ class TestDomains:
 
     def test_a_salt_narrows_it_and_leads_into_no_other(self, checkpoint: Path) -> None:
         with serving(checkpoint, **OPEN) as live:
-            salts = [identity._hashed("key", VICTIM), "a", "a", "b"]
+            salts = [guards._hashed("key", VICTIM), "a", "a", "b"]
             found = [self.cached(live, VICTIM), *(self.cached(live, ATTACKER, cache_salt=salt) for salt in salts)]
             assert found == [0, 0, 0, 32, 0]
             assert self.cached(live, VICTIM, cache_salt="a") == 0
@@ -134,7 +134,7 @@ class TestDomains:
 
         async def alone() -> None:
             with pytest.raises(LookupError):
-                identity.current()
+                guards.current_client()
 
         contextvars.Context().run(asyncio.run, alone())  # where no other test has named anybody
 
@@ -164,7 +164,7 @@ class TestWhatIsTold:
         with serving(checkpoint, **OPEN, log_prompts=True, log_clients=True) as live:
             live.post("/v1/completions", ASK, headers=keyed(VICTIM))
             text = live.get("/metrics").text + caplog.text
-            name = identity._hashed("key", VICTIM)
+            name = guards._hashed("key", VICTIM)
         assert VICTIM not in text and name not in text
 
 

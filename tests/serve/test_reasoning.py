@@ -121,12 +121,12 @@ def test_a_form_binds_what_comes_behind(
     compiler: GrammarCompiler, form: StructuredOutputs, text: str, marks: Marks, inside: bool
 ) -> None:
     chat_format = ChatFormat(prompt={"prompt": "x"}, marks=marks, inside=inside)
-    wish = chat_format.constrained(ChatRequest.model_validate({"messages": ASK}), form, compiler.mark)
-    assert wish is not None
+    outputs = chat_format.constrained(ChatRequest.model_validate({"messages": ASK}), form, compiler.mark)
+    assert outputs is not None
 
     def allowed(answer: str) -> str:
         ids = compiler.tokenizer.encode(answer)
-        return str(compiler.tokenizer.decode(ids[: compiler.processor(wish, 0).valid([], ids)]))
+        return str(compiler.tokenizer.decode(ids[: compiler.processor(outputs, 0).valid([], ids)]))
 
     thought = f"{'' if inside else marks.open}so {{<{marks.close}"
     assert allowed(f"{thought}\n{text}") == f"{thought}\n{text}"

@@ -14,16 +14,20 @@ from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 from transformers import AutoTokenizer
 
+from contract.harness import word_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
-from forerun.serve.completing import MessageWriter
+from forerun.serve.chat_format import ChatFormat
+from forerun.serve.completing import ChatWriter, MessageWriter
+from forerun.serve.handling import Tagged
+from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import FORMATS, Function, Lark, format_of
 from forerun.serve.tools.base import NO_PARAMETERS
 from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
-from forerun.types import StructuredOutputs
+from forerun.types import StreamChunk, StructuredOutputs
 from serve.conftest import NAME, Live, serving, with_template
 
 SCHEMA: dict[str, Any] = {
@@ -121,6 +125,15 @@ class TestTexts:
             assert found == [call for call, _ in calls][: len(found)]
 
 
+def test_a_call_in_the_last_chunk_is_the_reason_to_finish() -> None:
+    chat_format = ChatFormat(prompt={}, format=FORMATS["hermes"]("", [WEATHER]))
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True})
+    writer = ChatWriter(body, NAME, word_tokenizer(), chat_format)
+    chunk = StreamChunk(request_id="", index=0, text=HERMES, tokens=[], trace=None, finish_reason="stop")
+    *_, last = writer.events(Tagged(job=0, chunk=chunk))
+    assert last["choices"][0]["delta"]["tool_calls"] and last["choices"][0]["finish_reason"] == "tool_calls"
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMATS)),
@@ -192,8 +205,8 @@ def test_whatever_a_grammar_forces_is_a_call(llm: LLM, name: str, template: str,
     """A random model at temperature 1.5, with drafts: what comes out reads back as calls that obey their schemas."""
     kind = FORMATS[name](template, [WEATHER, CLOSED])
     lark = Lark(llm.grammar_mark)
-    wish = StructuredOutputs(grammar=lark.text(kind.grammar(lark, forced=True, many=many)))
-    params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=wish) for seed in (1, 2)]
+    form = StructuredOutputs(grammar=lark.text(kind.grammar(lark, forced=True, many=many)))
+    params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=form) for seed in (1, 2)]
     for output in llm.generate(["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}):
         answer = output.outputs[0]
         one = PieceReader(kind.read)

@@ -22,7 +22,7 @@ from forerun import LLM, SamplingParams, devices
 from forerun.drafters import DRAFTERS
 from forerun.engine.costs import load_or_measure
 from forerun.target import Target
-from forerun.target.swapping import exchange, ready
+from forerun.target.kernels.packing import exchange, ready
 from forerun.tree import TokenTree
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording

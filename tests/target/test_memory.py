@@ -10,8 +10,7 @@ import torch
 
 from forerun.errors import OutOfMemoryError
 from forerun.target import Target, prepare
-from forerun.target.headers import weight_bytes
-from forerun.target.load import LoadOptions, stored_bytes
+from forerun.target.load import LoadOptions, stored_bytes, weight_bytes
 from forerun.target.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
 from target.families import FAMILIES, make, random_tokens
 
@@ -51,7 +50,7 @@ def test_downloaded_weights_are_counted_from_their_headers(tmp_path: Path, monke
 
 
 def plan(**changes: int) -> MemoryPlan:
-    sizes = {"rows": 8, "slots": 999, "weights": 10 * 2**30, "token": 2**20, "distributions": 2**30, "reserve": 2**30}
+    sizes = {"rows": 8, "slots": 999, "weights": 10 * 2**30, "token": 2**20, "probs": 2**30, "reserve": 2**30}
     return MemoryPlan(**(sizes | changes))
 
 
@@ -65,7 +64,7 @@ def test_a_cache_that_does_not_fit_says_what_to_lower() -> None:
         plan().check(16 * 2**30, "cuda:0")
     text = str(caught.value)
     assert "19.81 GiB are needed on cuda:0, 16.00 GiB are free" in text
-    assert "weights 10.00, KV cache 7.81 (8 rows x 999 slots), logits and distributions 1.00, drafter 1.00" in text
+    assert "weights 10.00, KV cache 7.81 (8 rows x 999 slots), logits and probabilities 1.00, drafter 1.00" in text
     assert "Lower slots to 511, or rows to 4." in text
     plan(slots=511).check(16 * 2**30, "cuda:0")
     plan(rows=4).check(16 * 2**30, "cuda:0")

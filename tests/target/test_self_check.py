@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target import Target, kernels, self_check, support
+from forerun.target import Target, self_check, support
 from forerun.target.cache import SlotCache
+from forerun.target.kernels import accelerate
 from forerun.target.masks import MaskStyle
 from forerun.target.prepare import cache_bytes_per_token
 from forerun.target.support import named_sizes
@@ -86,7 +87,7 @@ def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
             model.model.layers[2].mlp.down_proj.weight.mul_(1.05)
         return "broken"
 
-    monkeypatch.setattr(kernels, "accelerate", broken)
+    monkeypatch.setattr(accelerate, "accelerate", broken)
     Target.load(make("llama"))
     refused(make("llama"), "failed the self-check", repack=True)
 

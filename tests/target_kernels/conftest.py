@@ -43,7 +43,7 @@ def packed() -> Iterator[None]:
 def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention in C where the machine has it, and in torch."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "kernel", lambda: None)
+        monkeypatch.setattr(native, "attention_kernel", lambda: None)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.target import Target
-from forerun.target.kernels import accelerate, forwards, packing
+from forerun.target.kernels import forwards, packing
+from forerun.target.kernels.accelerate import accelerate
 from forerun.target.kernels.forwards import AttentionForward, GatedForward, NormForward
 from forerun.tree import TokenTree
 from target_kernels.conftest import COMMON

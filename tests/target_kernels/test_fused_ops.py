@@ -9,8 +9,8 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from forerun.errors import ArgumentError
-from forerun.target.kernels import fused_ops
-from forerun.target.kernels.fused_ops import HeadNorm, Heads
+from forerun.target.kernels import native
+from forerun.target.kernels.native import HeadNorm, Heads
 
 pytestmark = pytest.mark.usefixtures("in_c")
 
@@ -31,7 +31,7 @@ def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
 def test_norm(size: int, scale: float) -> None:
     states, weight = (scale * torch.randn(3, 5, size)).bfloat16(), torch.randn(size).bfloat16()
-    found = fused_ops.rms_norm(states, weight, 1e-5)
+    found = native.rms_norm(states, weight, 1e-5)
     assert found.shape == states.shape and found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), normed(states, weight, 1e-5), rtol=2**-7, atol=1e-6)
 
@@ -41,8 +41,8 @@ def test_gated() -> None:
     both[0, 0, :8] = torch.tensor([0.0, -0.0, 1e4, -1e4, 90.0, -90.0, -104.0, 3e-5])
     both = both.bfloat16()
     gate, up = both.split(96, dim=-1)
-    torch.testing.assert_close(fused_ops.gated(both), functional.silu(gate) * up, rtol=2**-7, atol=1e-30)
-    assert fused_ops.gated(torch.full((1, 32), torch.nan).bfloat16()).isnan().all()
+    torch.testing.assert_close(native.silu_and_mul(both), functional.silu(gate) * up, rtol=2**-7, atol=1e-30)
+    assert native.silu_and_mul(torch.full((1, 32), torch.nan).bfloat16()).isnan().all()
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -57,7 +57,7 @@ def test_place(queries: int, keys: int, depth: int, norms: bool) -> None:
     places = torch.randperm(rows * slots)[: batch * count]
     heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query_norm, key_norm=key_norm)
 
-    found = fused_ops.place(states, angles, heads, (stores[0], stores[1]), places)
+    found = native.rope_and_write(states, angles, heads, (stores[0], stores[1]), places)
 
     parts = states.view(batch, count, -1, depth).split([queries, keys, keys], dim=2)
     query, key = (
@@ -82,20 +82,20 @@ def test_a_tokens_bits_are_its_own() -> None:
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        whole, gated = fused_ops.rms_norm(states, weight, 1e-5), fused_ops.gated(states)
+        whole, gated = native.rms_norm(states, weight, 1e-5), native.silu_and_mul(states)
         for row in (0, 5, 63):
-            assert torch.equal(fused_ops.rms_norm(states[row : row + 1], weight, 1e-5), whole[row : row + 1])
-            assert torch.equal(fused_ops.gated(states[row : row + 1]), gated[row : row + 1])
+            assert torch.equal(native.rms_norm(states[row : row + 1], weight, 1e-5), whole[row : row + 1])
+            assert torch.equal(native.silu_and_mul(states[row : row + 1]), gated[row : row + 1])
     torch.set_num_threads(before)
 
 
 def test_what_it_does_not_take() -> None:
     states = torch.randn(2, 32).bfloat16()
-    assert fused_ops.takes(states)
-    assert not fused_ops.takes(states.float())
-    assert not fused_ops.takes(states[:, :16])
+    assert native.takes_states(states)
+    assert not native.takes_states(states.float())
+    assert not native.takes_states(states[:, :16])
     with torch.inference_mode(False), torch.enable_grad():
-        assert not fused_ops.takes(states)
+        assert not native.takes_states(states)
 
 
 @pytest.mark.parametrize("wrong", [-1, 22, 2**40, -(2**62)])
@@ -107,12 +107,12 @@ def test_slots_that_are_not_there_are_refused_and_nothing_is_written(wrong: int,
     around = torch.full((2, 66, 32), 7.0).bfloat16()
     stores = around[0, 22:44].view(2, 11, 1, 32), around[1, 22:44].view(2, 11, 1, 32)
     places = torch.arange(7)
-    fused_ops.place(states, angles, heads, stores, places)
+    native.rope_and_write(states, angles, heads, stores, places)
     assert not (around[:, 22:29] == 7).any(-1).all()
     around.fill_(7)
     places[which] = wrong
     with pytest.raises(ArgumentError, match="cannot be written"):
-        fused_ops.place(states, angles, heads, stores, places)
+        native.rope_and_write(states, angles, heads, stores, places)
     assert bool((around == 7).all())
 
 
@@ -126,7 +126,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         "stores": tuple(stores),
         "places": torch.arange(7),
     }
-    fused_ops.place(**fitting)
+    native.rope_and_write(**fitting)
     norm = HeadNorm(torch.ones(16).bfloat16(), 1e-5)
     wrong = [
         {"places": torch.arange(6)},
@@ -141,8 +141,8 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     ]
     for changed in wrong:
         with pytest.raises(ArgumentError, match="cannot be written"):
-            fused_ops.place(**(fitting | changed))
+            native.rope_and_write(**(fitting | changed))
     with pytest.raises(ArgumentError, match="weights"):
-        fused_ops.rms_norm(states, torch.ones(64).bfloat16(), 1e-5)
+        native.rms_norm(states, torch.ones(64).bfloat16(), 1e-5)
     with pytest.raises(ArgumentError, match="16s"):
-        fused_ops.gated(torch.zeros(3, 40).bfloat16())
+        native.silu_and_mul(torch.zeros(3, 40).bfloat16())

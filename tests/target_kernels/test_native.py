@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from emulation import forget_kernels
 from forerun.errors import ArgumentError
-from forerun.target.kernels import building, native
+from forerun.target.kernels import native
 from forerun.target.kernels.attention import fold_attention
 from target_kernels.conftest import by_definition
 
@@ -40,7 +40,7 @@ def test_equals_attention_by_definition(
     depths: tuple[int, int], batch: int, heads: int, key_heads: int, count: int, width: int
 ) -> None:
     tensors = problem(batch, heads, key_heads, count, width, depths)
-    assert native.takes(*tensors)
+    assert native.takes_attention(*tensors)
     found = native.attend(*tensors, 0.125)
     torch.testing.assert_close(found.double(), by_definition(*tensors, 0.125), rtol=1e-2, atol=1e-2)
 
@@ -111,14 +111,14 @@ def test_numbers_that_fail_are_not_hidden(which: str, value: float, width: int) 
 
 def test_what_it_does_not_take() -> None:
     query, key, value, mask = problem(1, 4, 2, 3, 40)
-    assert native.takes(query, key, value, mask)
-    assert not native.takes(query.float(), key, value, mask)
-    assert not native.takes(query, key, value, mask == 0)
-    assert not native.takes(query[..., :16], key[..., :16], value, mask)
-    assert not native.takes(query, key, value, mask.transpose(2, 3).contiguous().transpose(2, 3))
-    assert not native.takes(query.clone().requires_grad_(), key, value, mask)
+    assert native.takes_attention(query, key, value, mask)
+    assert not native.takes_attention(query.float(), key, value, mask)
+    assert not native.takes_attention(query, key, value, mask == 0)
+    assert not native.takes_attention(query[..., :16], key[..., :16], value, mask)
+    assert not native.takes_attention(query, key, value, mask.transpose(2, 3).contiguous().transpose(2, 3))
+    assert not native.takes_attention(query.clone().requires_grad_(), key, value, mask)
     with torch.inference_mode():
-        assert native.takes(query.clone().requires_grad_(), key, value, mask)
+        assert native.takes_attention(query.clone().requires_grad_(), key, value, mask)
 
 
 @pytest.fixture
@@ -131,11 +131,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_it_is_compiled_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.kernel() is not None
+    assert native.attention_kernel() is not None
     (library,) = (elsewhere / "kernels").iterdir()
     forget_kernels()
-    monkeypatch.setattr(building, "written", lambda *_: pytest.fail("compiled again"))
-    assert native.kernel() is not None
+    monkeypatch.setattr(native, "written", lambda *_: pytest.fail("compiled again"))
+    assert native.attention_kernel() is not None
     assert library.suffix == ".so"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from forerun.target import Target
-from forerun.target.kernels import accelerate
+from forerun.target.kernels.accelerate import accelerate
 from forerun.target.kernels.packing import FusedGroup, FusedLinear, PackedLinear, cpu_packs, pack, packable
 from target_kernels.conftest import build
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from forerun.target import Target
-from forerun.target.buckets import Buckets
-from forerun.target.kernels import accelerate
 from forerun.target.kernels import native as native_kernel
+from forerun.target.kernels.accelerate import accelerate
 from forerun.target.kernels.packing import PackedWeight
-from forerun.target.kernels.padding import WORTH, Flat
+from forerun.target.padding import WORTH, Buckets, Flat
 from forerun.tree import TokenTree
 from target_kernels.conftest import build
 
@@ -91,7 +90,7 @@ def test_little_padding_is_left_alone() -> None:
 def test_scattered_rows_are_read_where_they_stand(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows 0, 2, 3 of four, drafts of unequal length, with the kernel and with torch: as each row alone."""
     if not native:
-        monkeypatch.setattr("forerun.target.kernels.native.kernel", lambda: None)
+        monkeypatch.setattr("forerun.target.kernels.native.attention_kernel", lambda: None)
     made = target(4)
     made.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
     rows, counts = [3, 0, 2], {3: 9, 0: 0, 2: 2}
@@ -113,4 +112,4 @@ def test_layers_are_handed_no_copy_of_scattered_rows(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(native_kernel, "attend", noted)
     made.score([0, 3], chains([5, 6], {0: 1, 3: 1}))
-    assert store in seen or native_kernel.kernel() is None
+    assert store in seen or native_kernel.attention_kernel() is None

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from forerun.target.buckets import Buckets
 from forerun.target.kernels.attention import fold_attention
 from forerun.target.kernels.packing import cpu_packs
+from forerun.target.padding import Buckets
 
 LOWEST = torch.finfo(torch.bfloat16).min
 

@@ -22,8 +22,8 @@ from forerun.verify.enumeration import (
     exact_distribution,
     joint_distribution,
     outcomes,
-    toy_drafter,
     toy_distributions,
+    toy_drafter,
 )
 
 pytestmark = pytest.mark.thorough

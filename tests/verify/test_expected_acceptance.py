@@ -11,14 +11,14 @@ from torch import Tensor
 from forerun.verify import rule_named
 from forerun.verify.enumeration import (
     SHAPES,
-    Drawing,
     Distributions,
+    Drawing,
     World,
     branching,
     check_rule,
     exact_distribution,
-    toy_drafter,
     toy_distributions,
+    toy_drafter,
 )
 
 pytestmark = pytest.mark.thorough

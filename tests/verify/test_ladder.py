@@ -18,16 +18,16 @@ from forerun.verify.base import Reads
 from forerun.verify.enumeration import (
     SHAPES,
     TOLERANCE,
+    Distributions,
     Drawing,
     EnumeratingRng,
-    Distributions,
     PrefixProbs,
     World,
     joint_distribution,
     outcomes,
     shape_depth,
-    toy_drafter,
     toy_distributions,
+    toy_drafter,
 )
 from forerun.verify.ladder import Judged, Ladder, LadderRow
 from forerun.verify.probs import HostProbs

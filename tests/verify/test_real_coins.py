@@ -16,15 +16,15 @@ from forerun.types import Drawn
 from forerun.verify import rule_named
 from forerun.verify.enumeration import (
     TOLERANCE,
-    Drawing,
     Distributions,
+    Drawing,
     PrefixProbs,
     World,
     branching,
     exact_distribution,
     joint_distribution,
-    toy_drafter,
     toy_distributions,
+    toy_drafter,
 )
 
 pytestmark = pytest.mark.thorough

@@ -14,14 +14,14 @@ from forerun.types import Drawn, Source, Verdict
 from forerun.verify import block, recursive_rejection, rule_named, traversal
 from forerun.verify.enumeration import (
     TOLERANCE,
-    Drawing,
     Distributions,
+    Drawing,
     World,
     branching,
     exact_distribution,
     outcomes,
-    toy_drafter,
     toy_distributions,
+    toy_drafter,
 )
 from forerun.verify.probs import HostProbs, NodeProbs, Probs
 from forerun.verify.token_rejection import TokenRejection

@@ -13,7 +13,7 @@ from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, Source
 from forerun.verify import RULES, check_fits, default_rule, rule_named
 from forerun.verify.base import kind_of
-from forerun.verify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_drafter, toy_distributions
+from forerun.verify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
 from forerun.verify.probs import HostProbs
 
 VOCABULARY = 150_000

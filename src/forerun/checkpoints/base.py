@@ -15,7 +15,7 @@ from forerun.checkpoints.keys import unknown_keys
 from forerun.drafters.heads.base import Head, HeadConfig
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import CheckpointError
-from forerun.target.headers import SINGLE
+from forerun.target.load import SINGLE
 
 Shape = tuple[int, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.drafters.heads.kinds import named
 from forerun.errors import ArgumentError, CheckpointError, nearest
-from forerun.target.headers import INDEX, SINGLE, read_header, weight_files
+from forerun.target.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:

@@ -143,7 +143,7 @@ def _version(name: str) -> str | None:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    from forerun.target.kernels import fused_ops, native
+    from forerun.target.kernels import native
 
     lines = _cpuinfo()
     flags = set(lines.get("flags", lines.get("Features", "")).split())
@@ -152,7 +152,9 @@ def _cpu() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
-        "bfloat16 kernels": "in C" if native.kernel() is not None and fused_ops.kernels() is not None else "in torch",
+        "bfloat16 kernels": "in C"
+        if native.attention_kernel() is not None and native.fused_kernels() is not None
+        else "in torch",
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import Parameter
 
 from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
-from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings
@@ -101,7 +101,7 @@ def serve(
     speculative = speculation.config()
     try:
         from forerun.serve.logs import configure_logging
-        from forerun.serve.running import run
+        from forerun.serve.server import run
         from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error

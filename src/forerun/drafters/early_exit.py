@@ -25,10 +25,10 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting import SelfDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.target.headers import read_header
 from forerun.target.inputs import Nodes
+from forerun.target.layers import base_of, norm_after_layers
+from forerun.target.load import read_header
 from forerun.target.nouns import Plan
-from forerun.target.parts import base_of, norm_after_layers
 from forerun.target.resuming import prove, renumber
 from forerun.tree import Resume, TokenTree
 from forerun.types import Budget

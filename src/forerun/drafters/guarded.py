@@ -23,7 +23,7 @@ from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.sampling import Sampler
-from forerun.target.capture import check_signals
+from forerun.target.layers import check_signals
 from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 

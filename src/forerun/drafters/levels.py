@@ -34,7 +34,7 @@ from forerun.drafters.growth import (
     resolve,
 )
 from forerun.errors import NoTokenLeftError, NumericError
-from forerun.sampling import Processing, Sampler, has_filters, distribution_of, probs_of, quantiles, settings_of
+from forerun.sampling import Processing, Sampler, distribution_of, has_filters, probs_of, quantiles, settings_of
 from forerun.tree import TokenTree, masses_of
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 

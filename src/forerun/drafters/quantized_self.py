@@ -22,7 +22,7 @@ from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target.kernels.packing import FusedLinear, PackedLinear
-from forerun.target.parts import base_name, base_of, layers_of, replaced, shallow
+from forerun.target.layers import base_name, base_of, layers_of, replaced, shallow
 
 BITS = (8, 4)
 GROUPS = (64, 32)

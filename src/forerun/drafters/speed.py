@@ -25,8 +25,8 @@ from forerun.drafters.growth import Shape, attempt
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
+from forerun.target.layers import is_quantised
 from forerun.target.nouns import Plan
-from forerun.target.parts import is_quantised
 from forerun.target.resuming import compare
 from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, DraftKind

@@ -30,7 +30,7 @@ from forerun.drafters.translation import (
 )
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.target.kernels.packing import PackedLinear, packable
-from forerun.target.parts import OutputHead
+from forerun.target.layers import OutputHead
 
 if TYPE_CHECKING:
     from forerun.target.model import Target

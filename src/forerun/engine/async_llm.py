@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.lanes import Lanes
 from forerun.engine.llm import LLM, Speculative
-from forerun.engine.prompts import Prompt, as_list, as_params
+from forerun.engine.prompts import Lanes, Prompt, as_list, as_params
 from forerun.errors import EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -36,7 +35,7 @@ class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
         self._most, self._cut = most, False
 
     def deliver(self, chunk: StreamChunk) -> bool:
-        """Put it in; False where the reader has fallen too far behind: the chunks then give way to an error.
+        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks.
 
         What is still on its way after that is dropped.
         """
@@ -127,6 +126,15 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
+    """The whole answer of a stream, read to its end."""
+    output = None
+    async for chunk in chunks:
+        output = chunk.output or output
+    assert output is not None, "a stream ends with its output"
+    return output
+
+
 class AsyncLLM:
     """`LLM` with awaitable methods; takes the same arguments. Requests of many tasks share the batch.
 
@@ -178,7 +186,7 @@ class AsyncLLM:
         params = as_params(sampling_params, len(many))
         keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
         return await all_or_none(
-            self._last(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
+            whole_output(self.stream(prompt, own, cache_salt=cache_salt, **keywords))
             for prompt, own in zip(many, params, strict=True)
         )
 
@@ -249,7 +257,7 @@ class AsyncLLM:
                 if item.output is not None:
                     return
         finally:
-            self._leave(request_id)
+            self._release(request_id)
 
     def offer(self, speculative: Mapping[str, Any]) -> None:
         """Build a drafter before any request asks for it; blocks until it is there.
@@ -275,14 +283,14 @@ class AsyncLLM:
         self._go_on()
         return request_id
 
-    def _leave(self, request_id: str) -> None:
+    def _release(self, request_id: str) -> None:
         del self._queues[request_id]
         self._worker.submit(self.llm.abort, request_id)
 
     def _abandon(self, submitted: asyncio.Future[str]) -> None:
         """Nobody waits any longer for a request that has just been queued."""
         if not submitted.cancelled() and submitted.exception() is None:
-            self._leave(submitted.result())
+            self._release(submitted.result())
 
     def _go_on(self) -> None:
         """In the worker: from now on step while there is work."""
@@ -323,10 +331,3 @@ class AsyncLLM:
     def _fail(queues: Mapping[str, _Inbox], error: BaseException) -> None:
         for queue in list(queues.values()):
             queue.put_nowait(error)
-
-    @staticmethod
-    async def _last(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-        async for chunk in chunks:
-            if chunk.output is not None:
-                return chunk.output
-        raise AssertionError("a stream ends with its output")

@@ -1,13 +1,16 @@
-"""One answer in the making, and the request it belongs to. Knows text and stops; does not know rows or scheduling."""
+"""One answer in the making, and the request it belongs to: its tokens, their text as it grows, and where it stops.
+
+Does not know rows or scheduling.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.text import AnswerText, Detokenizer
 from forerun.errors import Isolation
 from forerun.step import Emitted, Row
 from forerun.types import (
@@ -21,6 +24,104 @@ from forerun.types import (
     StreamChunk,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Turns output ids into text as they come; a character that spans tokens appears with its last token.
+
+    Decodes a short window with every token and takes the difference to the text before, so it holds for every
+    tokenizer.
+    """
+
+    _WINDOW = 5
+    """Tokens of the prompt, or before an incomplete character, that are decoded with what follows."""
+    _LONGEST = 12
+    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._ids = list(prompt[-self._WINDOW :])
+        self._start = 0
+        self._read = len(self._ids)
+        self._text: str | None = None
+        """Of the window up to what was read; None before it is needed."""
+
+    def add(self, token: int) -> str:
+        """The text that `token` adds; empty while a character is incomplete."""
+        self._ids.append(token)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """What is left of an incomplete character at the end of the answer."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        if self._tokenizer is None or self._read == len(self._ids):
+            return ""
+        if self._text is None:
+            self._text = self._decode(self._ids[self._start : self._read])
+        before, after = self._text, self._decode(self._ids[self._start :])
+        if not final and after.endswith(_INCOMPLETE):
+            return ""
+        last, self._read, self._text = self._read, len(self._ids), after
+        if final:
+            self._start, self._text = max(0, self._read - self._WINDOW), None
+        elif self._read - self._start > self._LONGEST:
+            self._start, self._text = last, None
+        return after[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+@dataclass(slots=True)
+class AnswerText:
+    """The text of one answer as it grows: finds stop strings and holds back what may become one."""
+
+    stops: tuple[str, ...]
+    include_stop: bool
+    text: str = ""
+    sent: int = 0
+    """Characters already handed out by `release`."""
+
+    def add(self, piece: str, *, search: bool = False) -> str | None:
+        """Append; with `search`, the stop string that this completed (the text is then cut), or None."""
+        start = len(self.text)
+        self.text += piece
+        hits = []
+        for stop in self.stops if search else ():
+            at = self.text.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                hits.append((at, stop))
+        if not hits:
+            return None
+        at, stop = min(hits)
+        self.text = self.text[: at + len(stop) if self.include_stop else at]
+        return stop
+
+    def release(self, *, final: bool) -> str:
+        """New text that can no longer be taken back; everything if `final`."""
+        held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        end = max(self.sent, len(self.text) - held)
+        piece, self.sent = self.text[self.sent : end], end
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -131,17 +232,18 @@ class Completion:
         """
         with Isolation(self.row):
             if self.row.error is None:
-                return self._absorb(emitted)
+                return self._append(emitted)
         return self._fail()
 
-    def _absorb(self, emitted: Emitted) -> StreamChunk:
+    def _append(self, emitted: Emitted) -> StreamChunk:
         new: list[OutputToken] = []
-        for place, token in enumerate(emitted.tokens):
-            new.append(self._output_token(emitted, place, token))
+        for position, token in enumerate(emitted.tokens):
+            new.append(self._output_token(emitted, position, token))
             self._check_end(token, new[-1].text, len(self.tokens) + len(new))
             if self.finish_reason is not None:
                 break
-        self._settle(len(emitted.tokens) - len(new))
+        if surplus := len(emitted.tokens) - len(new):
+            self.row.shorten(surplus)  # what was committed behind the end of the answer
         first = self.request if not self.tokens else None
         self._count(emitted, new)
         return StreamChunk(
@@ -207,13 +309,13 @@ class Completion:
             trace=list(self.traces),
         )
 
-    def _output_token(self, emitted: Emitted, place: int, token: int) -> OutputToken:
-        chosen, top = emitted.logprobs[place] if emitted.logprobs is not None else (None, None)
+    def _output_token(self, emitted: Emitted, position: int, token: int) -> OutputToken:
+        chosen, top = emitted.logprobs[position] if emitted.logprobs is not None else (None, None)
         skipped = token in self.row.stop_ids and not self.request.params.include_stop_str_in_output
         return OutputToken(
             id=token,
             text="" if skipped else self.detokenizer.add(token),
-            source=emitted.sources[place],
+            source=emitted.sources[position],
             step=emitted.trace.step,
             logprob=chosen,
             top_logprobs=top,
@@ -233,11 +335,6 @@ class Completion:
             self.finish_reason = "length"
         if self.finish_reason is not None and stop is None:
             self.text.add(self.detokenizer.flush())
-
-    def _settle(self, surplus: int) -> None:
-        """Forget committed tokens behind the end of the answer."""
-        if surplus:
-            self.row.shorten(surplus)
 
     def _count(self, emitted: Emitted, new: Sequence[OutputToken]) -> None:
         prefilled = not self.tokens

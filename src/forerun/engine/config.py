@@ -1,4 +1,4 @@
-"""What a user may say about speculation, in vLLM's words and in ours, as one typed value. Imports no torch."""
+"""`SpeculativeConfig`: vLLM's ``speculative_config`` as one typed value. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RULE_ALIASES = {"strict": "token_rejection", "standard": "token_rejection"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """Which drafter, how far ahead, and how it is judged."""
+    """Which drafter, how far ahead, and how it is verified."""
 
     method: str
     num_speculative_tokens: int | None = None
@@ -148,8 +148,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in sorted(value.items())}
     return value if isinstance(value, str | int | float | bool | type(None)) else f"{type(value).__name__}@{id(value)}"
 
 
@@ -256,3 +254,25 @@ def _method_in(file: Path) -> str:
     from forerun.checkpoints import read_head
 
     return "eagle3" if read_head(file.parent, num_layers=64).config.generation == 3 else "eagle"
+
+
+def drafter_bytes(config: SpeculativeConfig | None) -> int:
+    """Bytes of the weights of the models that draft, where their directories say; 0 where there is none to ask."""
+    if config is None:
+        return 0
+    others = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
+    return sum(_weights(options.get("model")) for options in (config.options, *others))
+
+
+def _weights(model: Any) -> int:
+    from forerun import demo
+
+    folder = Path(demo.resolve(model)) if isinstance(model, str) else None
+    if folder is None or not folder.is_dir():
+        return 0
+    from forerun.target.load import INDEX, SINGLE, weight_bytes
+
+    if any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        return weight_bytes(folder, None)
+    # A head's weights may have a name of their own. Where there are none, its loader says so.
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

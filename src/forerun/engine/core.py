@@ -18,8 +18,7 @@ from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
 from forerun.engine.policy.ranking import prune
-from forerun.engine.reading import Reading, read
-from forerun.engine.scheduling import Scheduling, next_in_line, pass_of, youngest
+from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills, youngest
 from forerun.errors import ArgumentError, Isolation
 from forerun.step import Row, first_tokens, step
 from forerun.target import Target
@@ -233,8 +232,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Completion] = []
         self._running: list[Completion] = []
-        self._reading: list[Reading] = []
-        self._unread: list[Reading] = []
+        self._reading: list[Prefill] = []
+        self._unread: list[Prefill] = []
         self._prefixes = Prefixes(target, enabled=self.scheduling.enable_prefix_caching)
         self._read_last = False
 
@@ -323,7 +322,7 @@ class Engine:
             answer.row.row = self._take(Wish(tokens=(), salt=answer.row.cache_salt)).row
             return
         requires = self.drafting.requires(answer.drafter)
-        text = Reading.of(answer, requires)
+        text = Prefill.of(answer, requires)
         # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
         wanted = () if whole else text.tokens
@@ -413,8 +412,8 @@ class Engine:
     def _read(self) -> list[StreamChunk]:
         """The next pieces of prompts, and the first tokens of those that have been read to the end."""
         limits = self.scheduling
-        texts = pass_of(self._reading, limits.piece, limits.max_num_batched_tokens)
-        logits = read(self.target, texts, limits.piece)
+        texts = pass_of(self._reading, limits.chunk, limits.max_num_batched_tokens)
+        logits = run_prefills(self.target, texts, limits.chunk)
         done = [text for text in texts if text.finished]
         self._reading = [text for text in self._reading if not text.finished]
         self._unread += done

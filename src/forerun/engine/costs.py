@@ -399,7 +399,7 @@ def identity(target: Target) -> dict[str, Any]:
     """All that a pass's cost depends on. The values of the weights do not matter, their number and type do."""
     import torch
 
-    from forerun.target.kernels import building, native
+    from forerun.target.kernels import native
     from forerun.target.kernels.packing import FusedLinear, PackedLinear
 
     on_cpu = target.device.type == "cpu"
@@ -412,7 +412,7 @@ def identity(target: Target) -> dict[str, Any]:
         "device": device_name(target.device),
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads() if on_cpu else None,
-        "kernel": building.version() if on_cpu and native.kernel() is not None else None,
+        "kernel": native.version() if on_cpu and native.attention_kernel() is not None else None,
         "packed": sum(isinstance(module, PackedLinear | FusedLinear) for module in modules),
         "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
         "torch": torch.__version__,

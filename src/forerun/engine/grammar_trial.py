@@ -1,4 +1,4 @@
-"""A process that compiles grammars before the engine does, so that one which ends the process ends this one alone.
+"""A child process that compiles grammars before the engine does: one that crashes the compiler ends this process alone.
 
 Run as a script: it imports llguidance and nothing of forerun, which would take seconds. The first line of its input
 is the tokenizer, every other one a grammar; each is answered by a line: why it is refused, or nothing.

@@ -15,25 +15,24 @@ from weakref import WeakKeyDictionary
 
 from forerun.demo import resolve
 from forerun.drafters.base import DrafterSetup
-from forerun.engine.adapting.settings import AdaptConfig, adapt_config
+from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
-from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, from_old_keywords
+from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, drafter_bytes, from_old_keywords
 from forerun.engine.core import Engine
 from forerun.engine.costs import known_or_nominal
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.lanes import Lane
-from forerun.engine.loading import drafter_bytes, load_tokenizer
-from forerun.engine.prompts import Prompt, PromptReader, as_list, as_params
+from forerun.engine.prompts import Lane, Prompt, PromptReader, as_list, as_params
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
 from forerun.target import Buckets, Target
+from forerun.target.load import load_tokenizer
 from forerun.target.model import PIECE
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from forerun.engine.adapting import Adaptation
+    from forerun.engine.adapting.adaptation import Adaptation
 
 # Conversations through a model's chat template. Knows a tokenizer; knows no model.
 
@@ -135,7 +134,7 @@ def _cannot(mark: str, reason: str) -> ArgumentError:
 log = logging.getLogger(__name__)
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
-"""A request's wish: None as the engine is configured, False off, or a configuration of its own."""
+"""What drafts for a request: None as the engine is configured, False off, or a configuration of its own."""
 
 REPRODUCIBLE_NODES = 16
 """Nodes of every pass in reproducible mode, the root included: where 16 rows still cost about what one costs."""
@@ -167,7 +166,7 @@ class LLM:
         max_num_batched_tokens: most prompt tokens of a pass while answers are being decoded; None takes 512.
         enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
         kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
-            whatever the rows can hold. Answers that do not fit give way and go on later, with the same output.
+            whatever the rows can hold. Answers that do not fit are preempted and go on later, with the same output.
         seed: for requests that bring none: each gets one derived from it and from how many came before, so that a run
             repeats and its answers differ. None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
@@ -207,7 +206,11 @@ class LLM:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
         _refuse_unknown(loading)
         _check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
-        scheduling = _scheduling(max_num_batched_tokens, enable_prefix_caching and not reproducible, kv_cache_tokens)
+        scheduling = Scheduling(
+            max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching and not reproducible,
+            kv_cache_tokens=kv_cache_tokens,
+        )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         adapting = adapt_config(adapt, self.speculative)
         headroom = MAX_SPECULATIVE_TOKENS + 1
@@ -296,32 +299,20 @@ class LLM:
         return self._chunks(request_id)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> list[RequestOutput]:
-        """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template."""
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return self.generate(self.chat_prompt(messages), sampling_params, cache_salt=cache_salt, **keywords)
+        """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template.
+
+        Args:
+            keywords: as of `generate`.
+        """
+        return self.generate(self.chat_prompt(messages), sampling_params, **keywords)
 
     def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
         """`chat`, a chunk per step."""
-        keywords: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        return self.stream(self.chat_prompt(messages), sampling_params, cache_salt=cache_salt, **keywords)
+        return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompt(
         self,
@@ -425,7 +416,7 @@ class LLM:
         """What trains the configured drafter in the background; None where nobody asked for it."""
         if config is None or key is None:
             return None
-        from forerun.engine.adapting import Adaptation
+        from forerun.engine.adapting.adaptation import Adaptation
 
         adaptation = Adaptation(config, self.target, self.tokenizer)
         self.engine.drafting.wrap(key, adaptation.around)
@@ -477,14 +468,6 @@ def _refuse_unknown(loading: Mapping[str, Any]) -> None:
     for name in loading:
         if name not in _LOADING:
             raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
-
-
-def _scheduling(max_num_batched_tokens: int | None, reusing: bool, kv_cache_tokens: int | None) -> Scheduling:
-    return Scheduling(
-        max_num_batched_tokens=PIECE if max_num_batched_tokens is None else max_num_batched_tokens,
-        enable_prefix_caching=reusing,
-        kv_cache_tokens=kv_cache_tokens,
-    )
 
 
 def _check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:

@@ -1,22 +1,28 @@
 """From what a user passes to a queued request: token ids, resolved sampling parameters, stop ids.
 
-Knows a tokenizer and a generation configuration; does not know the engine.
+Also the threads in which that is done, so that neither the engine nor an event loop waits for it. Knows a tokenizer and
+a generation configuration; does not know the engine.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import ctypes
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence, Sized
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from forerun.engine.completion import Completion, Request
+from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
-from forerun.engine.lanes import Lane
-from forerun.engine.text import AnswerText, Detokenizer
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.sampling import Sampler, check_token_ids, request_seed
 from forerun.step import Row
@@ -25,6 +31,84 @@ from forerun.verify import rule_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+LARGE = 50_000
+"""Characters, bytes or tokens from which on something is large: reading it then takes more than some milliseconds."""
+
+
+class Lane(Enum):
+    """Things of one kind wait for each other, and not for those of another kind."""
+
+    SMALL = "small"
+    LARGE = "large"
+    GRAMMAR = "grammar"
+    """Compiled in another process, for which the thread waits."""
+
+    @classmethod
+    def of(cls, size: int) -> Lane:
+        """For something of so many characters, bytes or tokens."""
+        return cls.LARGE if size >= LARGE else cls.SMALL
+
+
+class Lanes:
+    """A thread for each lane.
+
+    What is large rests for as long as it took: while one thread runs Python, each operation of another one waits until
+    it is let in, so that the engine would all but stand still under large requests that come one after the other.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._closed = False
+        self._threads = {
+            lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-{lane.value}") for lane in Lane
+        }
+
+    async def run(self, lane: Lane, task: Callable[[], T]) -> T:
+        """What `task` returns; what it raises is raised here. A cancelled task that has begun runs to its end.
+
+        Raises:
+            RuntimeError: closed.
+        """
+        threads, work = self._threads[lane], partial(contextvars.copy_context().run, task)
+        loop = asyncio.get_running_loop()
+        took: list[float] = []
+        done = loop.run_in_executor(threads, partial(_timed, work, took))
+        if lane is Lane.LARGE:
+            threads.submit(_rest, took)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            waiting = asyncio.current_task()
+            if self._closed and (waiting is None or not waiting.cancelling()):
+                raise RuntimeError("the engine was closed") from None
+            raise
+        finally:
+            del done  # whose error names this frame
+
+    def close(self) -> None:
+        """Take no more; what has not begun is dropped."""
+        self._closed = True
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _rest(took: list[float]) -> None:
+    """For as long as the work before took; then give back its memory, which glibc would keep for the thread."""
+    time.sleep(sum(took))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _timed(work: Callable[[], T], took: list[float]) -> T:
+    began = time.thread_time()
+    try:
+        return work()
+    finally:
+        took.append(time.thread_time() - began)
+
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +204,8 @@ class PromptReader:
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
         """Where `request` should run, so that it keeps nothing waiting that costs less."""
-        wish = params.structured_outputs
-        if wish is not None and not self.grammars.knows(wish):
+        outputs = params.structured_outputs
+        if outputs is not None and not self.grammars.knows(outputs):
             return Lane.GRAMMAR
         parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
         return Lane.of(sum(len(part) for part in parts if isinstance(part, Sized)))
@@ -186,12 +270,12 @@ class PromptReader:
         """Of each answer: one for all, or with structured outputs one for each, whose processor follows its path and
         comes last."""
         words = self._bad_words(params.bad_words or ())
-        wish = params.structured_outputs
-        if wish is None:
+        outputs = params.structured_outputs
+        if outputs is None:
             return [Sampler(params, prompt, banned_until_min=banned, bad_words=words)] * params.n
         samplers, budget = list[Sampler](), Budget()
         for _ in range(params.n):
-            grammar = self.grammars.processor(wish, len(prompt), budget)
+            grammar = self.grammars.processor(outputs, len(prompt), budget)
             own = replace(params, logits_processors=(*params.logits_processors, grammar))
             samplers.append(Sampler(own, prompt, banned_until_min=banned, bad_words=words))
         return samplers
@@ -247,7 +331,7 @@ class PromptReader:
 
 
 def _checked_rule(request: Request) -> str | None:
-    """The rule that the request's configuration names, if it may judge at this temperature."""
+    """The rule that the request's configuration names, if it may verify at this temperature."""
     name = request.speculative.rule if request.speculative is not None else None
     if name is not None and rule_named(name).name == "argmax_walk" and not request.params.greedy:
         raise ArgumentError("rule 'argmax_walk' is lossless at temperature 0 only; leave the rule out to sample")

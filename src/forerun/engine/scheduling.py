@@ -1,18 +1,23 @@
-"""Who is next: for a row, for a pass over prompts, and to give its row back. Policy alone; `core` carries it out.
+"""The scheduler's choices: who gets the next row, whose prefill runs next, who is preempted; and the prefills.
 
-Knows answers and prompts; does not know the cache, nor what drafts.
+Policy and bookkeeping alone; `core` carries it out. Does not know what drafts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from forerun.engine.completion import Completion, Request
-from forerun.engine.reading import Reading
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, Isolation
+from forerun.scores import logprobs_of
+from forerun.target import Scored, Target
 from forerun.target.model import PIECE
+from forerun.types import Signal, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +26,7 @@ class Scheduling:
 
     max_num_batched_tokens: int = 2 * PIECE
     """Most prompt tokens of a pass, tokens; such a pass and a decoding step take turns. More of them cost as much each,
-    and all prompts of a pass wait for its end. Prompts are read in pieces that end at multiples of this, or of 512
+    and all prompts of a pass wait for its end. Prompts are read in chunks that end at multiples of this, or of 512
     where it is more, whatever else runs."""
     enable_prefix_caching: bool = True
     """Whether a row that is free still serves the prompts that begin with what it held."""
@@ -37,7 +42,7 @@ class Scheduling:
             raise ArgumentError(f"kv_cache_tokens must be at least 2, got {self.kv_cache_tokens}")
 
     @property
-    def piece(self) -> int:
+    def chunk(self) -> int:
         """Prompts are cut at multiples of this many tokens."""
         return min(PIECE, self.max_num_batched_tokens)
 
@@ -53,12 +58,12 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
     """
     held = Counter(group for answer in running for group in _groups(answer.request))
 
-    def place(answer: Completion) -> tuple[bool, list[int], int]:
+    def rank(answer: Completion) -> tuple[bool, list[int], int]:
         return answer.preemptions == 0, [held[group] for group in _groups(answer.request)], answer.order
 
-    first = min(waiting, key=place)
+    first = min(waiting, key=rank)
     own = [answer for answer in waiting if _client(answer) == _client(first)]
-    return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *place(answer)))
+    return min(own, key=lambda answer: (answer.preemptions == 0, answer.request.priority, *rank(answer)))
 
 
 def _client(answer: Completion) -> str:
@@ -77,18 +82,126 @@ def youngest(running: Sequence[Completion]) -> Completion:
     return max(running, key=lambda answer: answer.order)
 
 
-def pass_of(readings: Sequence[Reading], piece: int, budget: int) -> list[Reading]:
-    """Whose next pieces the coming pass runs: from the head of the line, at least one, padded to `budget` at most.
+def pass_of(prefills: Sequence[Prefill], chunk: int, budget: int) -> list[Prefill]:
+    """Whose next chunks the coming pass runs: from the head of the line, at least one, padded to `budget` at most.
 
     Args:
-        readings: the oldest first.
-        piece: length of a whole piece, tokens.
+        prefills: the oldest first.
+        chunk: length of a whole chunk, tokens.
         budget: tokens.
     """
-    chosen, widest = list[Reading](), 0
-    for reading in readings:
-        widest = max(widest, len(reading.next_piece(piece)))
+    chosen, widest = list[Prefill](), 0
+    for prefill in prefills:
+        widest = max(widest, len(prefill.next_chunk(chunk)))
         if chosen and (len(chosen) + 1) * widest > budget:
             break
-        chosen.append(reading)
-    return sorted(chosen, key=lambda reading: reading.row)
+        chosen.append(prefill)
+    return sorted(chosen, key=lambda prefill: prefill.row)
+
+
+# --- prefills ---
+
+_SCORED_AT_ONCE = 64
+"""Positions of a prompt whose log-probabilities are computed together: float32 over the vocabulary for each."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Prefill:
+    """A prompt or, after a preemption, prompt and output, on its way into the cache; answers to one prompt share it."""
+
+    answers: list[Completion]
+    """The first one's row is filled; the others, to the same prompt, copy it."""
+    tokens: list[int]
+    """What is to stand in the cache: of an answer that has begun, all but the last token, which is the next root."""
+    requires: frozenset[Signal]
+    """The hidden states that its drafter reads."""
+    done: int = 0
+    """Tokens in the cache."""
+    known: int = 0
+    """Tokens that the drafter of the first answer still holds from before."""
+    states: dict[Signal, list[Tensor]] = field(default_factory=dict)
+    """(M, H) of each chunk that was run."""
+
+    @classmethod
+    def of(cls, answer: Completion, requires: frozenset[Signal]) -> Prefill:
+        """What the answer's row lacks."""
+        text = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
+        return cls(answers=[answer], tokens=text, requires=requires)
+
+    @property
+    def row(self) -> int:
+        """The cache row that is filled."""
+        return self.answers[0].row.row
+
+    @property
+    def begins(self) -> bool:
+        """Whether the answers have no token yet: their first ones come with the last chunk."""
+        return not self.answers[0].tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.done == len(self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the request wants the prompt's own log-probabilities, and from this prefill."""
+        first = self.answers[0]
+        return first.request.params.prompt_logprobs is not None and self.begins and first.index == 0
+
+    def next_chunk(self, chunk: int) -> list[int]:
+        """The tokens up to the next multiple of `chunk`."""
+        return self.tokens[self.done : (self.done // chunk + 1) * chunk]
+
+    def take(self, count: int, scored: Scored, line: int) -> None:
+        """`count` more tokens were run, in `line` of a pass."""
+        for signal in self.requires:
+            self.states.setdefault(signal, []).append(scored.signals[signal][line, :count])
+        if self.scores_prompt:
+            with Isolation(self.answers[0].row):
+                self._score_prompt(scored.logits[line, :count])
+        self.done += count
+
+    def signals(self) -> dict[Signal, Tensor]:
+        """(M, H) of all tokens that were run."""
+        return {signal: torch.cat(parts) for signal, parts in self.states.items()}
+
+    def _score_prompt(self, logits: Tensor) -> None:
+        """vLLM's shape: None for the first token, then per token a dict that holds it and the likeliest.
+
+        Args:
+            logits: (M, V) of what was run now.
+        """
+        request = self.answers[0].request
+        top = request.params.prompt_logprobs or 0
+        found: list[Mapping[int, TokenLogprob] | None] = [None]
+        if self.done and request.prompt_logprobs is not None:
+            found = request.prompt_logprobs
+        tokens = self.tokens[self.done + 1 : self.done + len(logits) + 1]
+        for start in range(0, len(tokens), _SCORED_AT_ONCE):
+            some = tokens[start : start + _SCORED_AT_ONCE]
+            pairs = logprobs_of(logits[start : start + len(some)], some, top)
+            found += [{**best, token: chosen} for token, (chosen, best) in zip(some, pairs, strict=True)]
+        request.prompt_logprobs = found
+
+
+def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Tensor:
+    """One pass: the next chunk of each prefill. Rows of finished ones are copied for the answers that share them.
+
+    Returns:
+        (B, 1, V) logits after the last token of each chunk.
+    """
+    chunks = [prefill.next_chunk(chunk) for prefill in prefills]
+    scored = target.prefill(
+        [prefill.row for prefill in prefills],
+        chunks,
+        signals=frozenset[Signal]().union(*(prefill.requires for prefill in prefills)),
+        all_logits=any(prefill.scores_prompt for prefill in prefills),
+    )
+    for line, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
+        prefill.take(len(tokens), scored, line)
+        for answer in prefill.answers[1:] if prefill.finished else ():
+            target.copy_row(prefill.row, answer.row.row, prefill.done)
+    if scored.logits.shape[1] == 1:
+        return scored.logits
+    ends = torch.tensor([len(tokens) - 1 for tokens in chunks], device=scored.logits.device)
+    return scored.logits[torch.arange(len(chunks), device=ends.device), ends].unsqueeze(1)

@@ -53,9 +53,9 @@ def geometric(alpha: float, k: int) -> list[float]:
 
 
 def survival_of(acceptance: Sequence[float]) -> list[float]:
-    """Survival from conditional acceptance by depth: the probability that depth d + 1 is kept if depth d was."""
+    """Survival from conditional acceptance by depth: the probability that depth d + 1 is accepted if depth d was."""
     _check_probabilities(acceptance)
-    return list(itertools.accumulate(acceptance, lambda kept, rate: kept * rate))
+    return list(itertools.accumulate(acceptance, lambda survival, rate: survival * rate))
 
 
 def conditional_of(survival: Sequence[float]) -> list[float]:
@@ -105,11 +105,6 @@ def walltime_factor(tokens: float, *, levels: float, level_cost: float, verify: 
         verify: v(n) of the pass over root and drafted nodes.
     """
     return tokens / (levels * level_cost + verify)
-
-
-def operations_factor(alpha: float, k: int, operations: float) -> float:
-    """How many times more arithmetic is done per token; `operations` is the drafter's per token over the target's."""
-    return (k * operations + k + 1) / expected_tokens_per_pass(alpha, k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,19 +159,6 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
 RankAcceptance = Sequence[Sequence[float]]
 """``[d][r]``: probability that the child of rank r at depth d + 1 is the accepted one if its parent was. Siblings
 exclude each other, so a line sums to at most 1. Deeper levels take the last line, further ranks 0."""
-
-
-def full_tree(children: Sequence[int]) -> list[int]:
-    """Parents (K,) of the tree whose nodes at depth d have ``children[d]`` children; node 0 is the root."""
-    if not children or min(children) < 1:
-        raise ArgumentError(f"a tree needs at least one child at each depth, got {list(children)}")
-    parents: list[int] = []
-    level = [0]
-    for count in children:
-        first = len(parents) + 1
-        parents += [node for node in level for _ in range(count)]
-        level = list(range(first, len(parents) + 1))
-    return parents
 
 
 def tree_depth(parents: Sequence[int]) -> int:
@@ -297,7 +279,7 @@ def predict(
 
     Args:
         cost: of passes.
-        acceptance_per_depth: ``[d]``: share of the drafting steps that kept a node at depth d + 1 (survival, as
+        acceptance_per_depth: ``[d]``: share of the drafting steps that accepted a node at depth d + 1 (survival, as
             `SpeculationStats.acceptance_per_depth` where all drafts are equally deep).
         draft: the drafter's cost for the batch.
         depth: mean levels of a draft.

@@ -1,201 +1,46 @@
-"""The application: routes, guards and error envelopes put together. Knows no model."""
+"""The application: routes, streams, error envelopes, its OpenAPI description and the page at ``/``. Knows no model."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, ClassVar, TypeVar
+from importlib.resources import files
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from forerun.engine.async_llm import all_or_none
+from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import ForerunError
-from forerun.serve import logs, schema, sse
-from forerun.serve.bodies import StrictRoute, aside
-from forerun.serve.chat_format import ChatFormat, chat_format_of, reasoning_tokens
-from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter
-from forerun.serve.guards import BodyLimit, KeyCheck, Recorder, own_path
-from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merged, unless_gone
-from forerun.serve.items import Event, ItemWriter
-from forerun.serve.messaging import MessagesWriter
-from forerun.serve.playground import FILES, page
-from forerun.serve.protocol import answers
+from forerun.serve import logs
+from forerun.serve.chat_format import chat_format_of
+from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter, Event
+from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, refusal_of
+from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
+from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, mistake, refusal
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.serve.protocol.responses import ResponsesRequest
-from forerun.serve.session import Job, Session, State, collected
-from forerun.serve.tools.incoming import Kind, Piece
+from forerun.serve.session import Job, Session, State
 from forerun.types import RequestOutput
 
-# ``/v1/responses``: what comes back, whole or as a sequence of events. Knows no engine and no HTTP.
-
-
-_PARTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text"}
-
-
-class ResponsesWriter(AnswerWriter):
-    """Writes one response.
-
-    Args:
-        body: what was asked.
-        model: the served name.
-        chat_format: how the answer is to be read.
-    """
-
-    marks_end: ClassVar[bool] = False
-
-    def __init__(self, body: ResponsesRequest, model: str, chat_format: ChatFormat) -> None:
-        self.body, self._model, self._chat_format = body, model, chat_format
-        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
-        self._reader, self._items = chat_format.reader(), _Items(chat_format.new_id)
-        self._output: RequestOutput | None = None
-        self._sequence = 0
-
-    @property
-    def streams(self) -> bool:
-        return self.body.stream
-
-    @property
-    def begun(self) -> bool:
-        return self._sequence > 0
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        [output] = outputs
-        for _ in self._items.add(self._reader.whole(output.outputs[0].text)):
-            pass
-        for _ in self._items.close():
-            pass
-        return self._response(output)
-
-    def events(self, tagged: Tagged) -> Iterator[Event]:
-        if not self.begun:
-            yield self._numbered({"type": "response.created", "response": self._response(None)})
-            yield self._numbered({"type": "response.in_progress", "response": self._response(None)})
-        pieces = self._reader.feed(tagged.chunk.text)
-        yield from map(self._numbered, self._items.add(pieces))
-        self._output = tagged.chunk.output or self._output
-
-    def closing_events(self) -> Iterator[Event]:
-        assert self._output is not None, "a stream ends with its output"
-        yield from map(self._numbered, self._items.add(self._reader.close()))
-        yield from map(self._numbered, self._items.close())
-        response = self._response(self._output)
-        kind = "completed" if response["status"] == "completed" else "incomplete"
-        yield self._numbered({"type": f"response.{kind}", "response": response})
-
-    def _numbered(self, event: Event) -> Event:
-        self._sequence += 1
-        return {**event, "sequence_number": self._sequence - 1}
-
-    def _response(self, output: RequestOutput | None) -> dict[str, Any]:
-        """The response object: finished with an `output`, else in progress."""
-        body = self.body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-        kept = {name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")}
-        found = {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "model": self._model,
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "output": list(self._items.done),
-            **kept,
-            "text": body.get("text", {"format": {"type": "text"}}),
-            "tools": body.get("tools", []),
-            "tool_choice": body.get("tool_choice", "auto"),
-            "parallel_tool_calls": self.body.parallel_tool_calls,
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
-            "metadata": self.body.metadata or {},
-            "usage": None,
-        }
-        return found if output is None else {**found, **self._ending(output)}
-
-    def _ending(self, output: RequestOutput) -> dict[str, Any]:
-        answer = output.outputs[0]
-        prompt, completion = len(output.prompt_token_ids), len(answer.token_ids)
-        reasoning = reasoning_tokens(self._chat_format, answer.text, answer.tokens)
-        complete = answer.finish_reason == "stop"
-        why = "max_output_tokens" if answer.finish_reason == "length" else answer.finish_reason
-        return {
-            "status": "completed" if complete else "incomplete",
-            "incomplete_details": None if complete else {"reason": why},
-            "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
-                "output_tokens": completion,
-                "output_tokens_details": {"reasoning_tokens": reasoning},
-                "total_tokens": prompt + completion,
-            },
-            "metrics": answers.metrics([output]),
-        }
-
-
-class _Items(ItemWriter):
-    """The output items, as they are written."""
-
-    def opening(self, kind: Kind, name: str) -> Iterator[Event]:
-        if kind is Kind.ARGUMENTS:
-            self.item = {"type": "function_call", "id": f"fc_{secrets.token_hex(16)}"}
-            self.item |= {"call_id": self.new_call_id(), "name": name, "arguments": ""}
-        elif kind is Kind.REASONING:
-            self.item = {"type": "reasoning", "id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": []}
-        else:
-            self.item = {"type": "message", "id": f"msg_{secrets.token_hex(16)}", "role": "assistant", "content": []}
-        self.item["status"] = "in_progress"
-        yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self.item)}
-        if kind is not Kind.ARGUMENTS:
-            yield self._about("content_part.added", part=_part(kind, ""))
-
-    def delta(self, piece: Piece) -> Event:
-        return self._about(f"{self._name}.delta", delta=piece.text, **self._no_logprobs)
-
-    def closing(self, kind: Kind) -> Iterator[Event]:
-        if kind is Kind.ARGUMENTS:
-            self.item["arguments"] = self.text
-            yield self._about(f"{self._name}.done", arguments=self.text, name=self.item["name"])
-        else:
-            part = _part(kind, self.text)
-            self.item["content"] = [part]
-            yield self._about(f"{self._name}.done", text=self.text, **self._no_logprobs)
-            yield self._about("content_part.done", part=part)
-        self.item["status"] = "completed"
-        yield {"type": "response.output_item.done", "output_index": len(self.done), "item": self.item}
-
-    @property
-    def _name(self) -> str:
-        return _PARTS.get(self.kind, "function_call_arguments") if self.kind is not None else ""
-
-    @property
-    def _no_logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self.kind is Kind.CONTENT else {}
-
-    def _about(self, event: str, **more: Any) -> Event:
-        place = {"item_id": self.item["id"], "output_index": len(self.done)}
-        part = {} if self.kind is Kind.ARGUMENTS else {"content_index": 0}
-        return {"type": f"response.{event}", **place, **part, **more}
-
-
-def _part(kind: Kind, text: str) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind is Kind.CONTENT else {}
-    return {"type": _PARTS[kind], "text": text, **more}
-
-
 T = TypeVar("T")
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Keep proxies from holding the stream back."""
+_PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}
+"""Files of the playground and their media types."""
 
 
 def build_app(session: Session) -> FastAPI:
@@ -216,7 +61,7 @@ def build_app(session: Session) -> FastAPI:
     _add_tokens(app, session)
     _add_operations(app, session)
     _add_playground(app)
-    schema.describe(app, keyed=bool(session.settings.api_keys))
+    _describe(app, keyed=bool(session.settings.api_keys))
     return app
 
 
@@ -234,24 +79,19 @@ def _add_guards(app: FastAPI, session: Session) -> None:
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
     """`messages`: whether the log may say what unexpected errors say."""
 
-    def answer(http: Request, error: ApiError) -> JSONResponse:
-        if (record := logs.current()) is not None:
-            record.code = error.code
-        return JSONResponse(error.body(own_path(http.scope)), status_code=error.status, headers=error.headers)
-
     async def of_api(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
-        return answer(http, error)
+        return refusal_of(http.scope, error)
 
     async def of_validation(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return answer(http, from_validation(error.errors()))
+        return refusal_of(http.scope, from_validation(error.errors()))
 
     async def of_http(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return answer(http, ApiError(error.status_code, str(error.detail)))
+        return refusal_of(http.scope, ApiError(error.status_code, str(error.detail)))
 
     app.add_exception_handler(ApiError, of_api)
     app.add_exception_handler(RequestValidationError, of_validation)
@@ -259,31 +99,32 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
 
 
 def _add_completions(app: FastAPI, session: Session) -> None:
+    name = session.settings.model_name
+
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
         check_model(session, body.model)
         jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body))
-        writer = ChatWriter(body, session.settings.model_name, _tokenizer(session), chat_format)
-        return await _respond(session, http, jobs, writer)
+        return await _respond(session, http, jobs, ChatWriter(body, name, _tokenizer(session), chat_format))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, http: Request) -> Response:
         check_model(session, body.model)
         jobs = await _prepared(http, lambda: completion_jobs(session, body))
-        writer = CompletionWriter(body, session.settings.model_name, _tokenizer(session))
-        return await _respond(session, http, jobs, writer)
+        return await _respond(session, http, jobs, CompletionWriter(body, name, _tokenizer(session)))
+
+    async def in_items(body: ResponsesRequest | MessagesRequest, http: Request, kind: type[ItemWriter]) -> Response:
+        check_model(session, body.model)
+        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body.chat()))
+        return await _respond(session, http, jobs, kind(body, name, chat_format))
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, http: Request) -> Response:
-        check_model(session, body.model)
-        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body.chat()))
-        return await _respond(session, http, jobs, ResponsesWriter(body, session.settings.model_name, chat_format))
+        return await in_items(body, http, ResponsesWriter)
 
     @app.post("/v1/messages")
     async def message(body: MessagesRequest, http: Request) -> Response:
-        check_model(session, body.model)
-        jobs, chat_format = await _prepared(http, lambda: chat_jobs(session, body.chat()))
-        return await _respond(session, http, jobs, MessagesWriter(body, session.settings.model_name, chat_format))
+        return await in_items(body, http, MessagesWriter)
 
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
@@ -299,39 +140,46 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Ans
         await events.aclose()
         raise
 
-    async def rest() -> AsyncIterator[str]:
+    async def sent() -> AsyncIterator[str]:
         async with aclosing(events):
             yield first
             async for one in events:
                 yield one
+        if writer.marks_end:
+            yield "data: [DONE]\n\n"
 
-    sent = sse.with_end(rest()) if writer.marks_end else rest()
-    return StreamingResponse(sent, media_type="text/event-stream", headers=sse.HEADERS)
+    return StreamingResponse(sent(), media_type="text/event-stream", headers=_STREAM_HEADERS)
 
 
 async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
     with session.admitted(sum(job.params.n for job in jobs)):
-        return await all_or_none(collected(session.answer(job)) for job in jobs)
+        return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
 async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
+    """Server-sent events; an error before the first of them is raised."""
+    begun = False
     with session.admitted(sum(job.params.n for job in jobs)):
         async with aclosing(merged([session.answer(job) for job in jobs])) as chunks:
             try:
                 async for tagged in chunks:
-                    for data in writer.events(tagged):
-                        yield sse.event(data)
-                for data in writer.closing_events():
-                    yield sse.event(data)
-            except ApiError as error:
-                if not writer.begun:
-                    raise
-                yield sse.event(writer.error_event(error))
+                    for event in writer.events(tagged):
+                        begun = True
+                        yield _written(event)
+                for event in writer.closing_events():
+                    yield _written(event)
             except Exception as error:
-                if not writer.begun:
+                if not begun:
                     raise
-                logs.write_error(error, message=session.settings.log_prompts)
-                yield sse.event(writer.error_event(mistake()))
+                if not isinstance(error, ApiError):
+                    logs.write_error(error, message=session.settings.log_prompts)
+                yield _written(writer.error_event(error if isinstance(error, ApiError) else mistake()))
+
+
+def _written(event: Event) -> str:
+    """A server-sent event; its ``type``, where it has one, is its name, too."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def _add_tokens(app: FastAPI, session: Session) -> None:
@@ -419,10 +267,10 @@ def _add_operations(app: FastAPI, session: Session) -> None:
 
 def _add_playground(app: FastAPI) -> None:
     def show(name: str) -> Callable[[], Response]:
-        text, kind = page(name)
-        return lambda: Response(text, media_type=kind)
+        text = (files("forerun.serve") / "playground" / name).read_text(encoding="utf-8")
+        return lambda: Response(text, media_type=_PAGE[name])
 
-    for path in ("/", *(f"/{name}" for name in FILES)):
+    for path in ("/", *(f"/{name}" for name in _PAGE)):
         app.add_api_route(path, show(path[1:] or "index.html"), include_in_schema=False)
 
 
@@ -447,3 +295,85 @@ def _checked(make: Callable[[], T]) -> T:
         raise from_validation(error.errors()) from None
     except (ForerunError, ValueError) as error:
         raise refusal(error) from error
+
+
+# The OpenAPI description, made honest: every status that a route can answer with, and the key that it needs. FastAPI
+# documents a 422 that this server never sends, and none of the errors that it does send.
+
+_ERRORS = {
+    400: "The request cannot be answered; `param` names the parameter.",
+    401: "No valid API key.",
+    404: "No such model.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    429: "The queue is full; `Retry-After` says when to come back.",
+    500: "The server made a mistake.",
+    503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
+}
+_RETRY = (429, 503)
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""Answer with events where ``stream`` is true."""
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_ENVELOPES = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+}
+
+
+def _describe(app: FastAPI, *, keyed: bool) -> None:
+    """Let `app.openapi` tell the truth; `keyed`: the server wants a key."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            app.openapi_schema = _corrected(found, keyed=keyed)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _corrected(found: dict[str, Any], *, keyed: bool) -> dict[str, Any]:
+    components = found.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas |= _ENVELOPES
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            _describe_operation(operation, path, posts=method == "post")
+            if keyed and path not in OPEN_PATHS:
+                operation["security"] = [{"key": []}]
+    return found
+
+
+def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) -> None:
+    answers = operation["responses"]
+    answers.pop("422", None)
+    if path in _STREAMED:
+        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if path in ("/health", "/ping"):
+        answers["503"] = {**answers["200"], "description": "The server is loading, draining, or has failed."}
+        return
+    for status, description in _ERRORS.items():
+        if posts or status in (401, 408, 500, 503):
+            answers[str(status)] = _answer(status, description, "Anthropic" if path.startswith("/v1/messages") else "")
+
+
+def _answer(status: int, description: str, whose: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "description": description,
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{whose}Error"}}},
+    }
+    if status in _RETRY:
+        answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
+    return answer

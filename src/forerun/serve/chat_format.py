@@ -1,7 +1,7 @@
-"""What a model's answers hold besides text: reasoning and tool calls, as its chat template shows or the operator says.
+"""How a model writes chats: reasoning and tool calls, as its chat template shows or the operator says.
 
-Makes a request's messages into a prompt, its wishes into one grammar, and its answers into pieces. Knows no HTTP and no
-shape of an answer.
+Makes a request's messages into a prompt, what they ask of the answer into one grammar, and the answer into pieces.
+Knows no HTTP and no shape of an answer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ChatFormat:
             mark: how a grammar names a mark (`LLM.grammar_mark`); only asked for if there is a grammar.
 
         Raises:
-            ApiError: wishes that cannot be met together.
+            ApiError: requirements that exclude each other.
         """
         if own is not None and body.must_call:
             raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
@@ -173,9 +173,9 @@ def reasoning_tokens(chat_format: ChatFormat, text: str, tokens: Sequence[Output
     """How many tokens of an answer are reasoning, marks included."""
     reader = chat_format.reader()
     reader.whole(text)
-    place = count = 0
-    while count < len(tokens) and place < reader.reasoning_end:
-        place += len(tokens[count].text)
+    position = count = 0
+    while count < len(tokens) and position < reader.reasoning_end:
+        position += len(tokens[count].text)
         count += 1
     return count
 

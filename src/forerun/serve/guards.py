@@ -1,22 +1,220 @@
-"""What every request passes first: a name, a key, a limit on its body. Plain ASGI, so that streams stay streams."""
+"""What every request passes first: a request id, an API key, a limit on its body, and a strict reader of JSON.
+
+Plain ASGI, so that streams stay streams. A client is known to the engine by a hash of its key with a secret that is
+drawn when the server starts: nothing that is kept, counted or written tells a key.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forerun.engine.prompts import Lane, Lanes
 from forerun.errors import of_the_process
-from forerun.serve import identity, logs
+from forerun.nesting import MAX_DEPTH, nesting
+from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
 from forerun.serve.protocol.errors import ApiError, mistake
 from forerun.serve.settings import ServeSettings
+
+T = TypeVar("T")
+_SECRET = secrets.token_bytes(32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Client:
+    """Whoever sent a request."""
+
+    name: str
+    """Rows are shared evenly among names: one for each API key or, where there are none, for each address."""
+    domain: str | None
+    """Isolation domain of the request; None is the one that unnamed clients share if the operator says so."""
+    key: str = ""
+    """The hash of its API key, where it has one."""
+    adapt: bool
+    """Whether online adaptation may learn from it."""
+
+    def cache_salt(self, own: str | None) -> str | None:
+        """The engine's salt for a request with a salt of its `own`: that narrows the domain and leads into no other."""
+        if own is None:
+            return self.domain
+        return _hashed("salted", self.key, own)
+
+
+class Clients:
+    """Tells clients apart as the operator's settings say."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    def of(self, scope: Scope) -> Client | None:
+        """The client of an HTTP request; None where a key is needed and it has none that is right."""
+        settings = self._settings
+        if not settings.api_keys:
+            return self._unnamed(scope)
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
+        right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if not any(right):
+            return None
+        key = settings.api_keys[right.index(True)]
+        name = _hashed("key", key)
+        return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
+
+    def _unnamed(self, scope: Scope) -> Client:
+        """An address names nobody, since all clients of a proxy have one: it decides about turns, not about text."""
+        shared = self._settings.share_unnamed
+        address = scope["client"][0] if scope.get("client") else ""
+        domain = None if shared else _hashed("request", secrets.token_hex(16))
+        return Client(name=_hashed("address", address), domain=domain, adapt=shared)
+
+
+_client: ContextVar[Client] = ContextVar("client")
+
+
+def answer_for(client: Client) -> None:
+    """From here on this task answers that client."""
+    _client.set(client)
+
+
+def current_client() -> Client:
+    """The client that this task answers; LookupError where nobody said, since a guess could leak text."""
+    return _client.get()
+
+
+def _hashed(*parts: str) -> str:
+    whole = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=16).hexdigest()
+
+
+# --- JSON bodies ---
+
+MAX_BRACKETS = 50_000
+"""Objects and lists of one body: each takes Python as long as a thousand characters."""
+
+MAX_ALL_KEYS = 100_000
+"""Of all objects of one body together."""
+MAX_KEYS = 10_000
+"""Of one object: each that is not known makes a complaint of its own."""
+
+_LANES = Lanes("forerun-bodies")
+
+
+def read_json(body: bytes) -> Any:
+    """The value that a body holds.
+
+    Raises:
+        JSONDecodeError: not UTF-8, no JSON, JSON that readers disagree about, or that is too deep or too much. FastAPI
+            makes a 400 of it.
+    """
+    depth, brackets, keys = nesting(body)
+    try:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
+        if brackets > MAX_BRACKETS:
+            raise ValueError(f"it has {brackets} objects and lists, at most {MAX_BRACKETS} are read")
+        if keys > MAX_ALL_KEYS:
+            raise ValueError(f"its objects have {keys} keys together, at most {MAX_ALL_KEYS} are read")
+        text = body.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start} is not UTF-8"
+        elif isinstance(error, UnicodeEncodeError):
+            why = "a string has half of a surrogate pair"
+        elif isinstance(error, RecursionError):
+            why = "nested too deeply"
+        raise json.JSONDecodeError(why, "", 0) from error
+
+
+async def aside(request: Request, task: Callable[[], T]) -> T:
+    """What `task` makes of a request: at once, or in a thread of its own where the body is large."""
+    size = len(await request.body())
+    return task() if Lane.of(size) is Lane.SMALL else await _LANES.run(Lane.LARGE, task)
+
+
+class StrictRoute(APIRoute):
+    """A route that reads and checks its body with `read_json` and `aside`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def strict(request: Request) -> Response:
+            own = _Request(request.scope, request.receive)
+            own.kind = kind
+            try:
+                return await handler(own)
+            except Exception as error:
+                if isinstance(error.__cause__, RequestValidationError):
+                    raise error.__cause__ from None  # FastAPI calls whatever is raised by reading a bad body
+                raise
+
+        return strict
+
+
+class _Request(Request):
+    kind: type[BaseModel] | None = None
+    """Of the body."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        return await aside(self, lambda: self._checked(body))
+
+    def _checked(self, body: bytes) -> Any:
+        """The body as its kind: FastAPI takes such a value as it is, and would check any other in the event loop."""
+        value = read_json(body)
+        if self.kind is None:
+            return value
+        try:
+            return self.kind.model_validate(value)
+        except ValidationError as error:
+            raise RequestValidationError(
+                [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+            ) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice[:64]!r} is there twice")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"there is no {name} in JSON")
+
+
+# --- middleware ---
 
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")
 """Need no key."""
@@ -29,11 +227,6 @@ def own_path(scope: Scope) -> str:
     """The path as routes are declared: without the one that a proxy offers the server under, if it was sent along."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _as_routed(scope: Scope, root_path: str) -> Scope:
-    """``HEAD`` is answered as ``GET`` is: the HTTP protocol has a scope of its own, and leaves the body out."""
-    return {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], "root_path": root_path}
 
 
 class Recorder:
@@ -53,7 +246,9 @@ class Recorder:
             return
         record, started = self._record(scope), time.perf_counter()
         logs.begin(record)
-        scope = _as_routed(scope, self._settings.root_path)
+        # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, "root_path": self._settings.root_path}
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -68,7 +263,7 @@ class Recorder:
                 raise
             logs.write_error(error, message=self._settings.log_prompts)
             if record.status is None:
-                await refuse(scope, named, mistake())
+                await refusal_of(scope, mistake())(scope, receive, named)
         finally:
             record.status = record.status or CLIENT_GONE
             record.route = getattr(scope.get("route"), "path", record.route)
@@ -87,15 +282,16 @@ class KeyCheck:
     """401 without one of the keys; else what follows knows the client."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
-        self._app, self._clients = app, identity.Clients(settings)
+        self._app, self._clients = app, Clients(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             client = self._clients.of(scope)
             if client is None:
-                await refuse(scope, send, ApiError(401, "a valid API key is needed: Authorization: Bearer KEY"))
+                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+                await refusal_of(scope, error)(scope, receive, send)
                 return
-            identity.begin(client)
+            answer_for(client)
         await self._app(scope, receive, send)
 
 
@@ -111,11 +307,13 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         announced, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
+        too_large = ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
         if not announced.isdecimal() or int(announced) > self._most:
-            await refuse(scope, send, self._too_large())
+            await refusal_of(scope, too_large)(scope, receive, send)
             return
         if coding != "identity":
-            await refuse(scope, send, ApiError(415, "bodies are read as they are: leave out Content-Encoding"))
+            error = ApiError(415, "bodies are read as they are: leave out Content-Encoding")
+            await refusal_of(scope, error)(scope, receive, send)
             return
         read, refused = 0, False
 
@@ -124,7 +322,7 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._most:
-                raise self._too_large()
+                raise too_large
             return message
 
         async def corrected(message: Message) -> None:
@@ -134,20 +332,13 @@ class BodyLimit:
                 await send(message)
             elif not refused:
                 refused = True
-                await refuse(scope, send, self._too_large())
+                await refusal_of(scope, too_large)(scope, receive, send)
 
         await self._app(scope, counted, corrected)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than the {self._most} bytes that this server takes")
 
-
-async def refuse(scope: Scope, send: Send, error: ApiError) -> None:
-    """Answer with an error and nothing else."""
+def refusal_of(scope: Scope, error: ApiError) -> JSONResponse:
+    """The answer that is an error and nothing else, in the envelope that clients of the path know."""
     if (record := logs.current()) is not None:
         record.code = error.code
-    body = json.dumps(error.body(own_path(scope))).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return JSONResponse(error.body(own_path(scope)), status_code=error.status, headers=error.headers)

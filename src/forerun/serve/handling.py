@@ -1,4 +1,4 @@
-"""From a request's body to jobs, and from their chunks to one merged stream. Knows no answer's shape."""
+"""Turns request bodies into jobs for the engine, and their chunks into one merged stream. Knows no answer's shape."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from forerun.serve import identity
 from forerun.serve.chat_format import ChatFormat, chat_format_of
-from forerun.serve.protocol.common import Sampling
+from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request
-from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from forerun.serve.session import Job, Session
 from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
@@ -142,7 +141,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
         raise bad_request(
             "this server gives no traces (it was started without --allow-traces)", "return_speculation_trace"
         )
-    client, predicted = identity.current(), body.prediction is not None
+    client, predicted = current_client(), body.prediction is not None
     if body.prediction is not None:
         prompt = {**prompt, "prediction": body.prediction.text}
     speculative = session.speculation(body.speculative, predicted=predicted)

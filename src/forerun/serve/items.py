@@ -1,65 +1,321 @@
-"""An answer's items (texts, reasoning, calls) as events, for APIs that open and close each of them. Knows no API."""
+"""Answers whose items (texts, reasoning, calls) open and close one after the other: OpenAI's ``/v1/responses`` and
+Anthropic's ``/v1/messages``, whole or as events. Knows no engine and no HTTP.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import json
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, ClassVar
 
+from forerun.serve.chat_format import ChatFormat, reasoning_tokens
+from forerun.serve.completing import AnswerWriter, Event, speculation_metrics
+from forerun.serve.handling import Tagged
+from forerun.serve.protocol.anthropic import MessagesRequest
+from forerun.serve.protocol.errors import ApiError
+from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.tools.incoming import Kind, Piece
+from forerun.types import RequestOutput, StreamChunk
 
-Event = dict[str, Any]
 
-
-class ItemWriter(ABC):
-    """Puts pieces of an answer together to items, one after the other.
+class ItemWriter(AnswerWriter):
+    """Puts the pieces of one answer together to items.
 
     Args:
-        new_call_id: makes an id for a call.
+        body: what was asked.
+        model: the served name.
+        chat_format: how the answer is to be read.
     """
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
-        self.new_call_id = new_call_id
-        self.done: list[dict[str, Any]] = []
+    marks_end: ClassVar[bool] = False
+
+    def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
+        self.body, self._model, self._chat_format = body, model, chat_format
+        self._reader = chat_format.reader()
+        self._done: list[dict[str, Any]] = []
         """Items that are closed."""
-        self.kind: Kind | None = None
+        self._kind: Kind | None = None
         """Of the open item; None where none is open."""
-        self.item: dict[str, Any] = {}
+        self._item: dict[str, Any] = {}
         """The open item."""
-        self.text = ""
+        self._text = ""
         """What there is of its text, or of a call's arguments."""
+        self._begun = False
+        self._output: RequestOutput | None = None
 
-    def add(self, pieces: Sequence[Piece]) -> Iterator[Event]:
-        """Events for these pieces."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
+        for _ in chain(self._add(self._reader.whole(output.outputs[0].text)), self._close()):
+            pass
+        return self._finished(output)
+
+    def events(self, tagged: Tagged) -> Iterator[Event]:
+        if not self._begun:
+            self._begun = True
+            yield from self._start(tagged.chunk)
+        yield from self._add(self._reader.feed(tagged.chunk.text))
+        self._output = tagged.chunk.output or self._output
+
+    def closing_events(self) -> Iterator[Event]:
+        assert self._output is not None, "a stream ends with its output"
+        yield from self._add(self._reader.close())
+        yield from self._close()
+        yield from self._end(self._output)
+
+    def _add(self, pieces: Sequence[Piece]) -> Iterator[Event]:
         for piece in pieces:
-            if piece.kind is Kind.CALL:
-                yield from self._begin(Kind.ARGUMENTS, piece.text)
-                continue
-            if piece.kind is not self.kind:
-                yield from self._begin(piece.kind, "")
-            self.text += piece.text
-            yield self.delta(piece)
+            kind = Kind.ARGUMENTS if piece.kind is Kind.CALL else piece.kind
+            if kind is not self._kind or piece.kind is Kind.CALL:
+                yield from self._close()
+                self._kind, self._text = kind, ""
+                yield from self._open_item(kind, piece.text)
+            if piece.kind is not Kind.CALL:
+                self._text += piece.text
+                yield self._delta(piece)
 
-    def close(self) -> Iterator[Event]:
-        """Events that end the open item, if there is one."""
-        if self.kind is not None:
-            yield from self.closing(self.kind)
-            self.done.append(self.item)
-            self.kind = None
-
-    def _begin(self, kind: Kind, name: str) -> Iterator[Event]:
-        yield from self.close()
-        self.kind, self.text = kind, ""
-        yield from self.opening(kind, name)
+    def _close(self) -> Iterator[Event]:
+        if self._kind is not None:
+            yield from self._close_item(self._kind)
+            self._done.append(self._item)
+            self._kind = None
 
     @abstractmethod
-    def opening(self, kind: Kind, name: str) -> Iterator[Event]:
-        """Make the `item` of that kind, and the events that open it; `name`: of the function, where it is a call."""
+    def _finished(self, output: RequestOutput) -> dict[str, Any]:
+        """The whole answer."""
 
     @abstractmethod
-    def delta(self, piece: Piece) -> Event:
+    def _start(self, chunk: StreamChunk) -> Iterator[Event]:
+        """The events before the first item."""
+
+    @abstractmethod
+    def _end(self, output: RequestOutput) -> Iterator[Event]:
+        """The events behind the last item."""
+
+    @abstractmethod
+    def _open_item(self, kind: Kind, name: str) -> Iterator[Event]:
+        """Make the `_item`, and the events that open it; `name`: of the function, where it is a call."""
+
+    @abstractmethod
+    def _delta(self, piece: Piece) -> Event:
         """The event for more of the open item's text."""
 
     @abstractmethod
-    def closing(self, kind: Kind) -> Iterator[Event]:
-        """Complete the `item`, and the events that close it."""
+    def _close_item(self, kind: Kind) -> Iterator[Event]:
+        """Complete the `_item`, and the events that close it."""
+
+
+_PARTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text"}
+
+
+class ResponsesWriter(ItemWriter):
+    """Writes a response of ``/v1/responses``."""
+
+    body: ResponsesRequest
+
+    def __init__(self, body: ResponsesRequest, model: str, chat_format: ChatFormat) -> None:
+        super().__init__(body, model, chat_format)
+        self._id, self._created = _new_id("resp"), int(time.time())
+        self._sequence = 0
+
+    def events(self, tagged: Tagged) -> Iterator[Event]:
+        return map(self._numbered, super().events(tagged))
+
+    def closing_events(self) -> Iterator[Event]:
+        return map(self._numbered, super().closing_events())
+
+    def _numbered(self, event: Event) -> Event:
+        self._sequence += 1
+        return {**event, "sequence_number": self._sequence - 1}
+
+    def _start(self, chunk: StreamChunk) -> Iterator[Event]:
+        yield {"type": "response.created", "response": self._response()}
+        yield {"type": "response.in_progress", "response": self._response()}
+
+    def _end(self, output: RequestOutput) -> Iterator[Event]:
+        response = self._finished(output)
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def _response(self) -> dict[str, Any]:
+        """The response object, in progress."""
+        body = self.body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self._model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": list(self._done),
+            **{name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
+            "text": body.get("text", {"format": {"type": "text"}}),
+            "tools": body.get("tools", []),
+            "tool_choice": body.get("tool_choice", "auto"),
+            "parallel_tool_calls": self.body.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "metadata": self.body.metadata or {},
+            "usage": None,
+        }
+
+    def _finished(self, output: RequestOutput) -> dict[str, Any]:
+        answer = output.outputs[0]
+        prompt, completion = len(output.prompt_token_ids), len(answer.token_ids)
+        reasoning = reasoning_tokens(self._chat_format, answer.text, answer.tokens)
+        complete = answer.finish_reason == "stop"
+        why = "max_output_tokens" if answer.finish_reason == "length" else answer.finish_reason
+        return {
+            **self._response(),
+            "status": "completed" if complete else "incomplete",
+            "incomplete_details": None if complete else {"reason": why},
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
+                "output_tokens": completion,
+                "output_tokens_details": {"reasoning_tokens": reasoning},
+                "total_tokens": prompt + completion,
+            },
+            "metrics": speculation_metrics([output]),
+        }
+
+    def _open_item(self, kind: Kind, name: str) -> Iterator[Event]:
+        if kind is Kind.ARGUMENTS:
+            call_id = self._chat_format.new_id()
+            own: Event = {
+                "type": "function_call",
+                "id": _new_id("fc"),
+                "call_id": call_id,
+                "name": name,
+                "arguments": "",
+            }
+        elif kind is Kind.REASONING:
+            own = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
+        else:
+            own = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": []}
+        self._item = {**own, "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": len(self._done), "item": dict(self._item)}
+        if kind is not Kind.ARGUMENTS:
+            yield self._about("content_part.added", part=_part(kind, ""))
+
+    def _delta(self, piece: Piece) -> Event:
+        return self._about(f"{self._name}.delta", delta=piece.text, **self._no_logprobs)
+
+    def _close_item(self, kind: Kind) -> Iterator[Event]:
+        if kind is Kind.ARGUMENTS:
+            self._item["arguments"] = self._text
+            yield self._about(f"{self._name}.done", arguments=self._text, name=self._item["name"])
+        else:
+            part = _part(kind, self._text)
+            self._item["content"] = [part]
+            yield self._about(f"{self._name}.done", text=self._text, **self._no_logprobs)
+            yield self._about("content_part.done", part=part)
+        self._item["status"] = "completed"
+        yield {"type": "response.output_item.done", "output_index": len(self._done), "item": self._item}
+
+    @property
+    def _name(self) -> str:
+        return "function_call_arguments" if self._kind is None else _PARTS.get(self._kind, "function_call_arguments")
+
+    @property
+    def _no_logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self._kind is Kind.CONTENT else {}
+
+    def _about(self, event: str, **more: Any) -> Event:
+        part = {} if self._kind is Kind.ARGUMENTS else {"content_index": 0}
+        item = {"item_id": self._item["id"], "output_index": len(self._done)}
+        return {"type": f"response.{event}", **item, **part, **more}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def _part(kind: Kind, text: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind is Kind.CONTENT else {}
+    return {"type": _PARTS[kind], "text": text, **more}
+
+
+_BLOCKS = {Kind.CONTENT: "text", Kind.REASONING: "thinking", Kind.ARGUMENTS: "tool_use"}
+_DELTAS = {Kind.CONTENT: ("text_delta", "text"), Kind.REASONING: ("thinking_delta", "thinking")}
+_REASONS = {"length": "max_tokens", "abort": "pause_turn"}
+"""The engine's word -> Anthropic's; a turn whose time was up can be sent back, and goes on."""
+
+
+class MessagesWriter(ItemWriter):
+    """Writes a message of ``/v1/messages``, whose items are content blocks."""
+
+    body: MessagesRequest
+
+    def __init__(self, body: MessagesRequest, model: str, chat_format: ChatFormat) -> None:
+        super().__init__(body, model, chat_format)
+        self._id = f"msg_{secrets.token_hex(12)}"
+
+    def error_event(self, error: ApiError) -> Event:
+        return error.anthropic_body()
+
+    def _finished(self, output: RequestOutput) -> dict[str, Any]:
+        metrics = speculation_metrics([output])
+        return {**self._message(), **self._ending(output), "usage": _usage(output), "metrics": metrics}
+
+    def _start(self, chunk: StreamChunk) -> Iterator[Event]:
+        usage = _counts(len(chunk.prompt_token_ids or ()), 0)
+        yield {"type": "message_start", "message": {**self._message(), "usage": usage}}
+
+    def _end(self, output: RequestOutput) -> Iterator[Event]:
+        ending, metrics = self._ending(output), speculation_metrics([output])
+        yield {"type": "message_delta", "delta": ending, "usage": _usage(output), "metrics": metrics}
+        yield {"type": "message_stop"}
+
+    def _message(self) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": list(self._done), "stop_reason": None, "stop_sequence": None}
+
+    def _ending(self, output: RequestOutput) -> dict[str, Any]:
+        answer = output.outputs[0]
+        sequence = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        called = any(block["type"] == "tool_use" for block in self._done)
+        ended = "stop_sequence" if sequence is not None else "tool_use" if called else "end_turn"
+        return {"stop_reason": _REASONS.get(answer.finish_reason or "", ended), "stop_sequence": sequence}
+
+    def _open_item(self, kind: Kind, name: str) -> Iterator[Event]:
+        block = _BLOCKS[kind]
+        if kind is Kind.ARGUMENTS:
+            self._item = {"type": block, "id": self._chat_format.new_id(), "name": name, "input": {}}
+        else:
+            self._item = {"type": block, block: ""} | ({"signature": ""} if kind is Kind.REASONING else {})
+        yield {"type": "content_block_start", "index": len(self._done), "content_block": dict(self._item)}
+
+    def _delta(self, piece: Piece) -> Event:
+        kind, key = _DELTAS.get(piece.kind, ("input_json_delta", "partial_json"))
+        return {"type": "content_block_delta", "index": len(self._done), "delta": {"type": kind, key: piece.text}}
+
+    def _close_item(self, kind: Kind) -> Iterator[Event]:
+        if kind is Kind.ARGUMENTS:
+            self._item["input"] = _arguments(self._text)
+        else:
+            self._item[_BLOCKS[kind]] = self._text
+        yield {"type": "content_block_stop", "index": len(self._done)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The object that a call's arguments are; text that is none, such as one cut off, under Anthropic's key for it."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    return _counts(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
+
+
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    """In tokens; those that were in the cache are not told apart."""
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": prompt, **cached, "output_tokens": completion}

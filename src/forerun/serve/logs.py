@@ -1,4 +1,4 @@
-"""What the server writes about itself: one line a finished request, as text or as JSON.
+"""The server's log: one line for each finished request and each unexpected error, as text or as JSON.
 
 No prompt, no answer, no key and no path that a client made up, unless the operator asks for prompts.
 """

@@ -1,4 +1,9 @@
-"""The engine behind the routes: loading, admission, limits, draining. Knows requests and no HTTP."""
+"""The engine behind the routes: loading, admission, limits, draining, metrics. Knows requests and no HTTP.
+
+Metrics have vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server; what vLLM has no name for
+begins with ``forerun:``. Mean acceptance length in PromQL: ``1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) /
+rate(vllm:spec_decode_num_drafts_total[1m])``.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,19 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
+import prometheus_client
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forerun import AsyncLLM
 from forerun.drafters import default_length
-from forerun.engine.adapting import AdaptationStats
 from forerun.engine.llm import Speculative
 from forerun.errors import (
     ArgumentError,
@@ -29,86 +34,75 @@ from forerun.errors import (
     SlowReaderError,
     of_the_process,
 )
-from forerun.serve import identity, logs
-from forerun.serve.metrics import Metrics
-from forerun.serve.protocol.common import Speculation
+from forerun.serve import logs
+from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
+from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
-from forerun.types import RequestOutput, SamplingParams, StreamChunk
+from forerun.types import RequestOutput, SamplingParams, SpeculationStats, StreamChunk
 
-# The books of one prompt's answers: they were taken on, and exactly one thing became of each of them.
-
-
-class Account:
-    """Opened when a prompt is handed to the engine, and to be closed whatever happens.
-
-    Args:
-        metrics: where it is counted.
-        answers: how many are asked for.
-        drafter: what drafts for them; None decodes plainly.
-        prompt: to be written into the log; None writes nothing of it.
-    """
-
-    def __init__(self, metrics: Metrics, answers: int, drafter: str | None, prompt: Any = None) -> None:
-        self._metrics, self._answers = metrics, answers
-        self._record = logs.current()
-        self._ending: str | None = "abort"
-        metrics.admitted(answers)
-        if self._record is not None:
-            self._record.drafter = drafter or "none"
-            self._record.prompts += [] if prompt is None else [prompt]
-
-    def finished(self, output: RequestOutput) -> None:
-        """All answers are there."""
-        self._ending = None
-        self._metrics.finished(output)
-        if self._record is not None:
-            self._record.finished(output)
-
-    def failed(self, error: Exception) -> None:
-        """It ended with an error; a client that does not read has left."""
-        self._ending = "abort" if isinstance(error, SlowReaderError) else "error"
-
-    def refused(self) -> None:
-        """The engine did not take it."""
-        self._ending = None
-        self._metrics.refused(self._answers)
-
-    def close(self) -> None:
-        """Whoever came to no end of their own was dropped."""
-        if self._ending is not None:
-            self._metrics.dropped(self._answers, self._ending)
-            if self._record is not None:
-                self._record.finish_reasons += [self._ending] * self._answers
-
-
-# Online adaptation in Prometheus: ``forerun:adaptation_*``, read when asked for. Nothing where nothing adapts.
-
-
-_COUNTERS: dict[str, str] = {
-    "examples": "Positions collected.",
-    "rejected_examples": "Collected positions where a draft was rejected.",
-    "updates": "Steps of the optimizer.",
-    "swaps": "Candidates that came to serve.",
-    "discarded": "Candidates that were not better than the weights that serve.",
-    "rollbacks": "Swaps undone because acceptance fell.",
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    "vllm:prompt_tokens": ("Prompt tokens of finished requests.",),
+    "vllm:generation_tokens": ("Tokens of finished requests.",),
+    "vllm:request_success": ("Answers that ended, by reason.", "finished_reason"),
+    "forerun:answers_admitted": ("Answers that were taken on; each ends in a reason, or is refused.",),
+    "forerun:answers_refused": ("Answers that the engine refused after they were taken on.",),
+    "forerun:connections_refused": ("Connections cut, by reason.", "code"),
+    "forerun:http_requests": ("Requests by path and status.", "route", "status"),
+    "vllm:spec_decode_num_drafts": ("Target passes in which something was drafted.",),
+    "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.",),
+    "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.",),
+    "forerun:drafter_errors": ("Times that a drafter failed; the answer went on without it.",),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
 }
-_GAUGES: dict[str, str] = {
-    "stored_bytes": "Collected positions in memory, bytes.",
-    "version": "Of the weights that serve; 0 are those of the given checkpoint.",
-    "expected_acceptance": "Of the weights that served when the last candidate was judged, on held back positions.",
-    "candidate_acceptance": "Of the last candidate, on the same positions.",
-    "acceptance": "Share of judged drafted tokens that were kept since the last swap, over the last 2000.",
-    "share": "Seconds of work per second of wall time.",
-    "running": "1 while it collects and trains, 0 once an error has ended it.",
+"""Name -> text and labels besides the model's."""
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From queueing to the first token.",
+    "request_time_per_output_token_seconds": "Mean time per later token.",
+    "e2e_request_latency_seconds": "From queueing to the last token.",
+}
+Texts = Mapping[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, str]]
+ENGINE: Texts = {
+    GaugeMetricFamily: {
+        "num_requests_running": "Answers that hold a row.",
+        "num_requests_waiting": "Answers that wait.",
+        "kv_cache_usage_perc": "Share of the cache's slots in use.",
+    },
+    CounterMetricFamily: {
+        "num_preemptions": "Times an answer was preempted.",
+        "prefix_cache_queries": "Prompt tokens looked up.",
+        "prefix_cache_hits": "Prompt tokens found in the cache.",
+    },
+}
+ADAPTATION: Texts = {
+    CounterMetricFamily: {
+        "examples": "Positions collected.",
+        "rejected_examples": "Collected positions where a draft was rejected.",
+        "updates": "Steps of the optimizer.",
+        "swaps": "Candidates that came to serve.",
+        "discarded": "Candidates that were not better than the weights that serve.",
+        "rollbacks": "Swaps undone because acceptance fell.",
+    },
+    GaugeMetricFamily: {
+        "stored_bytes": "Collected positions in memory, bytes.",
+        "version": "Of the weights that serve; 0 are those of the given checkpoint.",
+        "expected_acceptance": "Of the weights that served when the last candidate was tried, on held back positions.",
+        "candidate_acceptance": "Of the last candidate, on the same positions.",
+        "acceptance": "Share of verified drafted tokens that were accepted since the last swap, over the last 2000.",
+        "share": "Seconds of work per second of wall time.",
+        "running": "1 while it collects and trains, 0 once an error has ended it.",
+    },
 }
 
 
-class AdaptationMetrics(Collector):
-    """The figures of one server's drafter."""
+class Figures(Collector):
+    """Figures that are kept elsewhere and read when asked for; nothing where `read` gives None."""
 
-    def __init__(self, model_name: str, read: Callable[[], AdaptationStats | None]) -> None:
-        self._model, self._read = model_name, read
+    def __init__(
+        self, model_name: str, prefix: str, texts: Texts, read: Callable[[], Mapping[str, float] | None]
+    ) -> None:
+        self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
 
     def describe(self) -> Iterator[Metric]:
         """Names without figures: the registry asks before there is an engine."""
@@ -116,16 +110,78 @@ class AdaptationMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The figures as they are now."""
-        stats = self._read()
-        return iter(()) if stats is None else self._families(stats)
+        figures = self._read()
+        return iter(()) if figures is None else self._families(figures)
 
-    def _families(self, stats: AdaptationStats | None) -> Iterator[Metric]:
-        for kind, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+    def _families(self, figures: Mapping[str, float] | None) -> Iterator[Metric]:
+        for kind, texts in self._texts.items():
             for name, text in texts.items():
-                family = kind(f"forerun:adaptation_{name}", text, labels=["model_name"])
-                if stats is not None:
-                    family.add_metric([self._model], float(getattr(stats, name)))
+                family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
+                if figures is not None:
+                    family.add_metric([self._model], float(figures[name]))
                 yield family
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._counters = {
+            name: prometheus_client.Counter(name, text, ["model_name", *labels], registry=self.registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        for name, (_, *labels) in _COUNTERS.items():
+            if not labels:
+                self._counters[name].labels(model_name)  # there from the start, at 0
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=_SECONDS)
+            for name, text in _HISTOGRAMS.items()
+        }
+
+    def count(self, name: str, amount: float, *labels: str) -> None:
+        """Add to one of the counters."""
+        self._counters[name].labels(self._model, *labels).inc(amount)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an HTTP request that ended."""
+        self.count("forerun:http_requests", 1, route, str(status))
+
+    def hung_up(self, code: str) -> None:
+        """Count a connection that ended without the application: too many, too slow, unread, or no HTTP."""
+        self.count("forerun:connections_refused", 1, code)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count a request that ended."""
+        self.count("vllm:prompt_tokens", len(output.prompt_token_ids))
+        for answer in output.outputs:
+            self.count("vllm:generation_tokens", len(answer.token_ids))
+            self.count("vllm:request_success", 1, answer.finish_reason or "abort")
+            self._speculation(answer.speculation)
+        first, decode = output.time_to_first_token_s, output.decode_s
+        if first is None or decode is None:
+            return
+        longest = max(len(answer.token_ids) for answer in output.outputs)
+        self._observe("time_to_first_token_seconds", first)
+        self._observe("e2e_request_latency_seconds", first + decode)
+        if longest > 1:
+            self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
+
+    def text(self) -> bytes:
+        """In the exposition format."""
+        return prometheus_client.generate_latest(self.registry)
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self._histograms[name].labels(self._model).observe(seconds)
+
+    def _speculation(self, stats: SpeculationStats) -> None:
+        self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
+        self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
+        self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
+        self.count("forerun:drafter_errors", stats.drafter_errors)
+        for position, count in enumerate(stats.accepted_per_depth):
+            self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
 
 
 log = logging.getLogger(__name__)
@@ -190,7 +246,11 @@ class Session:
         self._engine: AsyncLLM | None = None
         self._drained_by = 0.0
         self._closing: asyncio.Future[None] | None = None
-        self._watch()
+        for prefix, texts, read in (
+            ("vllm:", ENGINE, self._engine_figures),
+            ("forerun:adaptation_", ADAPTATION, self._adaptation_figures),
+        ):
+            self.metrics.registry.register(Figures(settings.model_name, prefix, texts, read))
 
     @property
     def engine(self) -> AsyncLLM:
@@ -278,7 +338,7 @@ class Session:
         Raises:
             ApiError: 429 where the queue is full.
         """
-        client, most = identity.current().name, self.settings.queue_for(answers)
+        client, most = current_client().name, self.settings.queue_for(answers)
         own, free = self._held[client] + answers, most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and own > max(free, 1)):
             held = (
@@ -306,7 +366,6 @@ class Session:
         Raises:
             ApiError: 400 for what the engine refuses.
         """
-        limit = self.settings.stream_buffer
         stream = self.engine.stream(
             job.prompt,
             job.params,
@@ -318,33 +377,50 @@ class Session:
             user=job.user,
             priority=job.priority,
             adapt=job.adapt,
-            max_unread=limit,
+            max_unread=self.settings.stream_buffer,
         )
-        account = self._account(job)
-        begun = False
+        record, begun = self._taken_on(job), False
+        reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.output is not None:
-                        account.finished(chunk.output)
+                        reason = None
+                        self.metrics.finished(chunk.output)
+                        if record is not None:
+                            record.finished(chunk.output)
                     begun = True
                     yield self._told(chunk)
-        except (NumericError, RequestError) as error:
-            account.failed(error)
+        except (NumericError, RequestError):
+            reason = "error"
             raise
         except (ForerunError, ValueError) as error:
             if begun:
-                account.failed(error)
+                reason = "abort" if isinstance(error, SlowReaderError) else "error"
             else:
-                account.refused()
+                reason = None
+                self.metrics.count("forerun:answers_refused", job.params.n)
             raise refusal(error) from error
         except Exception as error:
-            account.failed(error)
+            reason = "error"
             if self.state is State.DRAINING:
                 raise ApiError(503, "the server was stopped", code=self.state.value) from error
             raise
         finally:
-            account.close()
+            if reason is not None:
+                self.metrics.count("vllm:request_success", job.params.n, reason)
+                if record is not None:
+                    record.finish_reasons += [reason] * job.params.n
+
+    def _taken_on(self, job: Job) -> logs.RequestRecord | None:
+        """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
+        self.metrics.count("forerun:answers_admitted", job.params.n)
+        own, record = self.engine.llm.speculative, logs.current()
+        if record is not None:
+            chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
+            record.drafter = chosen or (own.method if job.speculative is None and own is not None else "none")
+            record.prompts += [job.prompt] if self.settings.log_prompts else []
+        return record
 
     def _told(self, chunk: StreamChunk) -> StreamChunk:
         """The chunk with nothing in it that the operator keeps to himself."""
@@ -352,25 +428,18 @@ class Session:
             return chunk
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
-    def _account(self, job: Job) -> Account:
-        own = self.engine.llm.speculative
-        chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
-        drafter = chosen or (own.method if job.speculative is None and own is not None else None)
-        prompt = job.prompt if self.settings.log_prompts else None
-        return Account(self.metrics, job.params.n, drafter, prompt)
-
-    def speculation(self, wish: Speculation | None, *, predicted: bool) -> Speculative:
+    def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
         """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
 
         Raises:
-            ApiError: 400 where the wish goes beyond the operator's limits.
+            ApiError: 400 where the request goes beyond the operator's limits.
         """
-        if wish is None:
+        if request is None:
             return {"method": "prediction"} if predicted else None
-        if not wish.enabled:
+        if not request.enabled:
             return False
         own = self.engine.llm.speculative
-        name = wish.drafter or (own.method if own is not None else None)
+        name = request.drafter or (own.method if own is not None else None)
         if name is None:
             raise bad_request(
                 "the server has no drafter of its own; name one: " + self._choices(), "speculative.drafter"
@@ -380,7 +449,7 @@ class Session:
         base: dict[str, Any] = {}
         if own is not None and name == own.method:
             base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
-        length, most = wish.num_speculative_tokens, self.longest(name)
+        length, most = request.num_speculative_tokens, self.longest(name)
         if length is not None and length > most:
             raise bad_request(
                 f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
@@ -388,7 +457,7 @@ class Session:
             )
         if not base:
             length = length or default_length(name)
-        asked = {"num_speculative_tokens": length, "rule": wish.rule}
+        asked = {"num_speculative_tokens": length, "rule": request.rule}
         return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
 
     def longest(self, name: str) -> int:
@@ -417,40 +486,19 @@ class Session:
     def _choices(self) -> str:
         return ", ".join(self.drafters()) or "none"
 
-    def _watch(self) -> None:
-        gauges: dict[str, tuple[str, Callable[[AsyncLLM], float]]] = {
-            "num_requests_running": ("Answers that hold a row.", lambda engine: engine.llm.engine.running),
-            "num_requests_waiting": ("Answers that wait.", lambda engine: engine.llm.engine.waiting),
-            "kv_cache_usage_perc": ("Share of the cache's slots in use.", _cache_use),
+    def _engine_figures(self) -> dict[str, float]:
+        if self._engine is None:
+            return {name: 0.0 for texts in ENGINE.values() for name in texts}
+        engine, target = self._engine.llm.engine, self._engine.llm.target
+        return {
+            "num_requests_running": engine.running,
+            "num_requests_waiting": engine.waiting,
+            "kv_cache_usage_perc": sum(target.lengths) / (target.rows * target.slots),
+            "num_preemptions": engine.preemptions,
+            "prefix_cache_queries": engine.prefix_queries,
+            "prefix_cache_hits": engine.prefix_hits,
         }
-        for name, (help_text, read) in gauges.items():
-            self.metrics.watch(name, help_text, partial(self._read, read))
-        counters: dict[str, tuple[str, Callable[[AsyncLLM], float]]] = {
-            "num_preemptions": ("Times an answer gave its row back.", lambda engine: engine.llm.engine.preemptions),
-            "prefix_cache_queries": ("Prompt tokens looked up.", lambda engine: engine.llm.engine.prefix_queries),
-            "prefix_cache_hits": ("Prompt tokens found in the cache.", lambda engine: engine.llm.engine.prefix_hits),
-        }
-        for name, (help_text, read) in counters.items():
-            self.metrics.watch_counter(name, help_text, partial(self._read, read))
-        self.metrics.registry.register(AdaptationMetrics(self.settings.model_name, self._adaptation))
 
-    def _adaptation(self) -> AdaptationStats | None:
+    def _adaptation_figures(self) -> dict[str, float] | None:
         adaptation = self._engine.llm.adaptation if self._engine is not None else None
-        return None if adaptation is None else adaptation.stats()
-
-    def _read(self, read: Callable[[AsyncLLM], float]) -> float:
-        return read(self._engine) if self._engine is not None else 0.0
-
-
-def _cache_use(engine: AsyncLLM) -> float:
-    target = engine.llm.target
-    return sum(target.lengths) / (target.rows * target.slots)
-
-
-async def collected(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-    """The whole answer."""
-    output = None
-    async for chunk in chunks:
-        output = chunk.output or output
-    assert output is not None, "a stream ends with its output"
-    return output
+        return None if adaptation is None else asdict(adaptation.stats())

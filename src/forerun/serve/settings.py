@@ -1,4 +1,4 @@
-"""What the operator decides: keys, origins, limits and logs. Imports no web framework and no torch.
+"""Settings of a server: keys, origins, limits and logs. Imports no web framework and no torch.
 
 These are options of ``forerun serve``, too: a field here is a flag there, and its default is written nowhere else.
 """
@@ -99,16 +99,8 @@ class ServeSettings:
         return max(1, self.queue_for(2) // (2 if len(self.api_keys) > 1 else 1))
 
     def __post_init__(self) -> None:
-        counts = (
-            "max_body_bytes",
-            "max_queue",
-            "max_n",
-            "max_speculative_tokens",
-            "stream_buffer",
-            "max_connections",
-            "max_arriving",
-        )
-        for name in counts:
+        counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens")
+        for name in (*counts, "stream_buffer", "max_connections", "max_arriving"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("receive_timeout_s", "send_timeout_s", "drain_s", "step_timeout_s"):

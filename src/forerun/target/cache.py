@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import OutOfMemoryError
-from forerun.target.kernels.padding import Flat
+from forerun.target.padding import Flat
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from torch.nn.functional import pad
 from forerun.devices import sent, sent_ints
 from forerun.recordings import bucket, wide
 from forerun.target import masks
-from forerun.target.buckets import Buckets
 from forerun.target.cache import SlotCache
-from forerun.target.kernels.padding import Flat
 from forerun.target.masks import MaskStyle
+from forerun.target.padding import Buckets, Flat
 from forerun.tree import Resume, TokenTree, ancestor_mask
 
 

@@ -1,24 +1,109 @@
 """Opens a checkpoint as a transformers causal LM, and refuses what is missing, broken or does not fit.
 
-transformers itself only warns about missing, unexpected and misshapen tensors and then runs with random weights.
+transformers itself only warns about missing, unexpected and misshapen tensors and then runs with random weights. The
+headers of safetensors files tell whether they are whole, and their size, before a tensor is loaded.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
-from forerun.target.headers import INDEX, SINGLE, listed_files, weight_bytes
 from forerun.target.support import refuse_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+BITS |= {"I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """Tensor name -> dtype, shape and offsets.
+
+    Raises:
+        CheckpointError: the file is truncated or no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes"
+            )
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
+    if size != 8 + length + end:
+        raise CheckpointError(
+            f"{path} is corrupt: {size} bytes, but its header announces {8 + length + end}; copy it again"
+        )
+    return header
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights.
+
+    Raises:
+        CheckpointError: there are none, the index is broken, or it names files that are not there.
+    """
+    if (directory / INDEX).is_file():
+        files = listed_files(directory)
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise CheckpointError(f"{directory} is incomplete: {INDEX} names {', '.join(absent)}, which are not there")
+        return files
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). forerun loads safetensors only, never pickle; "
+        "convert with model.save_pretrained(directory) of transformers."
+    )
+
+
+def listed_files(directory: Path) -> list[Path]:
+    """The files that a sharded checkpoint's index names, whether they are there or not.
+
+    Raises:
+        CheckpointError: the index is broken.
+    """
+    index = directory / INDEX
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is corrupt: no weight_map can be read ({error})") from error
+    return [directory / name for name in names]
+
+
+def weight_bytes(directory: Path, float_bytes: int | None) -> int:
+    """Bytes of a checkpoint's tensors in memory, floats at `float_bytes` each (None: as stored)."""
+    total = 0
+    for entry in (entry for path in weight_files(directory) for entry in read_header(path).values()):
+        kind = entry["dtype"]
+        bits = 8 * float_bytes if float_bytes is not None and kind in FLOATS else BITS.get(kind, 8)
+        total += int(prod(entry["shape"])) * bits // 8
+    return total
+
+
+# --- models ---
 
 _ONE_LOADS = threading.Lock()
 """While transformers loads, torch's default dtype is the model's, for all threads; of two loads at once, one would set
@@ -250,10 +335,11 @@ def without_wrapper(model: Any) -> Any:
 
 def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
     """Raise CheckpointError, naming them, for tensors that are missing, unexpected or misshapen."""
+    misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
     complaints = [
         f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",
         f"unexpected: {_some(found['unexpected_keys'])}" if found["unexpected_keys"] else "",
-        f"of the wrong shape: {_some(_misshapen(found['mismatched_keys']))}" if found["mismatched_keys"] else "",
+        f"of the wrong shape: {_some(misshapen)}" if misshapen else "",
         "; ".join(map(str, found.get("error_msgs") or ())),
     ]
     if any(complaints):
@@ -262,10 +348,6 @@ def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
             f"{'. '.join(filter(None, complaints))}. "
             "The checkpoint is incomplete, or its config.json is another model's."
         )
-
-
-def _misshapen(entries: Any) -> list[str]:
-    return [f"{key} {tuple(stored)}, expected {tuple(wanted)}" for key, stored, wanted in entries]
 
 
 def _some(names: Any, most: int = 6) -> str:
@@ -299,3 +381,29 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
+
+    Raises:
+        CheckpointError: none can be loaded from the directory or hub id.
+    """
+    if tokenizer is False:
+        return None
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    source = tokenizer if tokenizer is not None else model
+    if not isinstance(source, str | Path):
+        source = getattr(source, "name_or_path", "") or None
+        if source is None:
+            return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise CheckpointError(
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]});"
+            " pass tokenizer=..., or tokenizer=False to work on token ids"
+        ) from error

@@ -17,19 +17,26 @@ from torch import Tensor, nn
 from forerun.devices import attention_kernels, sent_ints
 from forerun.errors import ArgumentError
 from forerun.recordings import Recordings, recordable
-from forerun.target import kernels, resuming
-from forerun.target.buckets import Buckets
+from forerun.target import resuming
 from forerun.target.cache import SlotCache
-from forerun.target.capture import captured, check_signals
 from forerun.target.inputs import Frame, Nodes
+from forerun.target.kernels import accelerate
 from forerun.target.kernels.packing import packed_bytes
-from forerun.target.kernels.padding import Flat, Pass, running
+from forerun.target.layers import (
+    LayerRanges,
+    OutputHead,
+    base_of,
+    captured,
+    check_signals,
+    device_of,
+    layers_of,
+    turn_of,
+)
 from forerun.target.load import LoadOptions
 from forerun.target.masks import MaskStyle
 from forerun.target.nouns import Plan, Scored
-from forerun.target.parts import OutputHead, base_of, device_of, layers_of, turn_of
+from forerun.target.padding import Buckets, Flat, Pass, running
 from forerun.target.prepare import Sizes, Speed, default_slots, prepare
-from forerun.target.ranges import LayerRanges
 from forerun.target.support import context_length, refuse_stateful, text_config
 from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Signal
@@ -366,7 +373,7 @@ class Target:
     @property
     def _folds(self) -> bool:
         """Whether attention finds rows and real tokens by itself."""
-        return self.device.type == "cpu" and kernels.folds(self.model, self._base)
+        return self.device.type == "cpu" and accelerate.folds(self.model, self._base)
 
     def memory_bytes(self) -> int:
         """Bytes of weights and cache."""

@@ -5,7 +5,6 @@ Order matters: the reference of the self-check is run before anything is repacke
 
 from __future__ import annotations
 
-import importlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ import torch
 
 from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.target import self_check
+from forerun.target.kernels import accelerate
+from forerun.target.layers import base_of, device_of, is_quantised, turn_of
 from forerun.target.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
-from forerun.target.obstacles import refusing
-from forerun.target.parts import base_of, device_of, is_quantised, turn_of
-from forerun.target.support import context_length, refuse_config, text_config
+from forerun.target.support import context_length, refuse_config, refusing, text_config
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 SCORED_NODES = 16
-"""Nodes a row whose logits and float32 laws the plan counts."""
+"""Nodes a row whose logits and float32 probabilities the plan counts."""
 _GIB = 2**30
 
 
@@ -41,8 +40,8 @@ class MemoryPlan:
     """0 where they are loaded already."""
     token: int
     """KV cache per token, all layers."""
-    laws: int
-    """Logits and laws of one step."""
+    probs: int
+    """Logits and probabilities of one step."""
     reserve: int = 0
     """For the drafter."""
 
@@ -53,7 +52,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.laws + self.reserve
+        return self.weights + self.cache + self.probs + self.reserve
 
     def check(self, available: int, where: str) -> None:
         """Raise OutOfMemoryError, with what to lower, unless the plan fits into `available` bytes."""
@@ -62,13 +61,13 @@ class MemoryPlan:
         raise OutOfMemoryError(
             f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "
             f"weights {self.weights / _GIB:.2f}, KV cache {self.cache / _GIB:.2f} ({self.rows} rows x {self.slots} "
-            f"slots), logits and laws {self.laws / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
+            f"slots), logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
             f"{self._advice(available)}"
         )
 
     def fitting_slots(self, available: int) -> int:
         """Most slots of a row that would fit, with as many rows; 0 if none."""
-        room = available - self.weights - self.laws - self.reserve
+        room = available - self.weights - self.probs - self.reserve
         return max(0, room // max(1, self.token * self.rows) - 1)
 
     def _advice(self, available: int) -> str:
@@ -94,8 +93,8 @@ def _cached_width(config: Any) -> int:
     return 2 * int(heads) * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def law_bytes(config: Any, rows: int, itemsize: int) -> int:
-    """Bytes of one step's logits and float32 laws."""
+def prob_bytes(config: Any, rows: int, itemsize: int) -> int:
+    """Bytes of one step's logits and float32 probabilities."""
     return rows * SCORED_NODES * int(config.vocab_size) * (itemsize + 4)
 
 
@@ -164,7 +163,7 @@ def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, 
     with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
         expected = self_check.expect(model) if check else None
         if faster:
-            _log.info("%s: %s", model.name_or_path, _accelerate(model, compile=speed.compile))
+            _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=speed.compile))
         with refusing(model):
             trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
         limit = self_check.check(trial, expected) if expected is not None else None
@@ -244,7 +243,7 @@ def _slots(config: Any, sizes: Sizes, room: _Room) -> int:
         slots=slots,
         weights=room.weights,
         token=cache_bytes_per_token(config, room.itemsize),
-        laws=law_bytes(config, sizes.rows, room.itemsize),
+        probs=prob_bytes(config, sizes.rows, room.itemsize),
         reserve=sizes.reserve,
     )
     available = available_bytes(room.device)
@@ -265,8 +264,3 @@ def _spread(model: Any) -> bool:
 def _plain(model: Any) -> bool:
     """Whether the modules are those of the family: on one device, not quantised, without an adapter's layers."""
     return not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
-
-
-def _accelerate(model: Any, *, compile: bool) -> Any:
-    """Whatever `forerun.target.kernels` can do for this model, in place; imported late because it registers kernels."""
-    return importlib.import_module("forerun.target.kernels").accelerate(model, compile=compile)

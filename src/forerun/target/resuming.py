@@ -16,10 +16,9 @@ from torch.nn.functional import pad
 
 from forerun.devices import sent
 from forerun.errors import ArgumentError, ForerunError, UnsupportedModelError
-from forerun.target.capture import captured
 from forerun.target.inputs import Nodes
+from forerun.target.layers import LayerRanges, captured
 from forerun.target.nouns import Plan
-from forerun.target.ranges import LayerRanges
 from forerun.tree import Resume, TokenTree
 from forerun.types import LAST_HIDDEN, Drawn, Signal
 

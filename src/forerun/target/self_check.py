@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
+from forerun.target.layers import device_of, is_quantised
 from forerun.target.masks import WINDOWS
-from forerun.target.obstacles import name_of, obstacle, refusing
-from forerun.target.parts import device_of, is_quantised
-from forerun.target.support import most_positions, named_sizes, text_config
+from forerun.target.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 from forerun.tree import TokenTree
 
 if TYPE_CHECKING:

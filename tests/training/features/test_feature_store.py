@@ -15,7 +15,7 @@ from torch import Tensor
 
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
-from forerun.target.headers import read_header
+from forerun.target.load import read_header
 from forerun.training.features import manifest as manifests
 from forerun.training.features.manifest import (
     FeatureManifest,

@@ -23,8 +23,8 @@ from forerun.target.cache import SlotCache
 from forerun.target.inputs import Nodes
 from forerun.target.kernels.attention import attend
 from forerun.target.kernels.packing import packed_bytes
-from forerun.target.kernels.padding import Pass
 from forerun.target.masks import FULL, SLIDING, Block, MaskStyle, build
+from forerun.target.padding import Pass
 from forerun.types import Signal
 
 PIECE = 512

@@ -1,22 +1,145 @@
 """Online adaptation: a drafter learns from what the target says while it serves (arXiv 2310.07177).
 
-Whatever it learns, answers keep the target's law: a rule judges what was drafted against the law that it was drawn from
-and does not ask whose weights that law came from. Stands beside the policy: knows drafters, targets and steps; the
-engine knows it as something that is put around a drafter. From `training` it takes how directories are written and how
-tokenizers are told apart. Its `settings` are imported without torch, so names are looked up when asked for.
+Whatever it learns, answers keep the target's distribution: a rule verifies what was drafted against the distribution
+that it was drawn from and does not ask whose weights that came from. Stands beside the policy: knows drafters, targets
+and steps; the engine knows it as something that is put around a drafter. Here are its settings and figures, without
+torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-if TYPE_CHECKING:
-    from forerun.engine.adapting.adaptation import Adaptation, AdaptationStats
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Adaptation", "AdaptationStats"]
+from forerun.drafters import AUTO, DRAFTERS
+from forerun.engine.config import SpeculativeConfig, arms_of
+from forerun.errors import ArgumentError, nearest
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from forerun.engine.adapting import adaptation
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptConfig:
+    """How a drafter learns from what it is used for (Online Speculative Decoding, arXiv 2310.07177).
 
-    return getattr(adaptation, name)
+    Raises:
+        ArgumentError: a value out of range; the message names it and what is allowed.
+    """
+
+    share: float = 0.1
+    """Most seconds of work per second of wall time, collecting, training, evaluating and saving together, in (0, 1]."""
+    directory: Path | None = None
+    """Where accepted weights are kept, and where a later start goes on; None: they end with the process."""
+    learning_rate: float = 1.0e-4
+    """Of AdamW, per step. A candidate that was worse halves it, those that are kept let it recover."""
+    memory_bytes: int = 64 * 2**20
+    """Most bytes of collected positions; the oldest are dropped. Weights and optimizer come on top."""
+    top_k: int = 32
+    """Tokens of the target's distribution that are kept at each position; the rest is one number."""
+    kept_weight: float = 0.3
+    """What a position counts for in the loss where the draft was not rejected; a rejected one counts 1."""
+    held_every: int = 8
+    """Every so many answers one is held back: nothing is trained on it, candidates are compared on it."""
+    round_pieces: int = 32
+    """Pieces of answers, of at most `PIECE` positions, that a candidate is trained on."""
+    fresh_pieces: int = 8
+    """New pieces that must have come in before a candidate is trained."""
+    batch_pieces: int = 4
+    """Pieces per step of the optimizer."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.directory, str):
+            object.__setattr__(self, "directory", Path(self.directory))
+        for name in ("share", "learning_rate"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0 or (name == "share" and value > 1):
+                allowed = "above 0 and at most 1" if name == "share" else "above 0"
+                raise ArgumentError(f"adapt: {name} must be {allowed}, got {value!r}")
+        if not 0 <= self.kept_weight <= 1:
+            raise ArgumentError(f"adapt: kept_weight must be from 0 to 1, got {self.kept_weight!r}")
+        least = {"memory_bytes": 2**20, "top_k": 1, "held_every": 2, "round_pieces": 1, "fresh_pieces": 1}
+        for name, low in {**least, "batch_pieces": 1}.items():
+            if getattr(self, name) < low:
+                raise ArgumentError(f"adapt: {name} must be at least {low}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def parse(cls, given: AdaptConfig | Mapping[str, Any] | bool | None) -> AdaptConfig | None:
+        """From a mapping of its fields; True takes every default, None and False mean off.
+
+        Raises:
+            ArgumentError: an unknown field (the message names the nearest) or a value out of range.
+        """
+        if given is None or given is False:
+            return None
+        if isinstance(given, cls):
+            return given
+        values = {} if given is True else dict(given)  # type: ignore[arg-type]
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ArgumentError(f"adapt has no field {name!r}; it has {', '.join(known)}.{nearest(name, known)}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ArgumentError(f"adapt: a value has the wrong type ({error}); given {values}") from error
+
+
+def adapt_config(
+    given: AdaptConfig | Mapping[str, Any] | bool | None, speculative: SpeculativeConfig | None
+) -> AdaptConfig | None:
+    """What was asked for, None where nothing was.
+
+    Raises:
+        ArgumentError: an unknown or impossible value, or no configured drafter has weights that can be trained while it
+            serves.
+    """
+    config = AdaptConfig.parse(given)
+    if config is not None:
+        _refuse_unless_adaptable(speculative)
+    return config
+
+
+def _refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
+    able = [name for name, entry in DRAFTERS.items() if entry.adapts]
+    advice = f"drafters that can adapt: {', '.join(able)}"
+    if config is None:
+        raise ArgumentError(f"adaptation needs a drafter to adapt, and none is configured; {advice}")
+    if any(DRAFTERS[arm.method].adapts for arm in arms_of(config)):
+        return
+    if config.method == AUTO:
+        raise ArgumentError(f"{AUTO} has no drafter here that can adapt; give it one as its model. {advice}")
+    has = "has weights, but cannot train them yet" if DRAFTERS[config.method].needs_training else "has nothing to train"
+    raise ArgumentError(f"drafter {config.method!r} {has}; {advice}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptationStats:
+    """Figures since the start of the process."""
+
+    examples: int
+    """Positions collected."""
+    rejected_examples: int
+    """Those of them where a draft was rejected."""
+    stored_bytes: int
+    """Of collected positions in memory."""
+    updates: int
+    """Steps of the optimizer."""
+    swaps: int
+    """Candidates that came to serve."""
+    discarded: int
+    """Candidates that were not better than what serves."""
+    rollbacks: int
+    version: int
+    """Of the weights that serve; 0 are those of the checkpoint that was given."""
+    expected_acceptance: float
+    """Of the weights that served when the last candidate was compared, on held back positions; 0 before the first."""
+    candidate_acceptance: float
+    """Of that candidate, on the same."""
+    acceptance: float
+    """Share of verified drafted tokens that were accepted, since the last swap, over the last 2000."""
+    share: float
+    """Seconds of work per second of wall time."""
+    running: bool
+    """False once an error has ended it."""

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from enum import Enum
 
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.engine.adapting.collecting import Collector
-from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.learning import Throttle
+from forerun.engine.adapting.replay import Collector
 from forerun.sampling import Sampler
 from forerun.scores import Scores
-from forerun.target.swapping import Weights, exchange
+from forerun.target.kernels.packing import Weights, exchange
 from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 

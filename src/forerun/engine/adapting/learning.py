@@ -1,8 +1,8 @@
-"""Trains a float32 copy of the draft model on collected pieces and judges what came out. No thread, no clock, no file.
+"""Trains a float32 copy of the draft model on the replay buffer and compares what came out; and the throttle for it.
 
 The loss is the forward divergence KL(target, draft) over the tokens that were kept and one event for all others, at
-the request's temperature; positions where a draft was rejected weigh most. A candidate is judged by its expected
-acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after.
+the request's temperature; positions where a draft was rejected weigh most. Candidates are compared by expected
+acceptance, sum over x of min(target(x), draft(x)), on pieces that were held back, before and after. No thread, no file.
 Source: Online Speculative Decoding (arXiv 2310.07177).
 """
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +21,69 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forerun.engine.adapting.pieces import Piece
-from forerun.engine.adapting.settings import AdaptConfig
+from forerun.engine.adapting import AdaptConfig
+from forerun.engine.adapting.replay import Piece
 from forerun.errors import UnsupportedModelError
 from forerun.target.kernels.attention import NAME as FOLDED
-from forerun.target.parts import OutputHead, base_of, is_quantised
+from forerun.target.layers import OutputHead, base_of, is_quantised
+
+
+class Throttle:
+    """A budget of seconds that several threads spend and one of them waits for.
+
+    Args:
+        share: most seconds of work per second of wall time.
+        ending: ends every pause.
+        now: a clock, seconds; `wait` takes seconds and returns True where `ending` was set meanwhile.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        ending: threading.Event,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
+        self._share, self._now, self._wait = share, now, ending.wait if wait is None else wait
+        self._lock = threading.Lock()
+        self._began = self._paid_until = now()
+        self.busy = 0.0
+        """Seconds of work so far."""
+
+    @property
+    def used(self) -> float:
+        """Seconds of work per second of wall time since the start."""
+        return self.busy / max(1.0e-9, self._now() - self._began)
+
+    @contextmanager
+    def paced(self) -> Iterator[Callable[[], bool]]:
+        """The block is work. What it is given rests until all work so far is paid for; True: it is time to end."""
+        began = self._now()
+
+        def pause() -> bool:
+            nonlocal began
+            self._spend(began)
+            ending = self._wait(max(0.0, self._paid_until - self._now()))
+            began = self._now()
+            return ending
+
+        try:
+            yield pause
+        finally:
+            self._spend(began)
+
+    def _spend(self, began: float) -> None:
+        ended = self._now()
+        with self._lock:
+            self.busy += ended - began
+            self._paid_until = max(self._paid_until, began) + (ended - began) / self._share
+
 
 HELD_PIECES = 32
-"""Most held back pieces that a candidate is judged by."""
+"""Most held back pieces that a candidate is compared on."""
 LEAST_HELD = 64
-"""Fewest held back positions that can judge one."""
+"""Fewest held back positions that can tell."""
 _TINY = 1.0e-6
 _CLIP = 1.0
 _RECOVERY, _LEAST_RATE = 1.25, 64
@@ -79,12 +135,12 @@ class Learner:
         return {name: value.detach().clone() for name, value in self.twin.state_dict().items()}
 
     def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
-        """Train a candidate and judge it; `keep` or `discard` must follow. None: there was no time to finish.
+        """Train a candidate and compare it; `keep` or `discard` must follow. None: there was no time to finish.
 
         Args:
             pieces: to train on, oldest first.
             added: how many ever came in; the newer ones among `pieces` are trained on first.
-            held: to judge by; the same for both.
+            held: to compare on; the same for both.
         """
         served = self.acceptance(held, pause)
         if served is None or not self._train(self._chosen(pieces, added), pause):
@@ -120,14 +176,14 @@ class Learner:
         for piece in pieces:
             with torch.no_grad():
                 total += float(self._accepted(piece).sum())
-            count += len(piece.places)
+            count += len(piece.positions)
             if pause():
                 return None
         return total / count if count else math.nan
 
     def loss(self, piece: Piece) -> Tensor:
         """Weighted sum over the positions divided by the sum of weights, nats; carries gradients."""
-        logs = self._log_law(piece)
+        logs = self._log_probs(piece)
         ids = torch.from_numpy(piece.ids).long()
         probs = torch.from_numpy(piece.probs).float().to(logs.device)
         known = logs.gather(1, ids.to(logs.device))
@@ -140,19 +196,19 @@ class Learner:
         return loss
 
     def _accepted(self, piece: Piece) -> Tensor:
-        """(M,) probability that a draft at each position is kept."""
-        logs = self._log_law(piece)
+        """(M,) probability that a draft at each position is accepted."""
+        logs = self._log_probs(piece)
         ids = torch.from_numpy(piece.ids).long().to(logs.device)
         if piece.temperature == 0:
             return (logs.argmax(-1) == ids[:, 0]).float()
         probs = torch.from_numpy(piece.probs).float().to(logs.device)
         return torch.minimum(probs, logs.gather(1, ids).exp()).sum(1)
 
-    def _log_law(self, piece: Piece) -> Tensor:
+    def _log_probs(self, piece: Piece) -> Tensor:
         """(M, V) log-probabilities of the twin at the piece's positions, at its temperature."""
         tokens = torch.from_numpy(np.where(piece.tokens < self.vocabulary, piece.tokens, 0)).long()
         states = self._base(input_ids=tokens.unsqueeze(0).to(self.twin.device), use_cache=False).last_hidden_state
-        logits = self._head(states[:, torch.from_numpy(piece.places).long().to(states.device)])
+        logits = self._head(states[:, torch.from_numpy(piece.positions).long().to(states.device)])
         heat = piece.temperature or 1.0
         return torch.log_softmax(logits[0].float() / heat, dim=-1)
 

@@ -50,7 +50,7 @@ async function call(path, body) {
   return found;
 }
 
-function wish(speculative) {
+function requestBody(speculative) {
   return {
     prompt: at("prompt").value,
     max_tokens: Number(at("length").value),
@@ -65,11 +65,11 @@ async function run() {
   at("run").disabled = true;
   say("plain decoding ...");
   try {
-    const plain = read(await call("v1/completions", wish({ enabled: false })));
+    const plain = read(await call("v1/completions", requestBody({ enabled: false })));
     say("speculative decoding ...");
     const drafter = at("drafter").value;
     const speculative = { drafter, num_speculative_tokens: Number(at("count").value) };
-    const fast = read(await call("v1/completions", wish(speculative)));
+    const fast = read(await call("v1/completions", requestBody(speculative)));
     const measured = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
     show({ plain, fast, temperature: Number(at("temperature").value), drafter, measured, model: at("model").textContent });
     say("");
@@ -131,11 +131,11 @@ function summarise(found) {
   const cards = [
     [`${(fast.perSecond / plain.perSecond).toFixed(2)} x`, "speed-up of decoding", fast.perSecond >= plain.perSecond ? "good" : "bad"],
     [fast.counts.mean_acceptance_length.toFixed(2), "tokens per drafted pass", ""],
-    [`${Math.round(100 * fast.counts.draft_acceptance_rate)} %`, "of drafted tokens kept", ""],
+    [`${Math.round(100 * fast.counts.draft_acceptance_rate)} %`, "of drafted tokens accepted", ""],
     [`${fast.moments.length - 1} / ${plain.moments.length - 1}`, "passes, speculative / plain", ""],
     temperature === 0
       ? [same ? "identical" : "different", "output, checked", same ? "good" : "bad"]
-      : ["same law", "sampled: the rule is lossless, texts may differ", ""],
+      : ["same distribution", "sampled: the rule is lossless, texts may differ", ""],
   ];
   at("summary").replaceChildren(
     ...cards.map(([value, name, kind]) => made("div", { class: kind }, made("b", {}, value), made("small", {}, name))));
@@ -153,7 +153,7 @@ function append(pane, moment) {
   pane.scrollTop = pane.scrollHeight;
 }
 
-// A token that was not kept must not break the lines of those that were.
+// A token that was not accepted must not break the lines of those that were.
 const folded = (text) => text.replace(/\n+/g, "↵").replace(/[ \t]{2,}/g, "␣");
 
 const counted = (count) => `${count} token${count === 1 ? "" : "s"}`;
@@ -214,13 +214,13 @@ function drawTree(moment) {
   const wide = 104, high = 34, parts = [];
   const x = (index) => 8 + depth[index] * wide, y = (index) => 8 + row[index] * high;
   nodes.forEach((node, index) => {
-    if (index) parts.push(svg("line", { x1: x(node.parent) + 86, y1: y(node.parent) + 13, x2: x(index), y2: y(index) + 13, class: node.accepted ? "kept" : "" }));
+    if (index) parts.push(svg("line", { x1: x(node.parent) + 86, y1: y(node.parent) + 13, x2: x(index), y2: y(index) + 13, class: node.accepted ? "accepted" : "" }));
   });
   nodes.forEach((node, index) => parts.push(box(x(index), y(index), index ? node.text : "root", index ? (node.accepted ? "accepted" : "rejected") : "", index ? hintOf(node.accepted ? "accepted" : "rejected", moment, node) : "")));
   if (last && last.source !== "draft") {
     const end = Math.max(0, ...nodes.map((node, index) => (node.accepted ? index : 0)));
     rows += 1;
-    parts.push(svg("line", { x1: x(end) + 43, y1: y(end) + 26, x2: x(end) + 43, y2: 8 + rows * high, class: "kept" }));
+    parts.push(svg("line", { x1: x(end) + 43, y1: y(end) + 26, x2: x(end) + 43, y2: 8 + rows * high, class: "accepted" }));
     parts.push(box(x(end), 8 + rows * high, last.text, last.source, hintOf(last.source, moment, null)));
   }
   const size = { width: 16 + (Math.max(...depth) + 1) * wide, height: 16 + (rows + 1) * high };

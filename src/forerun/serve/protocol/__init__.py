@@ -1,1 +1,1 @@
-"""What goes over the wire: one file per endpoint's request and answer. Knows no engine."""
+"""Request bodies of each API as pydantic models, and error envelopes. Knows no engine."""

@@ -12,17 +12,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from forerun.serve.protocol.common import MAX_PARTS, MAX_STOPS, JsonSchema, Name, ResponseFormat, Speculation, Strict
-from forerun.serve.protocol.neutral import Nothing
-from forerun.serve.protocol.requests import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort, Thinking
-from forerun.serve.protocol.tools import (
+from forerun.serve.protocol.requests import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
     MAX_TOOLS,
-    FunctionCall,
+    ChatRequest,
     FunctionDefinition,
     FunctionName,
+    Message,
+    Name,
     NamedChoice,
-    NamedFunction,
+    Nothing,
+    ReasoningEffort,
+    ResponseFormat,
     Schema,
+    Speculation,
+    Strict,
+    Thinking,
     Tool,
     ToolCall,
 )
@@ -138,7 +145,7 @@ class InputChoice(Strict):
     def chat(self) -> Any:
         """As chat requests have it."""
         if self.name is not None:
-            return NamedChoice(type="function", function=NamedFunction(name=self.name))
+            return NamedChoice.of(self.name)
         return {"any": "required"}.get(self.type, self.type)
 
 
@@ -147,11 +154,6 @@ class OutputFormat(Strict):
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-    def chat(self) -> ResponseFormat:
-        """As chat requests have it."""
-        schema = JsonSchema.model_validate({"name": "output", "schema": self.schema_})
-        return ResponseFormat(type="json_schema", json_schema=schema)
 
 
 class OutputConfig(Strict):
@@ -206,7 +208,7 @@ class CountRequest(Cached):
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             thinking=self.thinking,
             reasoning_effort=output.effort,
-            response_format=None if output.format is None else output.format.chat(),
+            response_format=None if output.format is None else ResponseFormat.of(output.format.schema_),
             continue_final_message=self.goes_on,
             **more,
         )
@@ -265,7 +267,7 @@ def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator
 def _said(blocks: Sequence[Block]) -> Message:
     """A turn of the model: reasoning, text and calls."""
     calls = [
-        ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=json.dumps(block.input)))
+        ToolCall.of(block.id, block.name, json.dumps(block.input))
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]

@@ -1,4 +1,4 @@
-"""OpenAI's error envelope, and how everything that can go wrong is put into it."""
+"""`ApiError`: an HTTP status and the error envelope of OpenAI or Anthropic; whatever goes wrong becomes one."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def mistake() -> ApiError:
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first complaint of pydantic about a body, naming the parameter."""
     error = errors[0]
-    place = [str(part) for part in error["loc"] if part != "body"]
-    param = ".".join(place) or None
+    location = [str(part) for part in error["loc"] if part != "body"]
+    param = ".".join(location) or None
     if error["type"] == "extra_forbidden":
         return bad_request(
             f"the parameter {param!r} is not supported by this server; leave it out", param, "unsupported"

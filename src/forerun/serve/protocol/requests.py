@@ -1,14 +1,434 @@
-"""The bodies that clients send."""
+"""Bodies of OpenAI's completion endpoints, with vLLM's parameters, and of ``/tokenize`` and ``/detokenize``.
+
+Parameters that clients send by habit are taken as long as they say what this server does anyway (`Neutral`); any other
+value of theirs is refused by name.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
-from forerun.serve.protocol.common import MAX_PARTS, Name, Sampling, Strict, TextPart, joined
-from forerun.serve.protocol.neutral import NeutralChat, NeutralCompletion
-from forerun.serve.protocol.tools import MAX_TOOLS, AllowedChoice, NamedChoice, Tool, ToolCall, ToolChoice
+from forerun.engine.grammar import MAX_CHOICES
+from forerun.nesting import MAX_DEPTH, nesting
+from forerun.serve.tools import Function
+from forerun.serve.tools.base import NO_PARAMETERS
+from forerun.types import StructuredOutputs
+
+MAX_STOPS = 16
+"""Stop strings of one request; OpenAI allows 4."""
+MAX_STOP_CHARACTERS = 256
+MAX_BAD_WORDS = 1024
+MAX_TOKEN_IDS = 10_000
+"""Token ids of a bias, of what is allowed, and of what stops."""
+MAX_NAME_CHARACTERS = 512
+"""Of a name that a client chooses."""
+MAX_PARTS = 1024
+"""Parts of one message."""
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+"""What a client calls something."""
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
+"""vLLM's ``cache_salt``."""
+TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+"""Searched for at every token."""
+
+
+class Strict(BaseModel):
+    """Refuses parameters that it does not know, and values of another type.
+
+    ``null`` is a field that is left out: many clients send all that they know of. Only what must be there must not be
+    null.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or all(own is not None for own in value.values()):
+            return value
+        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {key: own for key, own in value.items() if own is not None or key in required}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(schema)
+        described = handler.resolve_ref_schema(found)
+        for name, own in described.get("properties", {}).items():
+            if name not in described.get("required", ()):
+                described["properties"][name] = _nullable(own)
+        return found
+
+
+class StreamOptions(Strict):
+    """OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
+
+    include_usage: bool = False
+    """A last chunk with the counts."""
+    continuous_usage_stats: bool = False
+    """Counts so far in every chunk."""
+    include_obfuscation: Literal[False] = False
+
+
+class TextPart(Strict):
+    """A part of a message's content; this server reads text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    """OpenAI's Predicted Outputs: what the client expects the answer to be."""
+
+    type: Literal["content"] = "content"
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """All of it as one string."""
+        return joined(self.content)
+
+
+class Speculation(Strict):
+    """How this request is to be drafted, within the operator's limits. A drafter's other options are the operator's."""
+
+    enabled: bool = True
+    drafter: str | None = None
+    """A drafter's name; None takes the server's own."""
+    num_speculative_tokens: Annotated[int, Field(ge=1)] | None = None
+    rule: str | None = None
+
+
+class JsonSchema(Strict):
+    """OpenAI's ``json_schema`` of a response format."""
+
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    description: str | None = None
+    strict: bool | None = None
+    """Always strict here."""
+
+
+class ResponseFormat(Strict):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type 'json_schema' needs json_schema, and only that type takes one")
+        return self
+
+    @classmethod
+    def of(cls, schema: dict[str, Any]) -> ResponseFormat:
+        """JSON of that schema."""
+        return cls(type="json_schema", json_schema=JsonSchema.model_validate({"name": "output", "schema": schema}))
+
+    def structured(self) -> StructuredOutputs | None:
+        """The same in the engine's words; None for text."""
+        if self.json_schema is not None:
+            return StructuredOutputs(json=self.json_schema.schema_)
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+JsonForm = dict[str, Any] | str | None
+ChoiceForm = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None
+
+
+class Structured(Strict):
+    """vLLM's ``structured_outputs``."""
+
+    json_: Annotated[JsonForm, Field(alias="json")] = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: ChoiceForm = None
+    grammar: str | None = None
+
+    def structured(self) -> StructuredOutputs:
+        """The same in the engine's words."""
+        own = {name: getattr(self, name) for name in ("json_object", "regex", "choice", "grammar")}
+        return StructuredOutputs(json=self.json_, **own)
+
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+One = Annotated[float, Field(ge=1, le=1)]
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+Label = Annotated[str, Field(max_length=512)]
+
+
+class Neutral(Strict):
+    """Of all of OpenAI's endpoints."""
+
+    store: Literal[False] = False
+    """Nothing is kept here."""
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
+    """For what is kept; ``/v1/responses`` gives it back."""
+    service_tier: Literal["auto", "default"] = "auto"
+    prompt_cache_key: Label | None = None
+    """A hint about prompts that begin alike, which are found without it."""
+    prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
+    safety_identifier: Label | None = None
+
+
+class NeutralSampling(Neutral):
+    """Of the completion endpoints, whose clients also know vLLM and llama-server."""
+
+    use_beam_search: Literal[False] = False
+    length_penalty: One = 1.0
+    early_stopping: Literal[False] = False
+    spaces_between_special_tokens: Literal[True] = True
+    cache_prompt: Literal[True] = True
+    id_slot: Literal[-1] = -1
+    mirostat: Literal[0] = 0
+    typical_p: One = 1.0
+    tfs_z: One = 1.0
+    dry_multiplier: Zero = 0.0
+    xtc_probability: Zero = 0.0
+    dynatemp_range: Zero = 0.0
+    min_keep: Literal[0] = 0
+    n_probs: Literal[0] = 0
+    post_sampling_probs: Literal[False] = False
+    timings_per_token: Literal[False] = False
+    return_progress: Literal[False] = False
+
+
+class Sampling(NeutralSampling):
+    """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1e-4, le=1e4)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKEN_IDS)] | None
+    ) = None
+    bad_words: Annotated[list[Phrase], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """vLLM's: log-probabilities of the prompt's tokens, each with so many of the likeliest in its place."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31)] | Literal[-1] | None = None
+    """vLLM's: read only the prompt's last tokens; -1: as many as fit."""
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: JsonForm = None
+    """vLLM's older names of what `structured_outputs` holds."""
+    guided_regex: str | None = None
+    guided_choice: ChoiceForm = None
+    guided_grammar: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    speculative: Speculation | None = None
+    return_speculation_trace: bool = False
+    """Every step of the answer (drafted, accepted, probabilities, times) under ``speculation_trace``."""
+    return_token_ids: bool = False
+    """vLLM's: the ids of the prompt's and the answer's tokens."""
+    return_tokens_as_token_ids: bool = False
+    """vLLM's: log-probabilities name tokens ``token_id:ID``, which tells apart what has the same text."""
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0
+    """vLLM's: of a client's waiting requests the one with the lowest comes first."""
+    user: Name | None = None
+    """OpenAI's opaque name of an end user: an API key's share of the rows is shared evenly among its users."""
+    cache_salt: Salt | None = None
+    """Nothing is shared with requests of another salt, nor with other API keys in any case."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """From queueing to the end, seconds; then the answer ends with what there is, finish reason ``abort``."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_in_bounds(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+            raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("needs stream: true")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_names_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        wrong = next((key for key in value or {} if not (key.isdecimal() and len(key) < 10)), None)
+        if wrong is not None:
+            raise ValueError(f"keys are token ids, got {wrong[:64]!r}")
+        return value
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a value that may be null, too."""
+    options = schema.get("anyOf", [])
+    if {"type": "null"} in options:
+        return schema
+    outer: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    inner = {key: value for key, value in schema.items() if key not in outer}
+    return {**outer, "anyOf": [*options, {"type": "null"}] if options else [inner, {"type": "null"}]}
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """A content of one or several text parts as one string."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+# --- tools ---
+
+MAX_TOOLS = 128
+"""Tools of one request, as OpenAI has it, and calls of one message."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+"""Of a function: nothing that could be taken for a mark."""
+
+
+def _a_schema(value: dict[str, Any]) -> dict[str, Any]:
+    properties, required = value.get("properties", {}), value.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(own, dict | bool) for own in properties.values()):
+        raise ValueError("properties is an object of schemas")
+    if not isinstance(required, list):
+        raise ValueError("required is a list of names")
+    if not all(isinstance(own.get("enum", []), list) for own in properties.values() if isinstance(own, dict)):
+        raise ValueError("enum is a list of values")
+    return value
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]
+"""JSON schema of a function's arguments."""
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    """Without them the function takes no arguments."""
+    strict: bool | None = None
+
+    def function(self) -> Function:
+        """The same without words for the model."""
+        return Function(self.name, self.parameters or NO_PARAMETERS, bool(self.strict))
+
+
+class Tool(Strict):
+    """One of ``tools``."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates read it; whether it is strict is not the model's business."""
+        found = self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+        found["function"].setdefault("parameters", {"type": "object", "properties": {}})
+        return found
+
+
+class NamedFunction(Strict):
+    """A function by its name."""
+
+    name: Name
+
+
+class NamedChoice(Strict):
+    """A ``tool_choice`` that names the function to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    @classmethod
+    def of(cls, name: str) -> NamedChoice:
+        """The choice of that function."""
+        return cls(type="function", function=NamedFunction(name=name))
+
+
+class AllowedTools(Strict):
+    """Which of the tools may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(Strict):
+    """A ``tool_choice`` that allows some of the tools; the model is shown all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
+
+class FunctionCall(Strict):
+    """What a call calls."""
+
+    name: Name
+    arguments: str
+    """A JSON object as text."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _an_object(cls, value: str) -> str:
+        if (depth := nesting(value).depth) > MAX_DEPTH:
+            raise ValueError(f"nested {depth} levels deep, at most {MAX_DEPTH} are read")
+        try:
+            is_object = isinstance(json.loads(value or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError("the text of a JSON object is expected")
+        return value
+
+
+class ToolCall(Strict):
+    """A call that the model made earlier in the conversation."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """Clients that put a stream together leave it there."""
+
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
+        """A call with those arguments, JSON text."""
+        return cls(id=call_id, function=FunctionCall(name=name, arguments=arguments))
+
+    def plain(self, *, text_arguments: bool) -> dict[str, Any]:
+        """As chat templates read it: most want the arguments as an object, some as text."""
+        arguments = self.function.arguments or "{}"
+        called = {"name": self.function.name, "arguments": arguments if text_arguments else json.loads(arguments)}
+        return {"id": self.id, "type": "function", "function": called}
+
+
+# --- conversations and bodies ---
 
 MAX_MESSAGES = 4096
 MAX_TOKENS = 200_000
@@ -76,7 +496,7 @@ class Message(Strict):
         return found | {key: value for key, value in more.items() if value is not None}
 
 
-class ChatRequest(Sampling, NeutralChat):
+class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -100,6 +520,14 @@ class ChatRequest(Sampling, NeutralChat):
     """vLLM's: the prompt ends with what opens the answer; None is true unless the last message is continued."""
     continue_final_message: bool = False
     """vLLM's: the answer goes on with the last message."""
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    verbosity: Literal["medium"] = "medium"
+    functions: Nothing = None
+    """The deprecated form of `tools`."""
+    function_call: Literal["none", "auto"] | None = None
+    add_special_tokens: Literal[False] = False
+    """The chat template writes them."""
+    include_reasoning: Literal[True] = True
 
     @property
     def offered(self) -> list[Tool]:
@@ -148,7 +576,7 @@ class ChatRequest(Sampling, NeutralChat):
         return value
 
 
-class CompletionRequest(Sampling, NeutralCompletion):
+class CompletionRequest(Sampling):
     """``POST /v1/completions``."""
 
     prompt: (
@@ -160,6 +588,9 @@ class CompletionRequest(Sampling, NeutralCompletion):
     max_tokens: Annotated[int, Field(ge=0)] = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+    add_special_tokens: Literal[True] = True
 
     @property
     def prompts(self) -> list[str | list[int]]:

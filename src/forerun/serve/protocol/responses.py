@@ -11,22 +11,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from forerun.serve.protocol.common import MAX_PARTS, JsonSchema, Name, ResponseFormat, Salt, Speculation, Strict
-from forerun.serve.protocol.neutral import NeutralResponses
-from forerun.serve.protocol.requests import MAX_MESSAGES, ChatRequest, Message, ReasoningEffort
-from forerun.serve.protocol.tools import (
+from forerun.serve.protocol.requests import (
+    MAX_MESSAGES,
+    MAX_PARTS,
     MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
-    FunctionCall,
+    ChatRequest,
     FunctionDefinition,
+    JsonSchema,
+    Message,
+    Name,
     NamedChoice,
     NamedFunction,
+    Neutral,
+    Nothing,
+    ReasoningEffort,
+    ResponseFormat,
+    Salt,
+    Speculation,
+    Strict,
     Tool,
     ToolCall,
 )
-
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class Text(Strict):
@@ -41,45 +48,44 @@ class Text(Strict):
 Texts = Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class InputMessage(Strict):
-    """A turn of the conversation; an earlier response's message can be sent back as it is."""
+class InputItem(Strict):
+    """An item of the conversation; those of an earlier response can be sent back as they are."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(InputItem):
+    """A turn of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Texts
-    id: str | None = None
-    status: Status | None = None
 
 
-class InputCall(Strict):
+class InputCall(InputItem):
     """A call of an earlier response."""
 
     type: Literal["function_call"]
     call_id: Name
     name: Name
     arguments: str
-    id: str | None = None
-    status: Status | None = None
 
 
-class InputCallOutput(Strict):
+class InputCallOutput(InputItem):
     """What a call brought."""
 
     type: Literal["function_call_output"]
     call_id: Name
     output: str | Texts
-    id: str | None = None
-    status: Status | None = None
 
 
-class InputReasoning(Strict):
+class InputReasoning(InputItem):
     """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: Texts | None = None
     content: Texts | None = None
-    status: Status | None = None
 
 
 Item = InputMessage | InputCall | InputCallOutput | InputReasoning
@@ -113,10 +119,7 @@ class TextFormat(JsonSchema):
 
     def chat(self) -> ResponseFormat:
         """As chat requests have it."""
-        if self.type != "json_schema":
-            return ResponseFormat(type=self.type)
-        schema = JsonSchema.model_validate({"name": self.name, "schema": self.schema_})
-        return ResponseFormat(type=self.type, json_schema=schema)
+        return ResponseFormat.of(self.schema_) if self.type == "json_schema" else ResponseFormat(type=self.type)
 
 
 class TextOptions(Strict):
@@ -132,7 +135,7 @@ class Reasoning(Strict):
     effort: ReasoningEffort | None = None
 
 
-class ResponsesRequest(NeutralResponses):
+class ResponsesRequest(Neutral):
     """``POST /v1/responses``."""
 
     model: str | None = None
@@ -150,14 +153,18 @@ class ResponsesRequest(NeutralResponses):
     user: Name | None = None
     cache_salt: Salt | None = None
     speculative: Speculation | None = None
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    include: Nothing = None
+    top_logprobs: Literal[0] = 0
 
     def chat(self) -> ChatRequest:
         """The same as a chat request."""
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChoice):
-            choice = _named(choice)
+            choice = NamedChoice.of(choice.name)
         elif isinstance(choice, ResponseAllowed):
-            tools = AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+            tools = AllowedTools(mode=choice.mode, tools=[NamedChoice.of(tool.name) for tool in choice.tools])
             choice = AllowedChoice(type="allowed_tools", allowed_tools=tools)
         form = self.text.format if self.text is not None else None
         return ChatRequest(
@@ -209,8 +216,7 @@ class _AssistantTurn:
         if isinstance(item, InputReasoning):
             self._reasoning = (self._reasoning or "") + _joined(item.content or item.summary or [])
         elif isinstance(item, InputCall):
-            called = FunctionCall(name=item.name, arguments=item.arguments)
-            self._calls.append(ToolCall(id=item.call_id, function=called))
+            self._calls.append(ToolCall.of(item.call_id, item.name, item.arguments))
         elif isinstance(item, InputMessage) and item.role == "assistant" and not self._calls:
             self._content = (self._content or "") + _joined(item.content)
         else:
@@ -230,10 +236,6 @@ class _AssistantTurn:
 
 def _joined(content: str | list[Text]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _named(choice: ResponseChoice) -> NamedChoice:
-    return NamedChoice(type="function", function=NamedFunction(name=choice.name))
 
 
 def _tool(tool: ResponseTool) -> Tool:

@@ -1,6 +1,7 @@
 """What a format of tool calls is: how a model writes calls into its text, and the grammar of what it may write.
 
-Each format is one file and one line of the registry. Knows no request and no model.
+Calls are JSON (`read_call`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
+of the registry. Knows no request and no model.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
+from forerun.errors import ArgumentError
+from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps, collected
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -132,7 +134,206 @@ class ToolFormat(ABC):
         """An id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def _json_call(self, lark: Lark, function: Function, arguments: str = "arguments") -> str:
-        """``{"name": ..., "arguments": ...}`` up to the brace that ends it."""
-        head = f'{{"name": {json.dumps(function.name)}, "{arguments}": '
-        return f"{literal(head)} {lark.json(function.parameters, strict=function.strict)}"
+    def _one_of(self, write: Callable[[Function], str]) -> str:
+        """A call of any of the functions, as the body of a rule."""
+        return " | ".join(map(write, self.functions))
+
+    def _json_call(self, lark: Lark, arguments: str = "arguments") -> str:
+        """A rule for ``{"name": ..., "arguments": ...}``."""
+
+        def write(function: Function) -> str:
+            head = f'{{"name": {json.dumps(function.name)}, "{arguments}": '
+            return f"{literal(head)} {lark.json(function.parameters, strict=function.strict)}"
+
+        return lark.rule(f'({self._one_of(write)}) "}}"')
+
+    def _repeated(self, lark: Lark, one: str, *, many: bool) -> str:
+        """One call, or several with a line's end and the mark between them."""
+        return f'{one} ("\\n" {lark.mark(self.mark)} {one})*' if many else one
+
+
+# --- calls as JSON ---
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+def read_call(text: Incoming, names: Container[str] | None = None) -> Steps[bool]:
+    """Read one call. It is one as soon as its arguments begin behind its name: from there on whatever comes is theirs.
+
+    Args:
+        names: the functions that there are; None takes any name for one.
+
+    Returns:
+        Whether it was a call; if not, nothing has been read.
+    """
+    start = text.at
+    called = yield from _read_object(text, names)
+    if not called:
+        text.at = start
+    return called
+
+
+def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
+    """Read as many as there are, with perhaps a mark `between` each two and at the `end`; whether there was one."""
+    called = False
+    while (yield from read_call(text, names)):
+        called = True
+        yield from text.opens(between)
+    if called:
+        yield from text.opens(end)
+    return called
+
+
+def read_arguments(text: Incoming) -> Steps[None]:
+    """Pass a call's arguments on: an object as it arrives; a string that holds one, or null, when it is complete."""
+    yield from text.skip_blanks()
+    if (yield from text.next()) == "{":
+        yield from text.json_value()
+    else:
+        yield Piece(Kind.ARGUMENTS, _as_object((yield from collected(text.json_value()))))
+
+
+def _read_object(text: Incoming, names: Container[str] | None) -> Steps[bool]:
+    name, early, called = "", "", False
+    if not (yield from text.opens("{")):
+        return False
+    while not (yield from text.opens("}")):
+        key = yield from _key(text)
+        if key is None:
+            return called
+        if key == "name" and not name:
+            name = (yield from text.json_string()) or ""
+            if not name or (names is not None and name not in names):
+                return False
+        elif key in ARGUMENT_KEYS and name and not called:
+            yield Piece(Kind.CALL, name)
+            called = True
+            yield from read_arguments(text)
+        else:
+            value = yield from collected(text.json_value())
+            early = value if key in ARGUMENT_KEYS else early
+        yield from text.opens(",")
+    if name and not called:
+        yield Piece(Kind.CALL, name)
+        yield Piece(Kind.ARGUMENTS, _as_object(early))
+    return bool(name)
+
+
+def _key(text: Incoming) -> Steps[str | None]:
+    yield from text.skip_blanks()
+    key = yield from text.json_string()
+    if key is None or not (yield from text.opens(":")):
+        return None
+    yield from text.skip_blanks()
+    return key
+
+
+def _as_object(raw: str) -> str:
+    """The text of an object: as it is, out of a JSON string, or an empty one for null and nothing."""
+    if raw in ("", "null"):
+        return "{}"
+    if raw.startswith('"'):
+        try:
+            return str(json.loads(raw, strict=False))
+        except ValueError:
+            return raw
+    return raw
+
+
+# --- calls with a mark around each argument ---
+
+_UNWRITABLE = ("pattern", "format", "minLength", "maxLength")
+"""Keywords for strings that cannot be enforced where a string ends at a mark."""
+
+
+class FieldFormat(ToolFormat):
+    """A call is a head with the name, its fields, and an end."""
+
+    end: ClassVar[str] = "</tool_call>"
+    """Mark that ends a call."""
+
+    def read_calls(self, text: Incoming) -> Steps[bool]:
+        name = yield from self.read_head(text)
+        if not name:
+            return False
+        yield Piece(Kind.CALL, name)
+        opening = "{"
+        while (field := (yield from self.read_field(text))) is not None:
+            key, raw = field
+            value = json.dumps(self._value(name, key, raw), ensure_ascii=False)
+            yield Piece(Kind.ARGUMENTS, f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
+            opening = ", "
+        if (yield from self.read_end(text)):
+            yield Piece(Kind.ARGUMENTS, "{}" if opening == "{" else "}")
+        return True
+
+    def block(self, lark: Lark, *, many: bool) -> str:
+        one = lark.rule(self._one_of(lambda function: self._call(lark, function)))
+        return self._repeated(lark, one, many=many)
+
+    @abstractmethod
+    def read_head(self, text: Incoming) -> Steps[str]:
+        """Read up to the first field; the function's name, empty where this is no call."""
+
+    @abstractmethod
+    def read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
+        """Read one argument: its name and its text; None, with nothing read, where there is none."""
+
+    @abstractmethod
+    def read_end(self, text: Incoming) -> Steps[bool]:
+        """Read the end of the call, if it is there."""
+
+    @abstractmethod
+    def write_head(self, name: str) -> str:
+        """What stands between the mark and the first field."""
+
+    @abstractmethod
+    def write_field(self, lark: Lark, key: str, value: str | None) -> str:
+        """One argument in Lark's notation; a `value` of None is any text."""
+
+    @abstractmethod
+    def write_end(self, lark: Lark) -> str:
+        """What stands behind the last field."""
+
+    def _value(self, name: str, key: str, raw: str) -> Any:
+        function = next((one for one in self.functions if one.name == name), None)
+        schema = function.parameters.get("properties", {}).get(key, {}) if function is not None else {}
+        if _is_text(schema):
+            return raw
+        try:
+            return json.loads(raw)
+        except ValueError:
+            return raw
+
+    def _call(self, lark: Lark, function: Function) -> str:
+        schema = function.parameters
+        required = schema.get("required", ())
+        if function.strict and "properties" not in schema:
+            raise ArgumentError(f"strict function {function.name!r}: this model's calls need a schema with properties")
+        fields = []
+        for key, own in schema.get("properties", {}).items():
+            field = lark.rule(self.write_field(lark, key, self._field_value(lark, function, own)))
+            fields.append(field if key in required else f"{field}?")
+        return " ".join([literal(self.write_head(function.name)), *fields, self.write_end(lark)])
+
+    def _field_value(self, lark: Lark, function: Function, schema: Mapping[str, Any]) -> str | None:
+        if not _is_text(schema):
+            shared = {key: function.parameters[key] for key in ("$defs", "definitions") if key in function.parameters}
+            return lark.json({**schema, **shared}, strict=function.strict)
+        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if options is not None:
+            return lark.rule(" | ".join(literal(option) for option in options))
+        unwritable = next((keyword for keyword in _UNWRITABLE if keyword in schema), None)
+        if function.strict and unwritable is not None:
+            raise ArgumentError(
+                f"strict function {function.name!r}: {unwritable!r} cannot be enforced in this model's calls"
+            )
+        return None
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    kind = schema.get("type")
+    return kind == "string" or (kind is None and bool(options) and all(isinstance(one, str) for one in options))

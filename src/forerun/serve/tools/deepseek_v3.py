@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from forerun.serve.tools.base import Function, Lark, ToolFormat, literal
-from forerun.serve.tools.calls import read_arguments
+from forerun.serve.tools.base import Function, Lark, ToolFormat, literal, read_arguments
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 
@@ -40,7 +39,7 @@ class DeepSeekV3(ToolFormat):
 
     def block(self, lark: Lark, *, many: bool) -> str:
         fenced = "```json" in self.template
-        calls = " | ".join(self._call(lark, function, fenced=fenced) for function in self.functions)
+        calls = self._one_of(lambda function: self._call(lark, function, fenced=fenced))
         one = lark.rule(f"{lark.mark(CALL)} ({calls}) {lark.mark(CALL_END)}")
         joint = '"\\n"' if fenced else ""
         return f"{one} ({joint} {one})* {lark.mark(CALLS_END)}" if many else f"{one} {lark.mark(CALLS_END)}"

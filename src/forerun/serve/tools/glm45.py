@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from forerun.serve.tools.base import Lark, literal
-from forerun.serve.tools.fields import FieldFormat
+from forerun.serve.tools.base import FieldFormat, Lark, literal
 from forerun.serve.tools.incoming import Incoming, Steps
 
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.serve.tools.base import Lark, ToolFormat
-from forerun.serve.tools.calls import read_call
+from forerun.serve.tools.base import Lark, ToolFormat, read_calls
 from forerun.serve.tools.incoming import Incoming, Steps
 
 END = "</tool_call>"
@@ -20,14 +19,8 @@ class Hermes(ToolFormat):
     marks: ClassVar[tuple[str, ...]] = (END,)
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
-        called = False
-        while (yield from read_call(text)):
-            called = True
-        if called:
-            yield from text.opens(END)
-        return called
+        return (yield from read_calls(text, end=END))
 
     def block(self, lark: Lark, *, many: bool) -> str:
-        calls = " | ".join(self._json_call(lark, function) for function in self.functions)
-        one = lark.rule(f'"\\n" ({calls}) "}}\\n" {lark.mark(END)}')
-        return f'{one} ("\\n" {lark.mark(self.mark)} {one})*' if many else one
+        one = lark.rule(f'"\\n" {self._json_call(lark)} "\\n" {lark.mark(END)}')
+        return self._repeated(lark, one, many=many)

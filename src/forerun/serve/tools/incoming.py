@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, read through a cursor; and the JSON in it. Knows no format of calls.
+"""A streaming reader: text that arrives in pieces, read through a cursor, and the JSON in it. Knows no format of calls.
 
 A reader is a generator that yields `Piece`s, and None where it needs more text. What it decides depends on the text and
 never on where the text was cut, so a streamed answer and a whole one are read by the same lines to the same pieces.
@@ -179,10 +179,10 @@ class _Scan:
 
     def run(self, text: str, at: int) -> int:
         """Where the value ends, or the end of the text if it goes on."""
-        for place in range(at, len(text)):
-            self._read(text[place])
+        for position in range(at, len(text)):
+            self._read(text[position])
             if self.done:
-                return place + 1
+                return position + 1
         return len(text)
 
     def _read(self, character: str) -> None:

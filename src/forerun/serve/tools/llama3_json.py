@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forerun.errors import ArgumentError
-from forerun.serve.tools.base import Lark, ToolFormat
-from forerun.serve.tools.calls import read_call
+from forerun.serve.tools.base import Lark, ToolFormat, read_calls
 from forerun.serve.tools.incoming import Incoming, Steps
 
 
@@ -23,11 +22,7 @@ class Llama3Json(ToolFormat):
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
         names = {function.name for function in self.functions}
-        called = False
-        while (yield from read_call(text, names)):
-            called = True
-            yield from text.opens(";")
-        return called
+        return (yield from read_calls(text, names, between=";"))
 
     def grammar(self, lark: Lark, *, forced: bool, many: bool, content: str | None = None) -> str:
         if content is not None:
@@ -38,6 +33,5 @@ class Llama3Json(ToolFormat):
         return lark.rule(f"{calls} | {lark.mark(self.mark)} {calls} | /([^{{](.|\\n)*)?/")
 
     def block(self, lark: Lark, *, many: bool) -> str:
-        calls = (f'{self._json_call(lark, function, "parameters")} "}}"' for function in self.functions)
-        one = lark.rule(" | ".join(calls))
+        one = self._json_call(lark, "parameters")
         return f'{one} ("; " {one})*' if many else one

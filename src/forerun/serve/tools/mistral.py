@@ -6,8 +6,7 @@ import re
 import secrets
 from typing import ClassVar
 
-from forerun.serve.tools.base import Lark, ToolFormat, literal
-from forerun.serve.tools.calls import read_arguments, read_call
+from forerun.serve.tools.base import Function, Lark, ToolFormat, literal, read_arguments, read_calls
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
@@ -26,23 +25,18 @@ class Mistral(ToolFormat):
     def read_calls(self, text: Incoming) -> Steps[bool]:
         if not (yield from text.opens("[")):
             return (yield from self._read_named(text))
-        called = False
-        while (yield from read_call(text)):
-            called = True
-            yield from text.opens(",")
-        if called:
-            yield from text.opens("]")
-        return called
+        return (yield from read_calls(text, between=",", end="]"))
 
     def block(self, lark: Lark, *, many: bool) -> str:
         if ARGS in self.template:
-            calls = " | ".join(
-                f"{literal(function.name)} {lark.mark(ARGS)} {lark.json(function.parameters, strict=function.strict)}"
-                for function in self.functions
-            )
-            one = lark.rule(calls)
+
+            def write(function: Function) -> str:
+                arguments = lark.json(function.parameters, strict=function.strict)
+                return f"{literal(function.name)} {lark.mark(ARGS)} {arguments}"
+
+            one = lark.rule(self._one_of(write))
             return f"{one} ({lark.mark(self.mark)} {one})*" if many else one
-        one = lark.rule(" | ".join(f'{self._json_call(lark, function)} "}}"' for function in self.functions))
+        one = self._json_call(lark)
         return f'"[" {one} (", " {one})* "]"' if many else f'"[" {one} "]"'
 
     def new_id(self) -> str:

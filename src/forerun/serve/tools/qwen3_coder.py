@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.serve.tools.base import Lark, literal
-from forerun.serve.tools.fields import FieldFormat
+from forerun.serve.tools.base import FieldFormat, Lark, literal
 from forerun.serve.tools.incoming import Incoming, Steps
 
 LINE = "\n"

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
 from forerun.target.kernels import native
-from forerun.target.kernels.padding import Pass, current
+from forerun.target.padding import Pass, current
 
 NAME = "forerun_fold"
 """Under which transformers knows it."""
@@ -92,7 +92,7 @@ def attend(
     dropout: float = 0.0,
 ) -> Tensor:
     """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
-    if not dropout and native.takes(query, key, value, mask):
+    if not dropout and native.takes_attention(query, key, value, mask):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return native.attend(query, key, value, mask, scale, this.rows)
     if this.rows is not None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from forerun.target.cache import SlotCache
-from forerun.target.kernels import attention, fused_ops
-from forerun.target.kernels.fused_ops import HeadNorm, Heads
+from forerun.target.kernels import attention, native
+from forerun.target.kernels.native import HeadNorm, Heads
 from forerun.target.kernels.packing import FusedLinear, PackedWeight
 
 log = logging.getLogger(__name__)
@@ -58,15 +58,15 @@ class NormForward(_Forward):
             type(module).__name__.endswith("RMSNorm")
             and _epsilon(module) > 0
             and isinstance(weight, Tensor)
-            and weight.shape[0] % fused_ops.LANES == 0
+            and weight.shape[0] % native.LANES == 0
             and _plain_bf16(weight)
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not fused_ops.takes(states):
+        if not native.takes_states(states):
             normed: Tensor = self.plain(states)
             return normed
-        return fused_ops.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
+        return native.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
 
     def answers(self, forward: Any) -> list[Tensor]:
         weight: Any = self.module.weight
@@ -110,14 +110,14 @@ class GatedForward(_JointForward):
             and "down_proj" in module._modules
             and "silu" in type(_activation(module)).__name__.lower()
             and joint.sizes[0] == joint.sizes[1]
-            and joint.sizes[0] % fused_ops.LANES == 0
+            and joint.sizes[0] % native.LANES == 0
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not fused_ops.takes(states) or not self.intact():
+        if not native.takes_states(states) or not self.intact():
             mixed: Tensor = self.plain(states)
             return mixed
-        result: Tensor = self.module._modules["down_proj"](fused_ops.gated(self.joint.apply(states)))  # type: ignore[misc]
+        result: Tensor = self.module._modules["down_proj"](native.silu_and_mul(self.joint.apply(states)))  # type: ignore[misc]
         return result
 
     def answers(self, forward: Any) -> list[Tensor]:
@@ -147,8 +147,8 @@ class AttentionForward(_JointForward):
         return (
             joint is not None
             and attention.installed(module)
-            and depth % (2 * fused_ops.LANES) == 0
-            and 0 < depth <= fused_ops.MOST_DEPTH
+            and depth % (2 * native.LANES) == 0
+            and 0 < depth <= native.MOST_DEPTH
             and joint.sizes[1] == joint.sizes[2]
             and all(NormForward.suits(norm) for norm in norms)  # type: ignore[arg-type]
         )
@@ -174,7 +174,7 @@ class AttentionForward(_JointForward):
         states = self.joint.apply(hidden_states)
         stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
         assert position_embeddings is not None
-        query = fused_ops.place(states, position_embeddings, heads, stores, places).transpose(1, 2)
+        query = native.rope_and_write(states, position_embeddings, heads, stores, places).transpose(1, 2)
         keys, values = cache.seen(layer)
         attended, _ = attention.fold_attention(module, query, keys, values, attention_mask, scaling=module.scaling)
         return module.o_proj(attended.flatten(2)), None
@@ -184,7 +184,7 @@ class AttentionForward(_JointForward):
             type(cache) is SlotCache
             and angles is not None
             and mask is not None
-            and fused_ops.takes(states)
+            and native.takes_states(states)
             and self.intact()
             and attention.installed(self.module)
             and all(_reads(part, states, self.heads.depth) for part in angles)
@@ -216,7 +216,7 @@ KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormFo
 @torch.inference_mode()
 def install(model: nn.Module) -> int:
     """Give every module of `model` that suits a faster forward; how many got one."""
-    if fused_ops.kernels() is None:
+    if native.fused_kernels() is None:
         return 0
     return sum(_install(module) for module in list(model.modules()))
 

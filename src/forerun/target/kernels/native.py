@@ -1,15 +1,134 @@
-"""Attention in C (`attend.c`). Knows tensors and no model."""
+"""Kernels in C: attention (`attend.c`); RMSNorm, RoPE with the KV write, the gated activation, argmax (`fused_ops.c`).
+
+Compiled once by the machine's compiler, then kept in the cache folder, which any number of threads, processes and
+containers may share. Without a compiler, on a processor without AVX-512 BF16, or on another system than Linux, torch
+does what they do: there the fused ones are some forty small operations a layer, which at a few tokens cost more than
+their arithmetic. Knows tensors and no module.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from forerun.caching import cache_root
 from forerun.errors import ArgumentError
-from forerun.target.kernels import building
+from forerun.writing import written
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+"""Tried in this order unless ``$CC`` names one."""
+FLAGS = (
+    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"),
+)
+_PATIENCE_S = 60.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ONE_BUILDS = threading.Lock()
+Loader = Callable[[str], ctypes.CDLL]
+
+
+def version() -> str:
+    """Changes with any kernel's source and with the flags."""
+    sources = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
+    return hashlib.sha256(sources + "\0".join(FLAGS).encode()).hexdigest()[:16]
+
+
+def compiled_library(name: str, loader: Loader = ctypes.CDLL) -> ctypes.CDLL | None:
+    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once.
+
+    Args:
+        loader: ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it.
+    """
+    with _ONE_BUILDS:
+        return _known(name, loader)
+
+
+@cache
+def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
+    if sys.platform != "linux" or not torch.cpu._is_avx512_bf16_supported():
+        return None
+    try:
+        return _loaded(name, loader)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        log.warning("%s runs in torch, which is slower: the kernel in C could not be compiled: %s", name, reason)
+        return None
+
+
+def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
+    """The kernel from the cache, compiled first where it is not there yet.
+
+    Raises:
+        OSError: no compiler, or nothing can be written.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    path = cache_root() / "kernels" / f"{name}-{version()}.so"
+    try:
+        return _open(path, loader)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s is not used: %s; compiling it anew", path, error)
+    try:
+        with written(path) as fresh:
+            _compile(name, fresh)
+        return _open(path, loader)
+    except OSError as error:
+        log.warning("the kernel in C cannot be kept in the cache (%s); it is compiled for this process alone", error)
+    with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
+        _compile(name, Path(folder) / path.name)
+        return _open(Path(folder) / path.name, loader)
+
+
+def _open(path: Path, loader: Loader) -> ctypes.CDLL:
+    """The library in a file of ours that nobody else can write to: code that others wrote would run as us.
+
+    Raises:
+        OSError: there is none, or somebody else's.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+        os.close(descriptor)
+        raise PermissionError("it belongs to somebody else, or others may write to it")
+    # Not by its name, under which another file may stand by now. Left open: the loader takes a name for what it knew by
+    # that name, and a closed descriptor's number comes again.
+    return loader(f"/proc/self/fd/{descriptor}")
+
+
+def _compile(name: str, to: Path) -> None:
+    command = [_compiler(), *FLAGS, str(FOLDER / f"{name}.c"), "-lm", "-o", str(to)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE_S)
+    to.chmod(stat.S_IRUSR | stat.S_IXUSR)  # whatever the umask says
+
+
+def _compiler() -> str:
+    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    found = next((path for path in map(shutil.which, names) if path is not None), None)
+    if found is None:
+        raise FileNotFoundError(f"no C compiler ({', '.join(names)})")
+    return found
+
+
+# --- attention ---
 
 DEPTHS = range(32, 257, 32)
 """Widths of a head that it takes."""
@@ -34,7 +153,7 @@ class _Problem(ctypes.Structure):
     )
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Whether `attend` can be asked: bf16 on a CPU that has the instructions, heads of a fitting width, no gradient."""
     tensors = (query, key, value, mask)
     return (
@@ -43,12 +162,12 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
         and query.shape[-1] in DEPTHS
         and value.shape[-1] in DEPTHS
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-        and kernel() is not None
+        and attention_kernel() is not None
     )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
-    """Attention where `takes` says so; a row's bits depend on what that row sees alone.
+    """Attention where `takes_attention` says so; a row's bits depend on what that row sees alone.
 
     Args:
         query: (B, heads, N, D)
@@ -66,17 +185,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     """
     batch, heads, count, depth = query.shape
     held, key_heads, width, _ = key.shape
-    found = kernel()
-    assert found is not None, "takes() is asked first"
+    found = attention_kernel()
+    assert found is not None, "takes_attention() is asked first"
     if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not (rows is None or _are_rows(rows, batch)):
-        raise _refusal(query, key, value, mask, rows)
+        raise _attention_refusal(query, key, value, mask, rows)
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
     sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1])
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2))
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, mask, rows, out)]
     if found(ctypes.byref(_Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads()))):
-        raise _refusal(query, key, value, mask, rows)
+        raise _attention_refusal(query, key, value, mask, rows)
     return out
 
 
@@ -84,7 +203,7 @@ def _are_rows(rows: Tensor, batch: int) -> bool:
     return rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
 
 
-def _refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tensor | None) -> ArgumentError:
+def _attention_refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tensor | None) -> ArgumentError:
     tensors = {"query": query, "key": key, "value": value, "mask": mask}
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
     return ArgumentError(
@@ -95,11 +214,183 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tens
 
 
 @cache
-def kernel() -> ctypes._NamedFuncPointer | None:
+def attention_kernel() -> ctypes._NamedFuncPointer | None:
     """The compiled kernel; None where this machine cannot have it."""
-    library = building.library("attend")
+    library = compiled_library("attend")
     if library is None:
         return None
     assert library.forerun_problem_size() == ctypes.sizeof(_Problem)
     library.forerun_attend.restype = ctypes.c_int32
     return library.forerun_attend
+
+
+# --- norm, rotation, activation, argmax ---
+
+LANES = 16
+"""Widths are multiples of it; those of a head of twice as much."""
+MOST_DEPTH = 512
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = {
+    "forerun_norm": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, ctypes.c_int32),
+    "forerun_gate": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
+    "forerun_place": (_POINTER,),
+    "forerun_largest": (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_int32),
+}
+
+
+class _Placing(ctypes.Structure):
+    """`Placing` of ``fused_ops.c``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("states", "cosine", "sine", "query_norm", "key_norm", "places")),
+        *((name, _POINTER) for name in ("query", "keys", "values")),
+        *((name, _COUNT) for name in ("tokens", "slots", "heads", "key_heads", "depth")),
+        ("query_epsilon", ctypes.c_float),
+        ("key_epsilon", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    )
+
+
+@cache
+def fused_kernels() -> ctypes.CDLL | None:
+    """The compiled library; None where this machine cannot have it."""
+    library = compiled_library("fused_ops", ctypes.PyDLL)
+    if library is None:
+        return None
+    assert library.forerun_placing_size() == ctypes.sizeof(_Placing)
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
+    library.forerun_place.restype = ctypes.c_int32
+    return library
+
+
+def takes_states(states: Tensor) -> bool:
+    """Whether values like these (.., size) may be handed to the functions below: contiguous bf16 on a CPU that has the
+    instructions, no gradient."""
+    return (
+        states.dtype == torch.bfloat16
+        and states.is_contiguous()
+        and states.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and fused_kernels() is not None
+    )
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,).
+
+    Raises:
+        ArgumentError: the sizes differ, or are no multiples of `LANES`.
+    """
+    size = states.shape[-1]
+    if weight.shape != (size,) or size % LANES:
+        raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")
+    result = torch.empty_like(states)
+    _library().forerun_norm(
+        *(tensor.data_ptr() for tensor in (states, weight, result)),
+        *(states.numel() // size, size, epsilon, torch.get_num_threads()),
+    )
+    return result
+
+
+def silu_and_mul(both: Tensor) -> Tensor:
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size).
+
+    Raises:
+        ArgumentError: the size is no multiple of `LANES`.
+    """
+    size = both.shape[-1] // 2
+    if both.shape[-1] % (2 * LANES):
+        raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
+    result = both.new_empty(*both.shape[:-1], size)
+    rows = result.numel() // size
+    _library().forerun_gate(both.data_ptr(), result.data_ptr(), rows, size, torch.get_num_threads())
+    return result
+
+
+def argmax(logits: Tensor) -> list[int]:
+    """Of each row of (.., V) the first place of its largest number; -1 where it holds NaN."""
+    width = logits.shape[-1]
+    rows = logits.numel() // width
+    places = (ctypes.c_int64 * rows)()
+    _library().forerun_largest(logits.data_ptr(), places, rows, width, torch.get_num_threads())
+    return list(places)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A root-mean-square norm of every head."""
+
+    weight: Tensor
+    """(D,)"""
+    epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """How the output of a layer's joint projection divides."""
+
+    queries: int
+    keys: int
+    """As many as values."""
+    depth: int
+    """D, even to 32."""
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+
+
+def rope_and_write(
+    states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
+) -> Tensor:
+    """Normalise and rotate queries and keys, write keys and values to the cache.
+
+    Args:
+        states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
+        angles: cosines and sines (.., D) of the M tokens, contiguous, halves paired as in Llama.
+        stores: keys and values (rows, slots, keys, D), contiguous.
+        places: (M,) int64, index into (rows * slots).
+
+    Returns:
+        the queries (.., queries, D)
+
+    Raises:
+        ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.
+    """
+    tokens, size = places.numel(), heads.keys * heads.depth
+    slots = stores[0].numel() // size
+    fitting = (
+        states.numel() == tokens * (heads.queries + 2 * heads.keys) * heads.depth
+        and all(part.numel() == tokens * heads.depth for part in angles)
+        and all(store.numel() == slots * size and store.dtype == states.dtype for store in stores)
+        and all(norm is None or norm.weight.numel() == heads.depth for norm in (heads.query_norm, heads.key_norm))
+        and places.dtype == torch.int64
+        and places.is_contiguous()
+    )
+    if not fitting:
+        raise _placing_refusal(states, heads, stores, places)
+    query = states.new_empty(*states.shape[:-1], heads.queries, heads.depth)
+    norms = (heads.query_norm, heads.key_norm)
+    weights = (None if norm is None else norm.weight for norm in norms)
+    tensors = (states, *angles, *weights, places, query, *stores)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    epsilons = (0.0 if norm is None else norm.epsilon for norm in norms)
+    sizes = (tokens, slots, heads.queries, heads.keys, heads.depth)
+    if _library().forerun_place(ctypes.byref(_Placing(*pointers, *sizes, *epsilons, torch.get_num_threads()))):
+        raise _placing_refusal(states, heads, stores, places)
+    return query
+
+
+def _placing_refusal(states: Tensor, heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor) -> ArgumentError:
+    return ArgumentError(
+        f"states {tuple(states.shape)} of {heads} cannot be written to keys {tuple(stores[0].shape)} and values "
+        f"{tuple(stores[1].shape)} at the {places.dtype} places {places.tolist()}; expected one int64 place below rows "
+        "* slots for each token, with an angle for each of its entries"
+    )
+
+
+def _library() -> ctypes.CDLL:
+    found = fused_kernels()
+    assert found is not None, "takes_states() or takes_attention() is asked first"
+    return found

@@ -1,21 +1,24 @@
 """Linear layers repacked for few rows: weights in oneDNN's own layout, and layers with one input merged into one.
 
 A packed layer gives every row the same bits whatever the other rows hold and however many there are (1 to 32 rows on
-every processor that was tried; see `forerun.target.kernels`), because a single row runs as two: oneDNN has a separate
-kernel for one row, which sums in another order.
+every processor that was tried), because a single row runs as two: oneDNN has a separate kernel for one row, which sums
+in another order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left alone.
 
-Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and other devices are left as they are.
+`ready` and `exchange` give a model in use new weights, plain or packed, tied ones still tied.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+
+from forerun.errors import CheckpointError
 
 PACK_ROWS = 16
 """The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
@@ -182,8 +185,6 @@ class Packing:
     """Linear layers that were repacked."""
     fused: int
     """Groups that were merged."""
-    nbytes: int
-    """Bytes of packed weights; no parameter of the model holds them any longer."""
 
 
 def packable(layer: nn.Module) -> bool:
@@ -207,7 +208,7 @@ def cpu_packs(dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def pack(model: nn.Module) -> Packing:
     """Replace every packable linear layer of `model`, in place; the plain weights are freed, a tied embedding stays."""
-    layers = fused = size = 0
+    layers = fused = 0
     for parent in list(_parents(model)):
         for names in GROUPS:
             members = [parent._modules.get(name) for name in names]
@@ -216,13 +217,12 @@ def pack(model: nn.Module) -> Packing:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, FusedLinear(linears[index], group, index))
-                layers, fused, size = layers + len(names), fused + 1, size + group.packed_weight.nbytes()
+                layers, fused = layers + len(names), fused + 1
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
-                packed = PackedLinear(child)
-                setattr(parent, name, packed)
-                layers, size = layers + 1, size + packed.packed_weight.nbytes()
-    return Packing(layers=layers, fused=fused, nbytes=size)
+                setattr(parent, name, PackedLinear(child))
+                layers += 1
+    return Packing(layers=layers, fused=fused)
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -247,3 +247,74 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
         and (layer.bias is None) == (first.bias is None)
         for layer in layers
     )
+
+
+# --- new weights for a model in use ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """A whole set of weights in the form in which one model holds them."""
+
+    parameters: tuple[tuple[nn.Parameter, Tensor], ...]
+    """What is exchanged, and its values."""
+    packed: tuple[tuple[PackedWeight, Contents], ...]
+
+    def nbytes(self) -> int:
+        """Bytes of the values, padding of packed layouts not counted."""
+        return sum(value.nbytes for _, value in self.parameters) + sum(weight.nbytes() for weight, _ in self.packed)
+
+
+@torch.no_grad()
+def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
+    """The values of `state` as `model` would hold them: its dtypes, its devices, its layouts. Changes nothing.
+
+    Args:
+        state: as the ``state_dict`` of the plain model, any floating dtype.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    parameters = tuple(
+        (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
+        for name, own in model.named_parameters()
+    )
+    layers = defaultdict[int, list[tuple[str, PackedLinear | FusedLinear]]](list)
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear | FusedLinear):
+            layers[id(module.packed_weight)].append((name, module))
+    packed = []
+    for members in layers.values():
+        members.sort(key=lambda member: member[1].index)
+        weight = members[0][1].packed_weight
+        matrices = [_of_shape(state, f"{name}.weight", (m.out_features, m.in_features)) for name, m in members]
+        biases = [state[f"{name}.bias"] for name, _ in members] if weight.bias is not None else []
+        packed.append((weight, weight.ready(matrices, biases)))
+    return Weights(parameters=parameters, packed=tuple(packed))
+
+
+def exchange(weights: Weights) -> Weights:
+    """Put these weights into the model that they were made for; returns what was there.
+
+    On a CPU pointers change and no value is copied. On an accelerator values are copied into place, because recorded
+    passes read where they lie. Call it between passes, in the thread that runs them.
+    """
+    with torch.inference_mode(False):
+        parameters = []
+        for own, value in weights.parameters:
+            if own.device.type == "cpu":
+                parameters.append((own, own.data))
+                own.data = value
+            else:
+                parameters.append((own, own.data.clone()))
+                own.data.copy_(value)
+    packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
+    return Weights(parameters=tuple(parameters), packed=packed)
+
+
+def _of_shape(state: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    value = state.get(name)
+    if value is None or tuple(value.shape) != shape:
+        found = "is missing" if value is None else f"has the shape {tuple(value.shape)}"
+        raise CheckpointError(f"{name} {found}, expected {shape}: these are another model's weights")
+    return value

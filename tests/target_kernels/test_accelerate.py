@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from forerun.target import Target
-from forerun.target.kernels import accelerate
-from forerun.target.kernels.compiling import CompiledForward
+from forerun.target.kernels.accelerate import CompiledForward, accelerate
 from forerun.target.kernels.packing import cpu_packs
 from forerun.tree import TokenTree
 from target_kernels.conftest import build

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Plan, Target
 from forerun.target.inputs import Nodes
-from forerun.target.parts import base_of, layers_of
+from forerun.target.layers import base_of, layers_of
 from forerun.target.prepare import cache_bytes_per_token
 from forerun.target.resuming import prove
 from forerun.types import LAST_HIDDEN

@@ -1,4 +1,4 @@
-"""What is collected: the right distributions at the right places, answers held back whole, memory bounded."""
+"""What is collected: the right distributions at the right positions, answers held back whole, memory bounded."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from transformers import LlamaForCausalLM
 from adaptation.conftest import distribution_of, pieces
 from contract.harness import PROMPTS, VARIANTS, Variant, as_prompts, llm
 from forerun import LLM, SamplingParams
-from forerun.engine.adapting import pieces as module
-from forerun.engine.adapting.collecting import Collector
+from forerun.engine.adapting import replay as module
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.pieces import Piece, Store
-from forerun.engine.adapting.throttle import Throttle
+from forerun.engine.adapting.learning import Throttle
+from forerun.engine.adapting.replay import Collector, Piece, ReplayBuffer
 from forerun.types import Source
 
 
-def collecting(variant: Variant, store: Store, **options: Any) -> tuple[LLM, Collector]:
+def collecting(variant: Variant, buffer: ReplayBuffer, **options: Any) -> tuple[LLM, Collector]:
     """An engine whose drafter's steps are noted; it learns nothing. A row's last answer is open until it is closed."""
     engine = llm(variant, rows=3)
-    collector = Collector(store, **{"top_k": 5, "held_every": 3, "readable": 12, **options})
+    collector = Collector(buffer, **{"top_k": 5, "held_every": 3, "readable": 12, **options})
     throttle = Throttle(1.0, threading.Event())
     around: Callable[[Any], Any] = lambda drafter: AdaptedDrafter(drafter, collector, throttle)  # noqa: E731
     engine.engine.drafting.wrap(engine.engine.drafting.ensure(engine.speculative) or "", around)
     return engine, collector
 
 
-def everything(store: Store) -> list[Piece]:
-    return [*store.training(), *store.held(1000)]
+def everything(buffer: ReplayBuffer) -> list[Piece]:
+    return [*buffer.training(), *buffer.held(1000)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, None])
@@ -43,33 +42,33 @@ def test_the_distributions_are_the_targets_and_every_answered_position_is_there(
     label: str, temperature: float | None, target: LlamaForCausalLM
 ) -> None:
     variant = next(one for one in VARIANTS["draft_model"] if one.label == label)
-    store = Store(2**20)
+    buffer = ReplayBuffer(2**20)
     params = [SamplingParams(temperature=temperature, top_k=0, max_tokens=30, seed=seed) for seed in range(5)]
-    engine, collector = collecting(variant, store)
+    engine, collector = collecting(variant, buffer)
     outputs = engine.generate(as_prompts(PROMPTS), params, trace=True)
     collector.close(range(3))
-    found = everything(store)
+    found = everything(buffer)
     heat = 1.0 if temperature is None else temperature
     for one in found:
         text = one.tokens.tolist()
-        wanted = distribution_of(target, text, heat or 1.0)[one.places.tolist()]
+        wanted = distribution_of(target, text, heat or 1.0)[one.positions.tolist()]
         probs, ids = wanted.topk(5)
         assert one.temperature == heat
         assert np.array_equal(one.ids, ids.numpy())
         assert np.allclose(one.probs, probs.numpy(), atol=2e-3)
-        assert one.places[-1] == len(text) - 1
+        assert one.positions[-1] == len(text) - 1
     kinds = [trace.kind for output in outputs for trace in output.outputs[0].trace]
-    assert store.rejected == sum(int(one.rejected.sum()) for one in found) == kinds.count(Source.RECOVERED) > 0
+    assert buffer.rejected == sum(int(one.rejected.sum()) for one in found) == kinds.count(Source.RECOVERED) > 0
     # The first token of an answer comes before any drafter has spoken.
-    assert store.positions == sum(len(one.places) for one in found) == sum(29 for _ in outputs)
+    assert buffer.positions == sum(len(one.positions) for one in found) == sum(29 for _ in outputs)
 
 
 def test_the_rejected_position_is_the_one_where_the_draft_was_wrong() -> None:
-    store = Store(2**20)
-    engine, collector = collecting(VARIANTS["draft_model"][0], store, held_every=2)
+    buffer = ReplayBuffer(2**20)
+    engine, collector = collecting(VARIANTS["draft_model"][0], buffer, held_every=2)
     [output] = engine.generate(as_prompts(PROMPTS[:1]), SamplingParams(temperature=0, max_tokens=20), trace=True)
     collector.close([0])
-    [one] = everything(store)
+    [one] = everything(buffer)
     ends, expected = 0, []
     for trace in output.outputs[0].trace:
         expected += [False] * len(trace.path) + [trace.kind is Source.RECOVERED]
@@ -78,28 +77,28 @@ def test_the_rejected_position_is_the_one_where_the_draft_was_wrong() -> None:
 
 
 def test_answers_are_held_back_whole_and_in_turn() -> None:
-    store = Store(2**20)
-    engine, collector = collecting(VARIANTS["draft_model"][0], store, held_every=3)
+    buffer = ReplayBuffer(2**20)
+    engine, collector = collecting(VARIANTS["draft_model"][0], buffer, held_every=3)
     for _ in range(3):  # one after the other: the first of three is held back, on all its pieces
         engine.generate(as_prompts(PROMPTS[:1]), SamplingParams(temperature=0, max_tokens=50))
     collector.close(range(3))
-    assert [len(one.places) for one in store.held(9)] == [49]
-    assert [len(one.places) for one in store.training()] == [49, 49]
-    assert store.added == 2 and store.positions == 3 * 49
+    assert [len(one.positions) for one in buffer.held(9)] == [49]
+    assert [len(one.positions) for one in buffer.training()] == [49, 49]
+    assert buffer.added == 2 and buffer.positions == 3 * 49
 
 
 def test_long_answers_come_in_pieces_with_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.engine.adapting.collecting.PIECE", 8)
-    monkeypatch.setattr("forerun.engine.adapting.collecting.CONTEXT", 4)
-    store = Store(2**20)
-    engine, collector = collecting(VARIANTS["draft_model"][0], store, held_every=100)
+    monkeypatch.setattr("forerun.engine.adapting.replay.PIECE", 8)
+    monkeypatch.setattr("forerun.engine.adapting.replay.CONTEXT", 4)
+    buffer = ReplayBuffer(2**20)
+    engine, collector = collecting(VARIANTS["draft_model"][0], buffer, held_every=100)
     [output] = engine.generate(as_prompts(PROMPTS[:1]), SamplingParams(temperature=0, max_tokens=40))
     collector.close([0])
     text = PROMPTS[0] + output.outputs[0].token_ids
     at = len(PROMPTS[0])
-    for one in store.held(100):
-        size = len(one.places)
-        assert one.places.tolist() == list(range(3, 3 + size))
+    for one in buffer.held(100):
+        size = len(one.positions)
+        assert one.positions.tolist() == list(range(3, 3 + size))
         assert size < 12, "a step adds at most 4"
         assert one.tokens.tolist() == text[at - 3 : at + size]
         at += size
@@ -109,18 +108,18 @@ def test_long_answers_come_in_pieces_with_their_context(monkeypatch: pytest.Monk
 def test_memory_is_bounded_and_the_oldest_give_way(target: LlamaForCausalLM) -> None:
     made = pieces(target, 40) + [replace(one, held=True) for one in pieces(target, 40, seed=1)]
     limit = 16 * made[0].nbytes
-    store = Store(limit)
+    buffer = ReplayBuffer(limit)
     for one in made:
-        store.add(one)
-        assert store.nbytes <= limit
-    assert [one.tokens.tolist() for one in store.training()] == [one.tokens.tolist() for one in made[26:40]]
-    assert [one.tokens.tolist() for one in store.held(9)] == [one.tokens.tolist() for one in made[78:]]
+        buffer.add(one)
+        assert buffer.nbytes <= limit
+    assert [one.tokens.tolist() for one in buffer.training()] == [one.tokens.tolist() for one in made[26:40]]
+    assert [one.tokens.tolist() for one in buffer.held(9)] == [one.tokens.tolist() for one in made[78:]]
     assert module.HELD_SHARE == 0.125
 
 
 def test_collecting_that_fails_costs_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(2**20)
-    engine, _ = collecting(VARIANTS["draft_model"][0], store)
+    buffer = ReplayBuffer(2**20)
+    engine, _ = collecting(VARIANTS["draft_model"][0], buffer)
     params = SamplingParams(temperature=0, max_tokens=20)
     [before] = engine.generate(as_prompts(PROMPTS[:1]), params)
 

@@ -16,16 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from contract.harness import model, relative, word_tokenizer
-from forerun.engine.adapting.keeping import Keeper, fingerprint
+from forerun.engine.adapting.adaptation import Snapshots, fingerprint
 from forerun.errors import CheckpointError
 from forerun.target import Target
 
 KILLS = 6
 
 
-def keeper(folder: Path, target: LlamaForCausalLM | None = None) -> Keeper:
+def snapshots(folder: Path, target: LlamaForCausalLM | None = None) -> Snapshots:
     held = Target(target or model(), rows=1, slots=32)
-    return Keeper(folder, held, word_tokenizer(), torch.bfloat16)
+    return Snapshots(folder, held, word_tokenizer(), torch.bfloat16)
 
 
 def names(folder: Path) -> list[str]:
@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_an_ordinary_checkpoint_and_what_it_came_from(tmp_path: Path, draft: LlamaForCausalLM) -> None:
-    keeper(tmp_path).save(draft, 3, {"updates": 7, "expected_acceptance": 0.5})
+    snapshots(tmp_path).save(draft, 3, {"updates": 7, "expected_acceptance": 0.5})
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
     assert stored.dtype == torch.bfloat16 and draft.dtype == torch.float32
     for name, value in stored.state_dict().items():
@@ -45,18 +45,18 @@ def test_an_ordinary_checkpoint_and_what_it_came_from(tmp_path: Path, draft: Lla
 
 
 def test_the_last_two_are_kept_and_a_start_goes_on_from_the_newest(tmp_path: Path, draft: LlamaForCausalLM) -> None:
-    assert keeper(tmp_path / "new").resume() is None
-    kept = keeper(tmp_path)
+    assert snapshots(tmp_path / "new").resume() is None
+    kept = snapshots(tmp_path)
     for version in (1, 2, 3):
         kept.save(draft, version, {})
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "latest"]
-    found = keeper(tmp_path).resume()
+    found = snapshots(tmp_path).resume()
     assert found is not None and found.version == 3
     assert torch.equal(found.state["lm_head.weight"], draft.lm_head.weight.bfloat16().float())
 
 
 def test_what_was_rolled_back_is_not_gone_on_from(tmp_path: Path, draft: LlamaForCausalLM) -> None:
-    kept = keeper(tmp_path)
+    kept = snapshots(tmp_path)
     kept.save(draft, 1, {})
     kept.save(draft, 2, {})
     kept.withdraw(2)
@@ -68,26 +68,26 @@ def test_what_was_rolled_back_is_not_gone_on_from(tmp_path: Path, draft: LlamaFo
 
 
 def test_another_targets_drafter_is_refused(tmp_path: Path, draft: LlamaForCausalLM) -> None:
-    keeper(tmp_path).save(draft, 1, {})
+    snapshots(tmp_path).save(draft, 1, {})
     with pytest.raises(CheckpointError, match="another target"):
-        keeper(tmp_path, relative()).resume()
+        snapshots(tmp_path, relative()).resume()
 
 
 def test_a_foreign_or_broken_directory_is_refused(tmp_path: Path, draft: LlamaForCausalLM) -> None:
     folder = tmp_path / "checkpoint-4"
     draft.save_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"adaptation.json cannot be read"):
-        keeper(tmp_path).resume()
+        snapshots(tmp_path).resume()
     (folder / "adaptation.json").write_text(json.dumps({"version": 4, "target": fingerprint(Target(model()))}))
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
-        keeper(tmp_path).resume()
+        snapshots(tmp_path).resume()
 
 
 def test_a_full_disk_leaves_what_was_there(
     tmp_path: Path, draft: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = keeper(tmp_path)
+    kept = snapshots(tmp_path)
     kept.save(draft, 1, {})
 
     def full(*_: object, **__: object) -> None:
@@ -105,7 +105,7 @@ def test_killed_while_it_saves(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "adaptation.saving_forever", str(tmp_path)]
-    rng, kept = random.Random(0), keeper(tmp_path)
+    rng, kept = random.Random(0), snapshots(tmp_path)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"

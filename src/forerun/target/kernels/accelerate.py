@@ -1,10 +1,11 @@
-"""A target's forward pass, compiled once for every number of tokens and every cache width.
+"""Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
 
-Packed linears, and attention together with the cache, are single opaque operations of the compiled graph; what lies
-between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and shapes stay
-symbolic: there is one graph for one token and one for more.
+`accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
+nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
 
-Knows `forerun.target.kernels`'s own operations. Does not capture hidden states: passes with hooks run as before.
+In a compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph;
+what lies between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and
+shapes stay symbolic: there is one graph for one token and one for more. Passes with hooks run as before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from forerun.caching import cache_root
+from forerun.target.kernels import attention, forwards, packing
 from forerun.target.kernels.attention import COMPILED, NAME
-from forerun.target.kernels.padding import Pass, running
-from forerun.target.parts import base_of
+from forerun.target.kernels.packing import Packing
+from forerun.target.layers import base_of
+from forerun.target.padding import Pass, running
 
 log = logging.getLogger(__name__)
 
@@ -139,3 +143,49 @@ def _obstacle(model: Any) -> str | None:
     if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         return "there is no C++ compiler"
     return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acceleration:
+    """What was done to a model."""
+
+    packing: Packing
+    folded_attention: bool
+    forwards: int
+    """Norms, MLPs and attentions that run in fewer operations."""
+    compiled: bool
+
+    def __str__(self) -> str:
+        parts = []
+        if self.packing.layers:
+            parts.append(f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused")
+        if self.folded_attention:
+            parts.append("folded attention")
+        if self.forwards:
+            parts.append(f"{self.forwards} modules in C")
+        if self.compiled:
+            parts.append("compiled")
+        return ", ".join(parts) or "nothing to accelerate on this device and dtype"
+
+
+def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
+    """Make the passes of a transformers causal LM cheaper, in place.
+
+    Args:
+        model: loaded, in evaluation mode.
+        compile: also compile the base model's forward. The first pass with one token and the first with more then
+            take up to a minute each, in later processes seconds. A compiled pass rounds differently from a plain one.
+    """
+    packed = packing.pack(model)
+    folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
+    if folded:
+        attention.install(model)
+    compiled = compile and compile_forward(model)
+    count = forwards.install(model) if folded and packed.layers and not compiled else 0
+    return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
+
+
+def folds(model: Any, base: Any) -> bool:
+    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which asks the running `Pass`
+    where tokens stand; in compiled passes it does not."""
+    return attention.installed(model) and not isinstance(base.forward, CompiledForward)
