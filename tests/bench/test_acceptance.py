@@ -80,7 +80,7 @@ class TestMeasuring:
         assert chain.length < 2
 
     def test_trees_are_as_large_as_they_say(self, found: Acceptance) -> None:
-        assert {len(Shape.regular(shape).parents) for shape in SHAPES} == {EQUAL_NODES}
+        assert {Shape.regular(shape).size for shape in SHAPES} == {EQUAL_NODES}
         for line in found.lines:
             if line.form not in ("chain", "long chain"):
                 most = NODES if line.temperature == 0 else EQUAL_NODES
