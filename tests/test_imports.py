@@ -22,7 +22,6 @@ SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
 CYCLES = {
-    frozenset({"forerun.target.nouns", "forerun.types"}),
     frozenset(
         {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
     ),
