@@ -33,7 +33,6 @@ from forerun.errors import CheckpointError, ForerunError
 from forerun.target import Target
 from forerun.target.kernels.packing import exchange, ready
 from forerun.training.data.store import TokenizerIdentity
-from forerun.training.data.store import TokenizerIdentity
 from forerun.training.loop import checkpoint
 from forerun.writing import remove_folder, tidy, written
 
