@@ -308,7 +308,7 @@ def greedy_checks(
 ) -> tuple[list[Check], set[str]]:
     """Greedy equality and equality of log-probabilities, and the names of the rules that verified.
 
-    One pass of transformers over prompt and answer shows at every place which token is its own greedy one, as far as
+    One pass of transformers over prompt and answer shows at every position which token is its own greedy one, as far as
     the answer had not yet parted from its own.
     """
     params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False)
@@ -321,9 +321,9 @@ def greedy_checks(
         if difference is not None:
             parted.append(difference)
         common = len(answer.token_ids) if difference is None else difference.position
-        for place, token in enumerate(answer.tokens[:common]):
+        for position, token in enumerate(answer.tokens[:common]):
             assert token.logprob is not None
-            expected = float(logits[place].log_softmax(-1)[token.id])
+            expected = float(logits[position].log_softmax(-1)[token.id])
             worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
     checks = [_equality(answers, parted, stats), _logprob_equality(llm, worst, compared)]
     return checks, _rules(answers)

@@ -82,16 +82,16 @@ def mismatches(
         keys: of ``config.json``, without nesting but for ``eagle_config``.
         tensors: of the file, by canonical names; a norm above the first layer may have both of its names.
     """
-    places = LOADERS[engine](config, keys)
-    given = {name: tensor for name, tensor in tensors.items() if name in places or not SHARED.fullmatch(name)}
-    odd = sorted(name for name in given.keys() & places.keys() if tuple(given[name].shape) != places[name])
-    lost = sorted(name for name in given.keys() - places.keys() if not _harmless(name, given[name], config))
+    expected = LOADERS[engine](config, keys)
+    given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
+    odd = sorted(name for name in given.keys() & expected.keys() if tuple(given[name].shape) != expected[name])
+    lost = sorted(name for name in given.keys() - expected.keys() if not _harmless(name, given[name], config))
     stopping = [name for name in lost if engine == "vllm" and not name.endswith(".bias")]
     complaints: tuple[tuple[list[str], Severity, str], ...] = (
-        (odd, "fails", f"expects {some([f'{name} {places[name]}' for name in odd])}"),
+        (odd, "fails", f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
         (stopping, "fails", "has no place for it and stops"),
         ([name for name in lost if name not in stopping], "degrades", "does not use it, without a message"),
-        (sorted(places.keys() - given.keys()), "degrades", "makes room for it, and nothing in the file fills it"),
+        (sorted(expected.keys() - given.keys()), "degrades", "makes room for it, and nothing in the file fills it"),
     )
     for names, severity, why in complaints:
         if names:
@@ -110,8 +110,8 @@ def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     attention = bool(keys.get("attention_bias"))
     either = attention or bool(keys.get("bias"))
     if config.generation == 1:
-        return _places(config, qkv_bias=either, o_bias=either, fc_bias=False)
-    return _places(
+        return _expected(config, qkv_bias=either, o_bias=either, fc_bias=False)
+    return _expected(
         config,
         qkv_bias=attention,
         o_bias=either and not config.qk_norm,
@@ -127,8 +127,8 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     fc_bias = bool(keys.get("bias"))
     either = bool(keys.get("attention_bias")) or fc_bias
     if config.generation == 1:
-        return _places(config, qkv_bias=either, o_bias=either, fc_bias=True, mlp_bias=False)
-    places = _places(
+        return _expected(config, qkv_bias=either, o_bias=either, fc_bias=True, mlp_bias=False)
+    expected = _expected(
         config,
         qkv_bias=False,
         o_bias=either,
@@ -138,14 +138,14 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
         boundaries=_counted(config, keys),
     )
     if keys.get("draft_vocab_size") is not None and not keys.get("tie_word_embeddings"):
-        places["lm_head.weight"] = (config.draft_vocab_size, config.hidden_size)
-    return _hidden_norms(_without_fc(places) if places["fc.weight"][1] == config.hidden_size else places)
+        expected["lm_head.weight"] = (config.draft_vocab_size, config.hidden_size)
+    return _hidden_norms(_without_fc(expected) if expected["fc.weight"][1] == config.hidden_size else expected)
 
 
 def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     """What TensorRT-LLM loads; how many states ``fc`` reads stands in its YAML."""
     nested = keys.get(NESTED) or {}
-    places = _places(
+    expected = _expected(
         config,
         qkv_bias=bool(keys.get("attention_bias")),
         o_bias=bool(keys.get("attention_bias")),
@@ -154,7 +154,7 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
         norm_before_fc=bool(nested.get("norm_before_fc")),
         fc_norm=bool(keys.get("fc_norm")),
     )
-    return _hidden_norms(_without_fc(places) if len(config.boundaries) == 1 else places)
+    return _hidden_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
 
 
 LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]] = {
@@ -165,7 +165,7 @@ LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]] = {
 """Engine -> (what a head means, its keys) -> name and shape of every tensor that the engine wants of the file."""
 
 
-def _places(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
+def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
     """Names and shapes of a head as an engine reads it, with the fields `read` instead of those of `config`."""
     shapes = expected_shapes(dataclasses.replace(config, attention_bias=True, **read))
     absent = ([] if qkv_bias else ["q", "k", "v"]) + ([] if o_bias else ["o"])
@@ -180,16 +180,16 @@ def _counted(config: EagleConfig, keys: Mapping[str, Any]) -> tuple[int, ...]:
     return config.boundaries if count == len(config.boundaries) else tuple(range(count))
 
 
-def _without_fc(places: Shapes) -> Shapes:
+def _without_fc(expected: Shapes) -> Shapes:
     """Without the fusion: states that are as wide as the head are taken as they are."""
-    return {name: shape for name, shape in places.items() if not name.startswith(("fc.", "fc_norm.", "input_norm."))}
+    return {name: shape for name, shape in expected.items() if not name.startswith(("fc.", "fc_norm.", "input_norm."))}
 
 
-def _hidden_norms(places: Shapes) -> Shapes:
+def _hidden_norms(expected: Shapes) -> Shapes:
     """The norm above the first layer under the name that SGLang and TensorRT-LLM look for."""
     return {
         name.replace("input_layernorm", "hidden_norm") if UPPER_NORM.fullmatch(name) else name: shape
-        for name, shape in places.items()
+        for name, shape in expected.items()
     }
 
 

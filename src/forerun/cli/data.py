@@ -181,8 +181,8 @@ def regenerate(
         todo = plan(file, output, director, limit=limit, skip_bad=skip_bad, tell=tell)
         try:
             if endpoint is not None:
-                place = Endpoint(url=endpoint, model=str(model), generation=generation)
-                with_endpoint(todo, place, concurrency=concurrency or ENDPOINT_CONCURRENCY)
+                server = Endpoint(url=endpoint, model=str(model), generation=generation)
+                with_endpoint(todo, server, concurrency=concurrency or ENDPOINT_CONCURRENCY)
             elif todo.records:
                 _answer_here(todo, str(target), generation, concurrency or LOCAL_CONCURRENCY, speculation, loading)
         except BaseException:

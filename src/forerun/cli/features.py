@@ -93,12 +93,10 @@ def features(
     """
     if shard_gib <= 0 or batch_tokens < 1:
         raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {shard_gib} and {batch_tokens}")
-    asked = {"target": target, "source": source, "dtype": target_dtype, "device": device}
+    asked = {"target": target, "source": source, "dtype": target_dtype, "device": device, "probing": probe}
     with console.telling("looking at the data and the target"):
         prepared = open_data(data)
-        manifest, plan = _look(
-            prepared, _numbers(boundaries), dtype, {**asked, "batch_tokens": batch_tokens, "probing": probe}
-        )
+        manifest, plan = _look(prepared, _numbers(boundaries), dtype, {**asked, "batch_tokens": batch_tokens})
     if not _agreed(manifest, output, yes=yes):
         return 0
     report = _extract(plan, prepared, manifest, output, max(1, int(shard_gib * GIB)))

@@ -76,18 +76,18 @@ def train(
     file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
     recipe = read_recipe(kind, file, assignments, flags)
-    place = Parallel.from_environment(parallel)  # type: ignore[arg-type]
+    processes = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
-        run = assemble(recipe, place)
-        outcome = run.plan(place) if dry_run else train_head(run, place, allow_changes=allow_changes)
-        if place.first:
+        run = assemble(recipe, processes)
+        outcome = run.plan(processes) if dry_run else train_head(run, processes, allow_changes=allow_changes)
+        if processes.first:
             if outcome.get("reason") == "already_finished":
                 console.warn(_FINISHED.format(recipe.output, outcome["steps"]))
             (_show_plan if dry_run else _show_outcome)(outcome, json)
-        place.wait()  # who leaves while another still talks to him takes the other down (gloo aborts)
+        processes.wait()  # a process that leaves while another still talks to it takes that one down (gloo aborts)
         return 130 if outcome.get("interrupted") else 0
     finally:
-        place.close()
+        processes.close()
 
 
 def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:

@@ -151,7 +151,7 @@ def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
     if not record.messages:
         ids: list[int] = llm.tokenizer.encode(record.text, add_special_tokens=False)[:most]
         return ids
-    asked = [place for place, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
+    asked = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
     return llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"] if asked else []
 
 

@@ -41,7 +41,7 @@ from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSett
 from forerun.types import SamplingParams, SpeculationStats
 
 
-def load_target(name: str, dtype: str, spread: str, place: Parallel) -> tuple[Any, Any]:
+def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
     """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
 
     ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part of each
@@ -52,7 +52,7 @@ def load_target(name: str, dtype: str, spread: str, place: Parallel) -> tuple[An
         name: directory, hub id or the name of a shipped model.
         dtype: of the weights.
         spread: ``none``, ``fsdp`` or ``tp``; with a single process all are the same.
-        place: this process among all; tensor parallel and sharding reach over all of them.
+        parallel: this process among all; tensor parallel and sharding reach over all of them.
 
     Raises:
         ArgumentError: the target's heads cannot be split over so many processes.
@@ -61,10 +61,10 @@ def load_target(name: str, dtype: str, spread: str, place: Parallel) -> tuple[An
     from transformers import AutoTokenizer
 
     path = demo.resolve(name)
-    if place.world == 1 or spread == "none":
-        model = _whole(path, dtype, str(place.device))
+    if parallel.world == 1 or spread == "none":
+        model = _whole(path, dtype, str(parallel.device))
     else:
-        model = _tensor_parallel(path, dtype, place) if spread == "tp" else _sharded(path, dtype, place)
+        model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
     return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
 
 
@@ -73,27 +73,27 @@ def _whole(name: str | Path, dtype: str, device: str) -> Any:
     return open_model(name, options, read_config(name, options), quiet=True)
 
 
-def _sharded(name: str | Path, dtype: str, place: Parallel) -> Any:
+def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     """Load and shard on the CPU, one process of a machine after the other: host and device hold one copy at most."""
-    mesh = init_device_mesh(place.device.type, (place.world,))
-    mine = int(os.environ.get("LOCAL_RANK", place.rank))
+    mesh = init_device_mesh(parallel.device.type, (parallel.world,))
+    mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
     model = None
-    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", place.world))):
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world))):
         if turn == mine:
             model = _whole(name, dtype, "cpu")
             for layer in layers_of(base_of(model), text_config(model).num_hidden_layers)[1]:
                 fully_shard(layer, mesh=mesh)
-            model.to(place.device)
-        place.wait()
+            model.to(parallel.device)
+        parallel.wait()
     assert model is not None, "torchrun numbers the processes of a machine from 0"
     return model
 
 
-def _tensor_parallel(name: str | Path, dtype: str, place: Parallel) -> Any:
+def _tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     """Load by transformers' ``tp_plan``: each process reads its part of the layers only."""
     options = LoadOptions(dtype=dtype, tp_plan="auto")
     config = read_config(name, options)
-    _refuse_uneven(config.get_text_config(decoder=True), place.world)
+    _refuse_uneven(config.get_text_config(decoder=True), parallel.world)
     model = open_model(name, options, config, quiet=True)
     _make_whole(model)
     return model
@@ -136,7 +136,7 @@ class Run:
     batches: OnlineBatches | OfflineBatches
     evaluate: Callable[[int], Mapping[str, float]] | None
 
-    def plan(self, place: Parallel) -> dict[str, Any]:
+    def plan(self, parallel: Parallel) -> dict[str, Any]:
         """What the run will take: parameters, bytes, steps, and the time of a step, measured. Trains nothing.
 
         Every process must call it.
@@ -144,9 +144,9 @@ class Run:
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.head.trainable().values())
         steps = settings.total_steps(self.batches.steps_per_epoch)
-        model = spread(self.objective, place)
+        model = spread(self.objective, parallel)
         began = time.perf_counter()
-        backward(model, self.batches, 0, settings, place)
+        backward(model, self.batches, 0, settings, parallel)
         seconds = time.perf_counter() - began
         self.head.zero_grad()
         moments = 2 if settings.optimizer == "adamw" else 1
@@ -157,13 +157,13 @@ class Run:
             "documents": len(self.data),
             "tokens": self.data.num_tokens,
             "steps": steps,
-            "tokens_per_step": windows.rows * windows.length * settings.accumulation * place.world,
+            "tokens_per_step": windows.rows * windows.length * settings.accumulation * parallel.world,
             "seconds_per_step": seconds,
             "hours": steps * seconds / 3600,
             "recipe": to_plain(self.recipe),
         }
 
-    def fixed(self, place: Parallel) -> dict[str, Any]:
+    def fixed(self, parallel: Parallel) -> dict[str, Any]:
         """What a resumed run must keep besides the settings of the loop, by key.
 
         Directories count by what they hold, so that they may move.
@@ -178,7 +178,7 @@ class Run:
             stored = self.batches.source.store.manifest
             found["features"] = f"{stored.dtype} by {stored.source}"
         # Twice the processes with half the rows see the same batches.
-        found["windows.rows x processes"] = found.pop("windows.rows") * place.world
+        found["windows.rows x processes"] = found.pop("windows.rows") * parallel.world
         return found
 
     def export(self, weights: Path) -> Path:
@@ -226,7 +226,7 @@ class OfflineBatches:
         return self.source.features(step, rank, world).to(self.device)
 
 
-def assemble(recipe: TrainRecipe[Any], place: Parallel) -> Run:
+def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
     """Load and check everything, on the device of this process; nothing is trained yet.
 
     Raises:
@@ -235,7 +235,7 @@ def assemble(recipe: TrainRecipe[Any], place: Parallel) -> Run:
     kind = kind_named(recipe.kind)
     make_objective = objective_for(kind)
     format_for(kind.stored_as)  # what could not be written need not be trained
-    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, place)
+    model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
     data = PreparedData.open(recipe.data, tokenizer=tokenizer)
     head = _head(recipe, model, data).to(model.device)
     settings = dataclasses.replace(
@@ -258,7 +258,7 @@ def assemble(recipe: TrainRecipe[Any], place: Parallel) -> Run:
         prompts=prompts,
         head=head,
         objective=objective,
-        batches=_batches(recipe, model, tokenizer, windows, head, place.world),
+        batches=_batches(recipe, model, tokenizer, windows, head, parallel.world),
         evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
     )
 
@@ -361,25 +361,25 @@ class Evaluation:
         return total
 
 
-def train_head(run: Run, place: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
+def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
     """Train, take the best weights, and write the finished head; every process must call it. The outcome, for a report.
 
     With `allow_changes` it goes on from a checkpoint that was trained under another recipe.
     """
     recipe, output = run.recipe, Path(run.recipe.output)
-    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if place.first else []
+    trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
     result = train(
         run.objective,
         run.batches,
         recipe.training,
         output,
-        parallel=place,
+        parallel=parallel,
         trackers=trackers,
         evaluate=run.evaluate,
-        recipe=run.fixed(place),
+        recipe=run.fixed(parallel),
         allow_changes=allow_changes,
     )
     weights = output / "best" if result.best is not None else result.checkpoint
     told = ("reason", "steps", "tokens", "loss", "best", "best_step", "seconds", "interrupted")
     outcome = {name: getattr(result, name) for name in told}
-    return outcome | {"head": place.on_first(lambda: str(run.export(weights)))}
+    return outcome | {"head": parallel.on_first(lambda: str(run.export(weights)))}

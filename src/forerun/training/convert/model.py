@@ -479,10 +479,10 @@ def token_batch(
     # Stable: the real tokens of a row keep their order.
     order = torch.sort((~real).long(), dim=1, stable=True).indices
     real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
-    places = torch.arange(real.shape[1], device=real.device).expand_as(real)
+    index = torch.arange(real.shape[1], device=real.device).expand_as(real)
     if position_ids is None:
         return TokenBatch(
-            tokens=tokens * real, loss_mask=counts, documents=real.long() - 1, positions=torch.where(real, places, 0)
+            tokens=tokens * real, loss_mask=counts, documents=real.long() - 1, positions=torch.where(real, index, 0)
         )
     positions = position_ids.gather(1, order)
     begins = torch.ones_like(real)

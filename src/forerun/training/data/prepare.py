@@ -121,14 +121,14 @@ def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
 
 
 Entry = tuple[str, int, Any]
-"""How to name the place in an error ("line 3"), its number, and the value found there."""
+"""Name of the entry in an error ("line 3"), its number, and the value found there."""
 
 
 def _records(entries: Iterator[Entry], path: Path, bad: BadRecords) -> Iterator[Record]:
     found, skipped_before = False, bad.count
-    for place, number, value in entries:
+    for name, number, value in entries:
         found = True
-        where = f"{path}, {place}"
+        where = f"{path}, {name}"
         try:
             record = _record(value, where, f"{path.name}:{number}")
         except DataError as error:

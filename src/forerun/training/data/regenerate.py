@@ -162,10 +162,10 @@ def _beginning(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> st
     return text[: ends[min(tokens, len(ends)) - 1]] if ends else text
 
 
-def _tokens_before(text: str, place: int, tokenizer: PreTrainedTokenizerBase) -> int:
+def _tokens_before(text: str, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """How many tokens of `text` begin before a character; one that reaches across it is among them."""
     offsets = _offsets(text, tokenizer)
-    return next((n for n, (start, end) in enumerate(offsets) if end > start >= place), len(offsets))
+    return next((n for n, (start, end) in enumerate(offsets) if end > start >= character), len(offsets))
 
 
 BUSY = frozenset({408, 409, 425, 429})

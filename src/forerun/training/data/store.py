@@ -62,7 +62,7 @@ class TokenizerIdentity:
 
 
 def short_name(source: str) -> str:
-    """A hub id as it is, a directory by its last part: manifests travel, places on one machine do not."""
+    """A hub id as it is, a directory by its last part: manifests travel, paths do not."""
     path = Path(source)
     return path.name if path.is_absolute() or path.exists() else source
 
@@ -314,11 +314,11 @@ class Segment:
     row: int
     """Row of the batch."""
     column: int
-    """First token's place in the row."""
+    """First token's index in the row."""
     document: int
     """Number in the prepared data."""
     offset: int
-    """First token's place in that document; above 0 where a document longer than the window was split."""
+    """First token's index in that document; above 0 where a document longer than the window was split."""
     length: int
     """Tokens."""
 
@@ -363,7 +363,7 @@ class PackedWindows:
 
     @property
     def fill(self) -> float:
-        """Share of the windows' places, in (0, 1], that hold tokens."""
+        """Share of the windows' positions, in (0, 1], that hold tokens."""
         return float(self._segments[:, 2].sum()) / (len(self) * self.length)
 
     def steps_per_epoch(self, world: int = 1) -> int:
@@ -402,12 +402,12 @@ class PackedWindows:
         for segment in self.segments(step, rank, world):
             ids, counted = self.data.document(segment.document)
             source = slice(segment.offset, segment.offset + segment.length)
-            place = (segment.row, slice(segment.column, segment.column + segment.length))
-            tokens[place] = ids[source]
-            mask[place] = counted[source]
+            where = (segment.row, slice(segment.column, segment.column + segment.length))
+            tokens[where] = ids[source]
+            mask[where] = counted[source]
             mask[segment.row, segment.column] = False
-            documents[place] = numbers[segment.row]
-            positions[place] = np.arange(segment.length)
+            documents[where] = numbers[segment.row]
+            positions[where] = np.arange(segment.length)
             numbers[segment.row] += 1
         return TokenBatch(
             tokens=torch.from_numpy(tokens),
@@ -423,7 +423,7 @@ class PackedWindows:
             order = np.random.default_rng([self.seed, 1, epoch]).permutation(len(self))
             self._order = (epoch, order)
         first = (step * world + rank) * self.rows
-        return [int(self._order[1][place % len(self)]) for place in range(first, first + self.rows)]
+        return [int(self._order[1][index % len(self)]) for index in range(first, first + self.rows)]
 
 
 def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
@@ -455,12 +455,12 @@ def _best_fit(segments: Sequence[tuple[int, int]], capacity: int) -> list[list[i
     rooms: list[tuple[int, int]] = []
     """(room left, window), ascending."""
     for segment, length in segments:
-        place = bisect.bisect_left(rooms, (length, 0))
-        if place == len(rooms):
+        index = bisect.bisect_left(rooms, (length, 0))
+        if index == len(rooms):
             windows.append([segment])
             bisect.insort(rooms, (capacity - length, len(windows) - 1))
             continue
-        room, window = rooms.pop(place)
+        room, window = rooms.pop(index)
         windows[window].append(segment)
         bisect.insort(rooms, (room - length, window))
     return windows

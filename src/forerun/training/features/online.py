@@ -130,8 +130,8 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
     """One document per row, padded on the right; the loss mask is all False."""
     size = max(len(tokens) for tokens in documents)
     lengths = torch.tensor([len(tokens) for tokens in documents]).unsqueeze(1)
-    places = torch.arange(size)
-    real = places < lengths
+    index = torch.arange(size)
+    real = index < lengths
     tokens = torch.zeros(len(documents), size, dtype=torch.int64)
     for row, document in enumerate(documents):
         tokens[row, : len(document)] = torch.as_tensor(document, dtype=torch.int64)
@@ -139,7 +139,7 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
         tokens=tokens,
         loss_mask=torch.zeros_like(real),
         documents=real.long() - 1,
-        positions=torch.where(real, places, 0),
+        positions=torch.where(real, index, 0),
     )
 
 
@@ -149,9 +149,9 @@ def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> Atte
     Padding sees padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts
     positions within the document.
     """
-    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     same = batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)
-    visible = same & (places.unsqueeze(1) >= places)
+    visible = same & (index.unsqueeze(1) >= index)
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
     masks = {}

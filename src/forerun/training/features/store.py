@@ -54,7 +54,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _Location:
     shard: int
     offset: int
     """Tokens before it in the shard."""
@@ -180,7 +180,7 @@ class FeatureStore:
         """Take finished shards as they are; most callers want `open`."""
         self.directory, self.manifest = directory, manifest
         self._shards = tuple(shards)
-        self._places = dict(_places(shards))
+        self._locations = dict(_locations(shards))
         self._maps: dict[int, np.memmap[tuple[int, int], np.dtype[np.uint8]]] = {}
         self._compared: set[int] = set()
         """Documents whose checksum was found right."""
@@ -206,7 +206,7 @@ class FeatureStore:
         return cls(directory, manifest, shards)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def read(
         self, document: int, offset: int = 0, length: int | None = None, *, dtype: torch.dtype | None = None
@@ -219,36 +219,36 @@ class FeatureStore:
         Raises:
             DataError: no such document, or it ends before ``offset + length``, or it has changed since it was written.
         """
-        place = self._place(document)
-        length = place.length - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > place.length:
+        location = self._locate(document)
+        length = location.length - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > location.length:
             raise DataError(
-                f"document {document} has {place.length} tokens of features, tokens {offset}..{offset + length} were "
-                f"asked for: {self.directory} is of other data"
+                f"document {document} has {location.length} tokens of features, tokens {offset}..{offset + length} "
+                f"were asked for: {self.directory} is of other data"
             )
         if document not in self._compared:
-            self._compare(document, place)
-        start = place.offset + offset
-        return decode(np.array(self._map(place.shard)[start : start + length]), self.manifest, dtype)
+            self._compare(document, location)
+        start = location.offset + offset
+        return decode(np.array(self._map(location.shard)[start : start + length]), self.manifest, dtype)
 
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.size for shard in self._shards)
 
-    def _place(self, document: int) -> _Place:
-        if document not in self._places:
-            raise DataError(f"{self.directory} holds no document {document}; it has {len(self._places)} documents")
-        return self._places[document]
+    def _locate(self, document: int) -> _Location:
+        if document not in self._locations:
+            raise DataError(f"{self.directory} holds no document {document}; it has {len(self._locations)} documents")
+        return self._locations[document]
 
-    def _compare(self, document: int, place: _Place) -> None:
+    def _compare(self, document: int, location: _Location) -> None:
         """Compare a document's records with their checksum.
 
         Raises:
             DataError: it is not what was written.
         """
-        records = self._map(place.shard)[place.offset : place.offset + place.length]
-        if zlib.crc32(records.data) != place.checksum:
-            path = self._shards[place.shard].path
+        records = self._map(location.shard)[location.offset : location.offset + location.length]
+        if zlib.crc32(records.data) != location.checksum:
+            path = self._shards[location.shard].path
             raise DataError(
                 f"document {document} in {path} has changed since it was written: its checksum does not fit; "
                 f"{_remedy(path)}"
@@ -337,11 +337,11 @@ def _remedy(path: Path) -> str:
     )
 
 
-def _places(shards: Sequence[Shard]) -> Iterator[tuple[int, _Place]]:
+def _locations(shards: Sequence[Shard]) -> Iterator[tuple[int, _Location]]:
     for index, shard in enumerate(shards):
         offset = 0
         for document, length, checksum in zip(shard.documents, shard.lengths, shard.checksums, strict=True):
-            yield document, _Place(shard=index, offset=offset, length=length, checksum=checksum)
+            yield document, _Location(shard=index, offset=offset, length=length, checksum=checksum)
             offset += length
 
 

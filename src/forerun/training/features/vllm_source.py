@@ -199,7 +199,7 @@ class VllmFeatures:
             raise DataError(
                 f"vLLM returned states {tuple(states.shape)}, expected {size} tokens x {len(self._ids)} boundaries"
             )
-        by_id = {boundary: states[:size, place] for place, boundary in enumerate(self._ids)}
+        by_id = {boundary: states[:size, index] for index, boundary in enumerate(self._ids)}
         kept = {boundary: by_id[boundary] for boundary in self.boundaries}
         return {**kept, LAST_HIDDEN: self._norm(by_id[self._last])}
 

@@ -31,7 +31,7 @@ Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """The place of this process among all."""
+    """Rank and device of this process, and how many there are."""
 
     rank: int = 0
     """Number of this process, from 0."""
@@ -56,16 +56,16 @@ class Parallel:
         if mode not in ("single", "ddp", "fsdp"):
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        place = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        own = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
         if world == 1:
-            return cls(device=place)
+            return cls(device=own)
         if mode == "single":
             raise ArgumentError(f"mode='single', but torchrun started {world} processes; choose ddp or fsdp.")
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
+        if own.type == "cuda":
+            torch.cuda.set_device(own)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        return cls(rank=dist.get_rank(), world=world, mode=mode, device=place)
+            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        return cls(rank=dist.get_rank(), world=world, mode=mode, device=own)
 
     @property
     def first(self) -> bool:
