@@ -21,12 +21,6 @@ ROOT = Path(__file__).parents[1]
 SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
-CYCLES = {
-    frozenset(
-        {"forerun.target.model", "forerun.target.prepare", "forerun.target.resuming", "forerun.target.self_check"}
-    ),
-}
-"""Modules that import one another, one set for each knot."""
 FOR_TESTS_ALONE: set[str] = set()
 """Modules that neither the package nor a script of `USERS` reaches."""
 HOSTS = {
@@ -118,9 +112,7 @@ def used() -> set[str]:
 def test_no_import_cycle() -> None:
     known = modules().keys()
     found = knots({name: edges(tree, known) - {name} for name, tree in modules().items()})
-    new, paid = found - CYCLES, CYCLES - found
-    assert not new, f"modules that import one another: {sorted(map(sorted, new))}"
-    assert not paid, f"no cycle any more, take it off the list: {sorted(map(sorted, paid))}"
+    assert not found, f"modules that import one another: {sorted(map(sorted, found))}"
 
 
 def test_no_module_for_tests_alone() -> None:

@@ -10,8 +10,8 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Plan, Target
 from forerun.target.inputs import Nodes
 from forerun.target.layers import base_of, layers_of
+from forerun.target.partial import prove
 from forerun.target.prepare import cache_bytes_per_token
-from forerun.target.resuming import prove
 from forerun.types import LAST_HIDDEN
 from target.families import FAMILIES, SHARING, make, random_tokens
 from target.test_families import trees

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Buckets, Plan, Target
 from forerun.target.inputs import Nodes
-from forerun.target.resuming import prove, renumber
+from forerun.target.partial import prove, renumber
 from forerun.tree import Resume, TokenTree
 from forerun.types import LAST_HIDDEN, Signal
 from target.families import FAMILIES, SHARING, make, random_tokens

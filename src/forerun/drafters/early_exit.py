@@ -29,7 +29,7 @@ from forerun.target.inputs import Nodes
 from forerun.target.layers import base_of, norm_after_layers
 from forerun.target.load import read_header
 from forerun.target.nouns import Plan
-from forerun.target.resuming import prove, renumber
+from forerun.target.partial import prove, renumber
 from forerun.tree import Resume, TokenTree
 from forerun.types import Budget
 

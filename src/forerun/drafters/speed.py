@@ -27,7 +27,7 @@ from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
 from forerun.target.layers import is_quantised
 from forerun.target.nouns import Plan
-from forerun.target.resuming import compare
+from forerun.target.partial import compare
 from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, DraftKind
 

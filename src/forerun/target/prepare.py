@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +19,8 @@ from forerun.target.layers import base_of, device_of, is_quantised, turn_of
 from forerun.target.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.target.support import context_length, refuse_config, refusing, text_config
 
-if TYPE_CHECKING:
-    from forerun.target.model import Target
+Made = TypeVar("Made", bound=self_check.Scoring)
+"""A `Target`, of whatever class."""
 
 # What a target will need and whether it is there, before a weight is loaded.
 
@@ -153,7 +153,7 @@ def default_slots(context: int) -> int:
     return min(context, DEFAULT_TOKENS) + HEADROOM
 
 
-def prepare(cls: type[Target], source: Any, options: LoadOptions, sizes: Sizes, speed: Speed, *, check: bool) -> Target:
+def prepare(cls: type[Made], source: Any, options: LoadOptions, sizes: Sizes, speed: Speed, *, check: bool) -> Made:
     """The checked target; see `Target.load`."""
     if sizes.rows < 1 or (sizes.slots is not None and sizes.slots < 1) or sizes.reserve < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {sizes.rows} and {sizes.slots}")

@@ -15,23 +15,21 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
+from forerun.target.cache import SlotCache
 from forerun.target.layers import device_of, is_quantised
 from forerun.target.masks import WINDOWS
+from forerun.target.nouns import Scored
 from forerun.target.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 from forerun.tree import TokenTree
-
-if TYPE_CHECKING:
-    from forerun.target.cache import SlotCache
-    from forerun.target.model import Target
 
 _log = logging.getLogger(__name__)
 _PARENTS = (0, 0, 1, 2)
@@ -189,7 +187,27 @@ def _jumps(model: Any) -> str | None:
     return None
 
 
-def check(target: Target, expected: Expected) -> int | None:
+class Scoring(Protocol):
+    """What loading and the self-check need of a `Target`."""
+
+    model: Any
+    max_length: int
+    device: torch.device
+    dtype: torch.dtype
+    cache: SlotCache
+
+    def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None) -> None: ...
+
+    def prefill(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, all_logits: bool = False) -> Scored: ...
+
+    def score(self, rows: Sequence[int], trees: Sequence[TokenTree]) -> Scored: ...
+
+    def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None: ...
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None: ...
+
+
+def check(target: Scoring, expected: Expected) -> int | None:
     """Score the check's trees with `target`, whose rows must be free and at least two with ``expected.slots`` slots.
 
     Returns:
@@ -221,11 +239,11 @@ def check(target: Target, expected: Expected) -> int | None:
     return beyond
 
 
-def _warn_of_limit(target: Target, limit: int, why: str) -> None:
+def _warn_of_limit(target: Scoring, limit: int, why: str) -> None:
     _log.warning("The context is limited to %d of %d tokens: %s", limit, target.max_length, why)
 
 
-def _complaint(target: Target, expected: Reference, named: str) -> str | None:
+def _complaint(target: Scoring, expected: Reference, named: str) -> str | None:
     """What `target` says other than expected; `named` are the sizes that it passes."""
     with refusing(target.model):
         worst = _errors(target, expected)
@@ -251,7 +269,7 @@ def _complaint(target: Target, expected: Reference, named: str) -> str | None:
     return None
 
 
-def _errors(target: Target, expected: Reference) -> dict[str, float]:
+def _errors(target: Scoring, expected: Reference) -> dict[str, float]:
     """Worst error of each phase."""
     rows = [0, 1]
     start = expected.start
