@@ -23,8 +23,8 @@ from forerun.serve.completing import ChatWriter, MessageWriter
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
-from forerun.serve.tools import FORMATS, Function, Lark, format_of
-from forerun.serve.tools.base import NO_PARAMETERS
+from forerun.serve.tools import FORMATS, format_of
+from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark
 from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import StreamChunk, StructuredOutputs

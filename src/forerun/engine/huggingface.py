@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
-from forerun.types import LogitsProcessor, SamplingParams, StreamChunk
+from forerun.types import LogitsProcessor, SamplingParams
 
 _SLOT_STEP = 512
 _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
@@ -60,53 +60,43 @@ class HuggingFaceGenerate:
         _refuse(generation_config, keywords, mask)
         prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         llm = self._engine(model, len(prompts), generation_config.max_length)
-        processors, streamer = keywords.get("logits_processor") or [], self._streamer
+        streamer, processors = self._streamer, keywords.get("logits_processor") or []
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
         answers: list[list[int]] = [[] for _ in prompts]
         running: dict[str, int] = {}
         for index, prompt in enumerate(prompts):
             padding = input_ids[index, : input_ids.shape[1] - len(prompt)].tolist()
-            params = _params(generation_config, processors, padding, (index, input_ids.shape))
+            own = (_wrapped(processors, padding, index, len(prompts)),) if len(processors) else ()
+            params = _params(generation_config, generation_config.max_length - input_ids.shape[1], own)
             running[llm.submit(prompt, params)] = index
+
+        def stops(index: int, token: int) -> bool:
+            """Take a token in; whether a criterion ends the answer with it."""
+            answers[index].append(token)
+            if streamer is not None:
+                streamer.put(torch.tensor([token]))
+            ids = torch.tensor([[*prompts[index], *answers[index]]])
+            return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria)
+
         if streamer is not None:
             streamer.put(input_ids.cpu())
         try:
             while running:
                 for chunk in llm.engine.step():
-                    self._take(llm, chunk, running, answers, (prompts, criteria, streamer))
+                    if chunk.request_id not in running:
+                        continue
+                    if chunk.error is not None:
+                        raise chunk.error
+                    index = running[chunk.request_id]
+                    if any(stops(index, token.id) for token in chunk.tokens) or chunk.finish_reason is not None:
+                        llm.abort(chunk.request_id)
+                        del running[chunk.request_id]
         finally:
             for request_id in running:
                 llm.abort(request_id)
         if streamer is not None:
             streamer.end()
         return _result(input_ids, answers, generation_config)
-
-    def _take(
-        self,
-        llm: LLM,
-        chunk: StreamChunk,
-        running: dict[str, int],
-        answers: list[list[int]],
-        task: tuple[Any, Any, Any],
-    ) -> None:
-        prompts, criteria, streamer = task
-        if chunk.request_id not in running:
-            return
-        if chunk.error is not None:
-            raise chunk.error
-        index = running[chunk.request_id]
-        done = chunk.finish_reason is not None
-        for token in chunk.tokens:
-            answers[index].append(token.id)
-            if streamer is not None:
-                streamer.put(torch.tensor([token.id]))
-            ids = torch.tensor([[*prompts[index], *answers[index]]])
-            if any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria):
-                done = True
-                break
-        if done:
-            llm.abort(chunk.request_id)
-            del running[chunk.request_id]
 
     def _engine(self, model: Any, rows: int, length: int) -> LLM:
         llm = self._engines.get(model)
@@ -150,32 +140,29 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
         raise ArgumentError(f"forerun.hf does not support {', '.join(found)} in generate(); leave it out")
 
 
-def _params(
-    config: Any, processors: Sequence[Any], padding: list[int], place: tuple[int, Sequence[int]]
-) -> SamplingParams:
-    """Everything that shapes the distribution comes from transformers' processors; the engine adds nothing of its
-    own."""
+def _params(config: Any, room: int, processors: tuple[LogitsProcessor, ...]) -> SamplingParams:
+    """Everything that shapes the distribution comes from transformers' processors; the engine adds nothing."""
     ends = config.eos_token_id
     neutral: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return SamplingParams(
         temperature=1.0 if config.do_sample else 0.0,
-        max_tokens=config.max_length - place[1][1],
+        max_tokens=room,
         ignore_eos=True,
         stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
         seed=int(torch.randint(2**62, (1,))),
         detokenize=False,
-        logits_processors=(_wrapped(processors, padding, (place[0], place[1][0])),) if len(processors) else (),
+        logits_processors=processors,
         **neutral,
     )
 
 
-def _wrapped(processors: Sequence[Any], padding: list[int], place: tuple[int, int]) -> LogitsProcessor:
-    index, batch = place
+def _wrapped(processors: Any, padding: list[int], index: int, batch: int) -> LogitsProcessor:
+    """transformers' processors for row `index` of the batch."""
 
     def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
         # Some processors hold a state per row and insist on the whole batch: give them this row that many times.
         ids = torch.tensor([[*padding, *tokens]], device=logits.device).expand(batch, -1)
-        result: Tensor = processors(ids, logits.expand(batch, -1).clone())[index]  # type: ignore[operator]
+        result: Tensor = processors(ids, logits.expand(batch, -1).clone())[index]
         return result
 
     return process

@@ -19,7 +19,8 @@ from forerun.serve.protocol.errors import bad_request
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
 from forerun.serve.settings import ServeSettings
-from forerun.serve.tools import FORMATS, Lark, ToolFormat, format_of
+from forerun.serve.tools import FORMATS, format_of
+from forerun.serve.tools.base import Lark, ToolFormat
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps
 from forerun.types import OutputToken, StructuredOutputs
 

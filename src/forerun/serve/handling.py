@@ -141,16 +141,16 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
         raise bad_request(
             "this server gives no traces (it was started without --allow-traces)", "return_speculation_trace"
         )
-    client, predicted = current_client(), body.prediction is not None
+    client, longest = current_client(), session.settings.request_timeout_s
+    _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:
         prompt = {**prompt, "prediction": body.prediction.text}
-    speculative = session.speculation(body.speculative, predicted=predicted)
     return Job(
         prompt=prompt,
         params=params,
-        speculative=speculative,
+        speculative=session.speculation(body.speculative, predicted=body.prediction is not None),
         trace=body.return_speculation_trace,
-        timeout_s=_timeout(session, body),
+        timeout_s=longest if body.timeout_s is None else body.timeout_s,
         cache_salt=client.cache_salt(body.cache_salt),
         client=client.name,
         user=body.user,
@@ -159,20 +159,15 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
     )
 
 
-def _timeout(session: Session, body: Sampling) -> float | None:
-    most = session.settings.request_timeout_s
-    if most is not None and body.timeout_s is not None and body.timeout_s > most:
-        raise bad_request(f"timeout_s is at most {most:g} here, got {body.timeout_s:g}", "timeout_s")
-    return most if body.timeout_s is None else body.timeout_s
+def _at_most(value: float | None, most: float | None, name: str) -> None:
+    if value is not None and most is not None and value > most:
+        raise bad_request(f"{name} is at most {most:.12g} here, got {value:.12g}", name)
 
 
 def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    settings = session.settings
-    if body.n > (limit := min(settings.max_n, settings.most_answers)):
-        raise bad_request(f"n is at most {limit} here, got {body.n}", "n")
-    most = settings.max_tokens
-    if most is not None and (max_tokens or 0) > most:
-        raise bad_request(f"max_tokens is at most {most} here, got {max_tokens}", "max_tokens")
+    settings, most = session.settings, session.settings.max_tokens
+    _at_most(body.n, min(settings.max_n, settings.most_answers), "n")
+    _at_most(max_tokens, most, "max_tokens")
     if body.prompt_logprobs is not None and body.stream:
         raise bad_request("not in streams: leave out stream or prompt_logprobs", "prompt_logprobs")
     same = (

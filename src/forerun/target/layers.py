@@ -230,27 +230,25 @@ _PARTS = {
 }
 
 
-class _Inject(nn.Module):
-    """A layer that returns `states`, whatever came in."""
+class _Probe(nn.Module):
+    """Stands among the layers of a slice."""
 
     states: Tensor
 
     def __init__(self, attention_type: str | None) -> None:
         super().__init__()
         self.attention_type = attention_type
+
+
+class _Inject(_Probe):
+    """A layer that returns `states`, whatever came in."""
 
     def forward(self, *_args: object, **_kwargs: object) -> Tensor:
         return self.states
 
 
-class _Tap(nn.Module):
+class _Tap(_Probe):
     """A layer that remembers what came in, and passes it on."""
-
-    states: Tensor
-
-    def __init__(self, attention_type: str | None) -> None:
-        super().__init__()
-        self.attention_type = attention_type
 
     def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
         self.states = hidden_states

@@ -23,8 +23,7 @@ from pydantic_core import CoreSchema
 
 from forerun.engine.grammar import MAX_CHOICES
 from forerun.nesting import MAX_DEPTH, nesting
-from forerun.serve.tools import Function
-from forerun.serve.tools.base import NO_PARAMETERS
+from forerun.serve.tools.base import NO_PARAMETERS, Function
 from forerun.types import StructuredOutputs
 
 MAX_STOPS = 16

@@ -6,15 +6,13 @@ The most particular formats come first: the first whose signs a chat template sh
 from __future__ import annotations
 
 from forerun.errors import ArgumentError, nearest
-from forerun.serve.tools.base import Function, Lark, ToolFormat
+from forerun.serve.tools.base import ToolFormat
 from forerun.serve.tools.deepseek_v3 import DeepSeekV3
 from forerun.serve.tools.glm45 import Glm45
 from forerun.serve.tools.hermes import Hermes
 from forerun.serve.tools.llama3_json import Llama3Json
 from forerun.serve.tools.mistral import Mistral
 from forerun.serve.tools.qwen3_coder import Qwen3Coder
-
-__all__ = ["FORMATS", "Function", "Lark", "ToolFormat", "check_parser", "format_of"]
 
 FORMATS: dict[str, type[ToolFormat]] = {
     one.name: one for one in (Qwen3Coder, Glm45, Hermes, Mistral, DeepSeekV3, Llama3Json)
