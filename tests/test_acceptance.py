@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.acceptance import Acceptance, Evidence, Proposal, by_draft_prob, compared
+from forerun.core.acceptance import Acceptance, Evidence, Proposal, by_draft_prob, compared
 from forerun.types import Drawn
 
 KINDS = list(Drawn)

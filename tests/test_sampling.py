@@ -12,10 +12,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from forerun import sampling
+from forerun.core import sampling
+from forerun.core.sampling import Rng, Sampler, Stream, _inverse, distribution_of
+from forerun.core.scores import logprobs_of
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
-from forerun.sampling import Rng, Sampler, Stream, _inverse, distribution_of
-from forerun.scores import logprobs_of
 from forerun.types import SamplingParams
 
 ALPHA = 1e-6

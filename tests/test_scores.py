@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.scores import _largest
+from forerun.core.scores import _largest
 from forerun.target.kernels import native
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]

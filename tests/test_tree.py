@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from forerun.core.tree import Resume, TokenTree, ancestor_mask, fetch_masses, graft, join, without
 from forerun.target.inputs import Nodes
-from forerun.tree import Resume, TokenTree, ancestor_mask, fetch_masses, graft, join, without
 from forerun.types import Drawn
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from benchmarks.suite.speed import Progress
 from benchmarks.suite.workloads import loops
 from forerun import LLM, SamplingParams
+from forerun.core.sampling import Sampler
+from forerun.core.step import Group, Row, Scores, context_for, first_tokens, step
+from forerun.core.tree import TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Draw
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
-from forerun.step import Group, Row, Scores, context_for, first_tokens, step
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict
 
 # Target and draft distributions at the roots that decoding meets, and what each way of drawing children could keep

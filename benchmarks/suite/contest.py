@@ -22,12 +22,12 @@ from benchmarks.suite.planned import planned_speedup
 from benchmarks.suite.speed import ArmSummary, Progress, summarise, take_turns, warm_up
 from benchmarks.suite.workloads import Setting, settings
 from forerun import LLM
+from forerun.core.tree import TokenTree
 from forerun.demo import CONTEXT, contexts
 from forerun.demo import prompts as shipped_files
 from forerun.engine.costs import CostModel, DraftCost
 from forerun.target import Scored, Target
 from forerun.target.inputs import Nodes
-from forerun.tree import TokenTree
 
 # Replay: the target is made to say a given text, position by position, while everything else stays as it is.
 #

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.core.tree import TokenTree
 from forerun.target import Target
 from forerun.target.kernels.packing import FusedLinear, PackedLinear, PackedWeight
-from forerun.tree import TokenTree
 
 NODES = (1, 2, 4, 8, 16)
 

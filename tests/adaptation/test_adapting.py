@@ -29,6 +29,7 @@ from contract.harness import (
     word_tokenizer,
 )
 from forerun import LLM, SamplingParams
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.adaptation import Background, Snapshots
@@ -40,7 +41,6 @@ from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
 from forerun.target import Target
 from forerun.target.kernels.packing import Weights, exchange, ready
-from forerun.tree import TokenTree
 from forerun.types import Budget
 
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]

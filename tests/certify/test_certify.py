@@ -12,13 +12,13 @@ from forerun import LLM
 from forerun.certify import checks, reference
 from forerun.certify.checks import Plan, certify
 from forerun.cli import main
+from forerun.core.enumeration import Drawing, World, check_rule
+from forerun.core.probs import NodeProbs
+from forerun.core.rules.argmax_walk import ArgmaxWalk
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import Source, Verdict
-from forerun.verify.argmax_walk import ArgmaxWalk
-from forerun.verify.enumeration import Drawing, World, check_rule
-from forerun.verify.probs import NodeProbs
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
 SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.5)

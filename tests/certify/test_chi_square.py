@@ -17,12 +17,12 @@ from forerun import LLM, SamplingParams
 from forerun.certify import checks
 from forerun.certify.checks import Check, Plan
 from forerun.certify.reference import Reference
+from forerun.core.probs import NodeProbs
+from forerun.core.rules.sample_walk import SampleWalk
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import Source, Verdict
-from forerun.verify.probs import NodeProbs
-from forerun.verify.sample_walk import SampleWalk
 
 PLAN = Plan(detect=0.3)
 PARAMS = SamplingParams(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0)

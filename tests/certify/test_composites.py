@@ -10,10 +10,10 @@ import torch
 from contract.exact import toy
 from contract.test_exact_steps import NAMED, by_the_drawn_tree
 from forerun import LLM, SamplingParams
-from forerun import step as stepping
 from forerun.certify import checks
 from forerun.certify.checks import Check, Plan
 from forerun.certify.reference import Reference
+from forerun.core import step as stepping
 
 PROMPT = [2, 1, 0, 0, 2, 1]
 """Behind it the rule that was once chosen by the drawn tree was 5.3 % off, by exact enumeration."""

@@ -14,12 +14,12 @@ from cli.conftest import Ran
 from forerun import LLM, SamplingParams
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import demo
+from forerun.core.probs import NodeProbs
+from forerun.core.rules.argmax_walk import ArgmaxWalk
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import Source, Verdict
-from forerun.verify.argmax_walk import ArgmaxWalk
-from forerun.verify.probs import NodeProbs
 
 Forerun = Callable[..., Ran]
 

@@ -23,16 +23,16 @@ from transformers import LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWa
 
 from contract.harness import Variant
 from forerun import LLM, SamplingParams
-from forerun import step as stepping
+from forerun.core import step as stepping
+from forerun.core.enumeration import EnumeratingRng, outcomes
+from forerun.core.sampling import Rng
+from forerun.core.scores import Scores
+from forerun.core.step import Emitted, Judgement, Row
 from forerun.engine import drafting
 from forerun.engine.completion import Completion
 from forerun.engine.grammar import Budget, GrammarProcessor
 from forerun.engine.policy.policy import policy_for
-from forerun.sampling import Rng
-from forerun.scores import Scores
-from forerun.step import Emitted, Judgement, Row
 from forerun.types import Source, StepTrace
-from forerun.verify.enumeration import EnumeratingRng, outcomes
 from llamas import tiny_llama
 
 VOCABULARY = 4

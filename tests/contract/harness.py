@@ -29,16 +29,16 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
 from forerun.certify.checks import Plan, draws_for
+from forerun.core.rules.base import RULES, default_rule, rule_named
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.datastore import write as write_datastore
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.sampling import Sampler
 from forerun.training.data.store import TokenizerIdentity
-from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
-from forerun.verify.base import RULES, default_rule, rule_named
 from llamas import tiny_llama
 
 VOCABULARY = 12

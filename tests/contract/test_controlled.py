@@ -29,11 +29,11 @@ from contract.harness import (
 )
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from forerun import LLM, SamplingParams
+from forerun.core.tree import TokenTree
 from forerun.engine import drafting
 from forerun.engine.costs import DraftCost
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.policy.policy import policy_for
-from forerun.tree import TokenTree
 from forerun.types import Drawn
 
 

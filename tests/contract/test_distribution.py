@@ -22,7 +22,7 @@ from contract.harness import (
     trees_of,
     variants,
 )
-from forerun.verify.base import kind_of
+from forerun.core.rules.base import kind_of
 
 SAMPLING = [variant for variant in variants() if kind_for(variant, replace(SAMPLED, seed=None)).sampled]
 

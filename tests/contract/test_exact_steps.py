@@ -16,7 +16,13 @@ import torch
 from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
 from contract.harness import SAMPLED, Variant, kind_for, variants, without_unlikely
 from contract.tongues import retold, tongue
-from forerun import step as stepping
+from forerun.core import step as stepping
+from forerun.core.enumeration import TOLERANCE
+from forerun.core.rules.base import default_rule, kind_of
+from forerun.core.sampling import Sampler
+from forerun.core.scores import Scores
+from forerun.core.step import Row
+from forerun.core.tree import TokenTree, join
 from forerun.drafters import first_of, levels, merge
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
@@ -24,13 +30,7 @@ from forerun.drafters.levels import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
-from forerun.sampling import Sampler
-from forerun.scores import Scores
-from forerun.step import Row
-from forerun.tree import TokenTree, join
 from forerun.types import LAST_HIDDEN, Drawn, Source
-from forerun.verify.base import default_rule, kind_of
-from forerun.verify.enumeration import TOLERANCE
 
 LETTERS, OTHERS = ("a", "b", "c", "d"), ("d", "x", "a", "b")
 

@@ -25,12 +25,12 @@ from contract.harness import (
     variants,
 )
 from forerun import SamplingParams
+from forerun.core.tree import TokenTree
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.ngram import NgramConfig
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.tree import TokenTree
 from forerun.types import Budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -32,16 +32,17 @@ from contract.test_cache import TOLERANCE, built, run
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from contract.test_recorded import watch
 from contract.wrong import Twins, Uniform
-from forerun import LLM, SamplingParams, step
+from forerun import LLM, SamplingParams
+from forerun.core import step
+from forerun.core.rules.base import rule_named
+from forerun.core.sampling import Rng, Stream
+from forerun.core.step import Scores
+from forerun.core.tree import TokenTree
 from forerun.drafters import growth
 from forerun.drafters.levels import Submitted
-from forerun.sampling import Rng, Stream
-from forerun.step import Scores
 from forerun.target import Target
 from forerun.target.cache import SlotCache
-from forerun.tree import TokenTree
 from forerun.types import Drawn, Source, Verdict
-from forerun.verify.base import rule_named
 
 Patch = pytest.MonkeyPatch
 

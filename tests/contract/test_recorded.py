@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, installed, llm, trees_of, variants
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import Budget, Drawn
 
 PARAMS = replace(SAMPLED, max_tokens=12, seed=3)

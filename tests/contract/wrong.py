@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from contract.harness import NEVER, VOCABULARY, model
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.sampling import Sampler
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Drawn
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from engine.conftest import checkpoint
+from forerun.core.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.core.rules import rule_named
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.step import Emitted, Group, Row, first_tokens, step
+from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
-from forerun.sampling import Rng, Sampler
-from forerun.step import Emitted, Group, Row, first_tokens, step
 from forerun.target import Target
-from forerun.tree import TokenTree, fetch_masses, without
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
-from forerun.verify import rule_named
-from forerun.verify.enumeration import Distributions, World, exact_distribution, toy_distributions
 
 __all__ = ["checkpoint"]
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {

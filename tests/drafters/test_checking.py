@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.core.rules import rule_named
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import Resume, TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Checked, Guarded, check
 from forerun.errors import InvalidDraftError
-from forerun.sampling import Rng, Sampler
-from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, Drawn, SamplingParams
-from forerun.verify import rule_named
-from forerun.verify.enumeration import Distributions, World, exact_distribution, toy_distributions
 from test_tree import contents, random_tree
 
 ROOT = 7

@@ -12,18 +12,18 @@ import torch
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
 from forerun import LLM, SamplingParams
+from forerun.core.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
+from forerun.core.rules.base import rule_named
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import TokenTree, join
 from forerun.drafters import DRAFTERS, Entry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.cascade import CascadeDrafter, DraftTarget
 from forerun.drafters.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
-from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.tree import TokenTree, join
 from forerun.types import LAST_HIDDEN, Budget, Drawn
-from forerun.verify.base import rule_named
-from forerun.verify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
 
 pytestmark = pytest.mark.thorough
 

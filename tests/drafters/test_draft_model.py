@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import Budget, SamplingParams
 from llamas import tiny_llama
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
-from forerun.sampling import Rng, Sampler
-from forerun.tree import TokenTree
 from forerun.types import Budget, CommittedTokens, SamplingParams, Source, Verdict
 
 GREEDY = SamplingParams(temperature=0.0)

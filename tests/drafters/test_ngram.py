@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext
 from forerun.drafters.ngram import NgramConfig, NgramDrafter
 from forerun.errors import ArgumentError
-from forerun.tree import TokenTree
 from forerun.types import Budget
 
 ROOMY = Budget(nodes=[64], depth=[64])

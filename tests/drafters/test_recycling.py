@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
+from forerun.core.scores import top_ids
 from forerun.drafters.recycling import (
     RecyclingConfig,
     RecyclingDrafter,
@@ -29,7 +30,6 @@ from forerun.drafters.recycling import (
     paying,
 )
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.scores import top_ids
 from forerun.types import Budget
 
 __all__ = ["checkpoint"]

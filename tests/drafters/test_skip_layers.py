@@ -17,15 +17,15 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, tokens_of
 from forerun import LLM, SamplingParams
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.step import Row, Scores
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement
 from forerun.drafters.skipping.file import SkipFile, structure_hash
 from forerun.drafters.skipping.sublayers import every, names, parse
 from forerun.errors import ArgumentError, DataError
-from forerun.sampling import Rng, Sampler
-from forerun.step import Row, Scores
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import Budget
 from llamas import tiny_llama
 

@@ -15,13 +15,13 @@ from contract.tongues import tongue
 from drafters.tongues import byte_level, sentencepiece, unigram
 from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.slem import SlemConfig, SlemDrafter
 from forerun.drafters.translation import Spelling
 from forerun.errors import ArgumentError
-from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import Budget
 from llamas import tiny_llama
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
+from forerun.core.tree import TokenTree
 from forerun.drafters.copying.automaton import SEPARATOR
 from forerun.drafters.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
-from forerun.tree import TokenTree
 from forerun.types import Budget
 
 

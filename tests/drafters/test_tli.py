@@ -16,14 +16,14 @@ from contract.tongues import OTHERS, WORDS, retold, tongue
 from drafters.tongues import byte_level, unigram
 from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters import tli
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.sampling import Rng, Sampler
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import Budget
 from forerun.types import SamplingParams as Params
 

@@ -16,6 +16,7 @@ import torch
 
 from contract import harness
 from forerun import SamplingParams
+from forerun.core.tree import TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine import costs
@@ -23,7 +24,6 @@ from forerun.engine.costs import CostModel, DraftCost, Point, load_or_measure, r
 from forerun.errors import ArgumentError
 from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
 from forerun.target import Buckets, Target
-from forerun.tree import TokenTree
 
 PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
 

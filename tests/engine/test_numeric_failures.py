@@ -14,11 +14,11 @@ from contract.harness import installed
 from emulation import kernels_in_c, packed_linears
 from engine.two_engines import VOCABULARY, model
 from forerun import LLM, SamplingParams
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
 from forerun.target import Plan
 from forerun.target.kernels.accelerate import CompiledForward
-from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Budget
 
 pytestmark = pytest.mark.thorough

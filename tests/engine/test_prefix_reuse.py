@@ -12,10 +12,10 @@ import torch
 from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled
 from engine.test_signals import _Listener
 from forerun import LLM
+from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
 from forerun.engine.core import BLOCK, Busy, Prefixes, Wish
-from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, RequestOutput
 
 pytestmark = pytest.mark.thorough

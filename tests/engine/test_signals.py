@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.core.step import Scores
+from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.step import Scores
-from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Budget, Signal, Verdict
 
 

@@ -18,15 +18,15 @@ import httpx
 import pytest
 from torch import Tensor
 
-from forerun import scores, step
+from forerun.core import scores, step
+from forerun.core.rules import base
+from forerun.core.sampling import Sampler
+from forerun.core.scores import logprobs_of
 from forerun.engine import scheduling
 from forerun.engine.completion import Completion, Request
 from forerun.engine.core import Engine
 from forerun.engine.grammar import GrammarProcessor
-from forerun.sampling import Sampler
-from forerun.scores import logprobs_of
 from forerun.serve.completing import CompletionWriter
-from forerun.verify import base
 from serve.conftest import Live, serving, wait_for
 
 MARK = 17

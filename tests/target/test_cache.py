@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, OutOfMemoryError
 from forerun.target import Buckets, Target
 from forerun.target import cache as cache_module
 from forerun.target.cache import SlotCache
 from forerun.target.inputs import Nodes
 from forerun.target.masks import Block, MaskStyle, build
-from forerun.tree import TokenTree
 from target.families import make, plain, random_tokens
 from target.test_families import trees
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from forerun.core.tree import TokenTree
 from forerun.errors import UnsupportedModelError
 from forerun.target import Target
-from forerun.tree import TokenTree
 from target.families import random_tokens
 from target.tiny import build
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.tree import TokenTree
 from forerun.target import Buckets, Target
-from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Drawn
 from target.families import FAMILIES, make, plain, random_tokens
 

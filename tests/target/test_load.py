@@ -12,10 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.target import Target
 from forerun.target.load import explained
-from forerun.tree import TokenTree
 from target.families import make, plain, random_tokens
 
 

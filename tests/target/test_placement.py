@@ -17,9 +17,9 @@ import torch
 import transformers
 from accelerate import cpu_offload
 
+from forerun.core.tree import TokenTree
 from forerun.errors import CheckpointError, UnsupportedModelError
 from forerun.target import Plan, Target
-from forerun.tree import TokenTree
 from target.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
+from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Buckets, Plan, Target
 from forerun.target.inputs import Nodes
 from forerun.target.partial import prove, renumber
-from forerun.tree import Resume, TokenTree
 from forerun.types import LAST_HIDDEN, Signal
 from target.families import FAMILIES, SHARING, make, random_tokens
 from target.test_families import trees

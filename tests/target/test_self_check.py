@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target import Target, self_check, support
 from forerun.target.cache import SlotCache
@@ -16,7 +17,6 @@ from forerun.target.kernels import accelerate
 from forerun.target.masks import MaskStyle
 from forerun.target.prepare import cache_bytes_per_token
 from forerun.target.support import named_sizes
-from forerun.tree import TokenTree
 from target.families import FAMILIES, WINDOW, make, plain, random_tokens
 from target.tiny import build
 

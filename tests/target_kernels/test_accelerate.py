@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.tree import TokenTree
 from forerun.target import Target
 from forerun.target.kernels.accelerate import CompiledForward, accelerate
 from forerun.target.kernels.packing import cpu_packs
-from forerun.tree import TokenTree
 from target_kernels.conftest import build
 
 pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forerun.core.tree import TokenTree
 from forerun.target import Target
 from forerun.target.kernels import forwards, packing
 from forerun.target.kernels.accelerate import accelerate
 from forerun.target.kernels.forwards import AttentionForward, GatedForward, NormForward
-from forerun.tree import TokenTree
 from target_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")

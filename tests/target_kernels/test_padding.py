@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.tree import TokenTree
 from forerun.target import Target
 from forerun.target.kernels import native as native_kernel
 from forerun.target.kernels.accelerate import accelerate
 from forerun.target.kernels.packing import PackedWeight
 from forerun.target.padding import WORTH, Buckets, Flat
-from forerun.tree import TokenTree
 from target_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")

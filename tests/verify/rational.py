@@ -9,7 +9,7 @@ from collections import defaultdict
 from fractions import Fraction
 from itertools import product
 
-from forerun.tree import TokenTree
+from forerun.core.tree import TokenTree
 from forerun.types import Drawn
 
 Distribution = list[Fraction]

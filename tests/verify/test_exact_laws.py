@@ -6,11 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
-from forerun.types import Drawn
-from forerun.verify import RULES, rule_named
-from forerun.verify.enumeration import (
+from forerun.core.enumeration import (
     SHAPES,
     TOLERANCE,
     Drawing,
@@ -25,6 +21,10 @@ from forerun.verify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core.rules import RULES, rule_named
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
+from forerun.types import Drawn
 
 pytestmark = pytest.mark.thorough
 
@@ -65,7 +65,7 @@ def test_traversal_is_block_verification_on_a_chain(seed: int, drawing: Drawing)
 
 
 def verdict_distribution(name, tree, target):
-    from forerun.verify.enumeration import PrefixProbs
+    from forerun.core.enumeration import PrefixProbs
 
     distribution: dict[tuple, float] = {}
     distributions = PrefixProbs(target, tree)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.verify import rule_named
-from forerun.verify.enumeration import (
+from forerun.core.enumeration import (
     SHAPES,
     Distributions,
     Drawing,
@@ -20,6 +19,7 @@ from forerun.verify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core.rules import rule_named
 
 pytestmark = pytest.mark.thorough
 

@@ -8,14 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
-from forerun.sampling import Rng, Sampler, first_of, process_rows
-from forerun.tree import TokenTree
-from forerun.types import Drawn, SamplingParams
-from forerun.verify import RULES, rule_named
-from forerun.verify import ladder as ladders
-from forerun.verify.base import Reads
-from forerun.verify.enumeration import (
+from forerun.core import ladder as ladders
+from forerun.core.enumeration import (
     SHAPES,
     TOLERANCE,
     Distributions,
@@ -29,8 +23,14 @@ from forerun.verify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
-from forerun.verify.ladder import Judged, Ladder, LadderRow
-from forerun.verify.probs import HostProbs
+from forerun.core.ladder import Judged, Ladder, LadderRow
+from forerun.core.probs import HostProbs
+from forerun.core.rules import RULES, rule_named
+from forerun.core.rules.base import Reads
+from forerun.core.sampling import Rng, Sampler, first_of, process_rows
+from forerun.core.tree import TokenTree
+from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
+from forerun.types import Drawn, SamplingParams
 
 LOSSLESS = [name for name in RULES if rule_named(name).lossless and name != "argmax_walk"]
 
@@ -161,7 +161,7 @@ def test_the_verdicts_are_those_of_the_host(name: str, kinds: tuple[Drawn, ...])
 
 
 class Host:
-    """`NodeProbs` of one row, as `forerun.scores.HostRow`."""
+    """`NodeProbs` of one row, as `forerun.core.scores.HostRow`."""
 
     def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, outputs: Sequence[list[int]]) -> None:
         self.tree, self.logits, self.sampler, self.outputs = tree, logits, sampler, outputs

@@ -10,9 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from forerun.tree import TokenTree
-from forerun.verify import rule_named
-from forerun.verify.enumeration import (
+from forerun.core.enumeration import (
     SHAPES,
     Drawing,
     PrefixProbs,
@@ -22,6 +20,8 @@ from forerun.verify.enumeration import (
     shape_depth,
     toy_drafter,
 )
+from forerun.core.rules import rule_named
+from forerun.core.tree import TokenTree
 from verify.rational import REFERENCE, Distributions, tree_probability
 
 

@@ -10,11 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
-from forerun.types import Drawn
-from forerun.verify import rule_named
-from forerun.verify.enumeration import (
+from forerun.core.enumeration import (
     TOLERANCE,
     Distributions,
     Drawing,
@@ -26,6 +22,10 @@ from forerun.verify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core.rules import rule_named
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
+from forerun.types import Drawn
 
 pytestmark = pytest.mark.thorough
 

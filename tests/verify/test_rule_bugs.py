@@ -8,11 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
-from forerun.types import Drawn, Source, Verdict
-from forerun.verify import block, recursive_rejection, rule_named, traversal
-from forerun.verify.enumeration import (
+from forerun.core.enumeration import (
     TOLERANCE,
     Distributions,
     Drawing,
@@ -23,8 +19,12 @@ from forerun.verify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
-from forerun.verify.probs import HostProbs, NodeProbs, Probs
-from forerun.verify.token_rejection import TokenRejection
+from forerun.core.probs import HostProbs, NodeProbs, Probs
+from forerun.core.rules import block, recursive_rejection, rule_named, traversal
+from forerun.core.rules.token_rejection import TokenRejection
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
+from forerun.types import Drawn, Source, Verdict
 
 CLEARLY_WRONG = 1e-3
 """Largest error of a joint probability; rounding is 1e-15."""

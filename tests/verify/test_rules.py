@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
+from forerun.core.probs import HostProbs
+from forerun.core.rules import RULES, check_fits, default_rule, rule_named
+from forerun.core.rules.base import kind_of
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, Source
-from forerun.verify import RULES, check_fits, default_rule, rule_named
-from forerun.verify.base import kind_of
-from forerun.verify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
-from forerun.verify.probs import HostProbs
 
 VOCABULARY = 150_000
 

@@ -24,10 +24,10 @@ from forerun.certify.reference import (
     epsilon_of,
     first_worse,
 )
+from forerun.core.enumeration import TOLERANCE, check_rules
+from forerun.core.rules import rule_named
 from forerun.errors import ArgumentError
 from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
-from forerun.verify import rule_named
-from forerun.verify.enumeration import TOLERANCE, check_rules
 
 if TYPE_CHECKING:
     from forerun import LLM

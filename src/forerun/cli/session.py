@@ -146,7 +146,7 @@ def load(model: str, options: LoadOptions, speculative_config: dict[str, Any] | 
     with console.telling(f"loading {model}"):
         quiet_libraries()
         from forerun import LLM, SpeculativeConfig
-        from forerun.verify import rule_named
+        from forerun.core.rules import rule_named
 
         config = SpeculativeConfig.parse(speculative_config)
         if config is not None and config.rule is not None:

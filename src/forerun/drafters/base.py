@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from forerun.sampling import Rng, Sampler
-from forerun.tree import TokenTree
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, Verdict
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from forerun.scores import Scores
+    from forerun.core.scores import Scores
     from forerun.target import Target
 
 

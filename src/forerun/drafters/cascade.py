@@ -18,18 +18,18 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.acceptance import Acceptance, Evidence, by_draft_prob
+from forerun.core.acceptance import Acceptance, Evidence, by_draft_prob
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.step import Group, Row, context_for, step
+from forerun.core.tree import TokenTree, graft
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.composing.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, NumericError
-from forerun.sampling import Rng, Sampler
-from forerun.step import Group, Row, context_for, step
 from forerun.target import Scored, Target
 from forerun.target.inputs import Nodes
-from forerun.tree import TokenTree, graft
 from forerun.types import Budget, DraftKind, Drawn, Signal
 
 # An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.

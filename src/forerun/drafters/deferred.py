@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from forerun.core.sampling import Sampler
+from forerun.core.step import Scores
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.composing.seeds import Seeds
 from forerun.drafters.guarded import Guarded
-from forerun.sampling import Sampler
-from forerun.step import Scores
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, Verdict
 
 _MOST_STATES = 512

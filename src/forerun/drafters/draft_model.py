@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Children, DraftVocabulary
 from forerun.drafters.levels import Grown, Submitted
 from forerun.drafters.tree_options import TreeOptions
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, nearest
-from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forerun.acceptance import Acceptance, by_draft_prob
+from forerun.core.acceptance import Acceptance, by_draft_prob
+from forerun.core.tree import TokenTree
 from forerun.devices import fetched
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.growth import DraftVocabulary
 from forerun.drafters.levels import Submitted
-from forerun.tree import TokenTree
 from forerun.types import Drawn
 
 Descend = Callable[[Tensor, Tensor], Tensor]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import linear
 
+from forerun.core.tree import Resume, TokenTree
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting import SelfDrafter
@@ -30,7 +31,6 @@ from forerun.target.layers import base_of, norm_after_layers
 from forerun.target.load import read_header
 from forerun.target.nouns import Plan
 from forerun.target.partial import prove, renumber
-from forerun.tree import Resume, TokenTree
 from forerun.types import Budget
 
 if TYPE_CHECKING:

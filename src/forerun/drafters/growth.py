@@ -17,8 +17,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from forerun.core.sampling import Rng, Sampler
 from forerun.errors import ArgumentError, NumericError, of_the_process
-from forerun.sampling import Rng, Sampler
 from forerun.types import DraftKind, Drawn
 
 T = TypeVar("T")

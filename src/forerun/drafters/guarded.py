@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 from torch.nn.functional import pad
 
+from forerun.core.sampling import Sampler
+from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
-from forerun.sampling import Sampler
 from forerun.target.layers import check_signals
-from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
-    from forerun.step import Scores
+    from forerun.core.step import Scores
     from forerun.target import Target
 
 # What a tree must be before anybody works with it. Knows trees, budgets and the sizes of a model. Knows no drafter.

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forerun.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
-    from forerun.step import Scores
+    from forerun.core.step import Scores
 
 _PRIOR = 0.15
 """First guess that a token is right if those before it were."""

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.acceptance import Acceptance, Proposal, by_draft_prob
+from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
+from forerun.core.sampling import Processing, Sampler, distribution_of, has_filters, probs_of, quantiles, settings_of
+from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched, sent, widest
 from forerun.drafters.base import DraftContext
 from forerun.drafters.domains import PerDomain
@@ -34,8 +36,6 @@ from forerun.drafters.growth import (
     resolve,
 )
 from forerun.errors import NoTokenLeftError, NumericError
-from forerun.sampling import Processing, Sampler, distribution_of, has_filters, probs_of, quantiles, settings_of
-from forerun.tree import TokenTree, masses_of
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 
 # Children of a whole level at once, from numbers that were drawn before the first level.

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forerun.acceptance import Acceptance, Proposal, by_draft_prob
+from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.looking_ahead.window import Window
 from forerun.errors import ArgumentError
-from forerun.tree import TokenTree
 from forerun.types import Budget, Drawn, Verdict
 
 if TYPE_CHECKING:
-    from forerun.step import Scores
+    from forerun.core.step import Scores
 
 # The n-grams that a request has come across, by their first token; the least recently seen are forgotten.
 #

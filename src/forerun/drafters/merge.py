@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from forerun.core.tree import TokenTree, join
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.composing.members import Composed, Spec, check_specs
 from forerun.errors import ArgumentError
-from forerun.tree import TokenTree, join
 from forerun.types import Budget
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.growth import Copied, by_match
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, nearest
-from forerun.sampling import Sampler
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 _SCANNED = 32

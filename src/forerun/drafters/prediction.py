@@ -10,13 +10,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance
+from forerun.core.sampling import Sampler, check_token_ids
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.growth import Copied, by_match
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler, check_token_ids
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 # Where an answer stands in a text that was predicted for it, found again after every edit.

@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from forerun.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data.store import TokenizerIdentity
-from forerun.tree import TokenTree
 from forerun.types import Budget, Verdict
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.step import Scores
+    from forerun.core.step import Scores
 
 # The matrix of likely successors of every token, in memory and in a file. Knows no tree and no model.
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.datastore import Datastore
 from forerun.drafters.datastore.format import SEPARATOR, SORTED_TOKENS
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
 from forerun.training.data.store import TokenizerIdentity
-from forerun.tree import TokenTree
 from forerun.types import Budget
 
 # Many continuations merged into one trie, of which the most frequent nodes are kept. Knows arrays, no files.

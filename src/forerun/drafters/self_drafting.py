@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.growth import Children, Shape
 from forerun.drafters.levels import FixedTree, Grown, Submitted
-from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from forerun.core.step import Scores
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting import SelfDrafter
 from forerun.drafters.skipping import file
@@ -25,10 +27,8 @@ from forerun.drafters.skipping.search import Space, Trial, propose
 from forerun.drafters.skipping.sublayers import SkipSet, evenly, every, parse
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, nearest
-from forerun.step import Scores
 from forerun.target import Plan
 from forerun.target.inputs import Nodes
-from forerun.tree import TokenTree
 from forerun.types import Budget, Drawn, Verdict
 
 # The skip set is searched while decoding: SWIFT (arXiv 2410.06916). Knows agreement counts, no model and no tokens.

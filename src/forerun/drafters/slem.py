@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.acceptance import Acceptance, by_draft_prob
+from forerun.core.acceptance import Acceptance, by_draft_prob
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_model import run_missing
@@ -36,9 +38,7 @@ from forerun.drafters.translation import (
 from forerun.drafters.translation.encoding import starts_character
 from forerun.drafters.vocabulary import resolved
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Drawn
 
 _ROOM = 2

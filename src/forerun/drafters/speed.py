@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forerun.core.sampling import Sampler
+from forerun.core.tree import Resume, TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Shape, attempt
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
 from forerun.target.layers import is_quantised
 from forerun.target.nouns import Plan
 from forerun.target.partial import compare
-from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forerun.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.copying.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
 from forerun.drafters.copying.growth import Branch, Copied, by_match, grow
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 # Past outputs as one index of bounded size, and where a running text stands in it.

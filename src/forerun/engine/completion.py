@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from forerun.core.step import Emitted, Row
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import Isolation
-from forerun.step import Emitted, Row
 from forerun.types import (
     CompletionOutput,
     OutputToken,

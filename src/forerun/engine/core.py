@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
+from forerun.core.step import Row, first_tokens, step
+from forerun.core.tree import TokenTree
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import GrammarProcessor
 from forerun.engine.policy.ranking import prune
 from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills, youngest
 from forerun.errors import ArgumentError, Isolation
-from forerun.step import Row, first_tokens, step
 from forerun.target import Target
-from forerun.tree import TokenTree
 from forerun.types import StreamChunk
 
 # Free rows, and what still stands in their slots: a prompt that begins with it need not read that part again.

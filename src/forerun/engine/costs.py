@@ -263,7 +263,7 @@ def _sampled(
 def _time(target: Target, rows: Sequence[int], point: Point) -> float:
     from torch import inference_mode
 
-    from forerun.tree import TokenTree
+    from forerun.core.tree import TokenTree
 
     context, count, nodes = point
     used = list(rows[:count])

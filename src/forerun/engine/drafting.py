@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from forerun.core.rules import check_fits, rule_named
+from forerun.core.sampling import Sampler
+from forerun.core.step import Emitted, Group, Row, context_for
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from forerun.engine.costs import PassCost
 from forerun.engine.policy.policy import Policy, policy_for
-from forerun.sampling import Sampler
-from forerun.step import Emitted, Group, Row, context_for
-from forerun.tree import TokenTree
 from forerun.types import SamplingParams, Signal, SpeculationStats
-from forerun.verify import check_fits, rule_named
 
 log = logging.getLogger(__name__)
 

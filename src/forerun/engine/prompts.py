@@ -20,14 +20,14 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from forerun.core.rules import rule_named
+from forerun.core.sampling import Sampler, check_token_ids, request_seed
+from forerun.core.step import Row
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.sampling import Sampler, check_token_ids, request_seed
-from forerun.step import Row
 from forerun.types import SamplingParams
-from forerun.verify import rule_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

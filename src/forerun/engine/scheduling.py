@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from forerun.core.scores import logprobs_of
 from forerun.engine.completion import Completion, Request
 from forerun.errors import ArgumentError, Isolation
-from forerun.scores import logprobs_of
 from forerun.target import Scored, Target
 from forerun.target.model import PIECE
 from forerun.types import Signal, TokenLogprob

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from forerun.core.tree import Resume, TokenTree, ancestor_mask
 from forerun.devices import sent, sent_ints
-from forerun.recordings import bucket, wide
 from forerun.target import masks
 from forerun.target.cache import SlotCache
 from forerun.target.masks import MaskStyle
 from forerun.target.padding import Buckets, Flat
-from forerun.tree import Resume, TokenTree, ancestor_mask
+from forerun.target.recordings import bucket, wide
 
 
 @lru_cache(maxsize=256)

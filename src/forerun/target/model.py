@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, sent_ints
 from forerun.errors import ArgumentError
-from forerun.recordings import Recordings, recordable
 from forerun.target import resuming
 from forerun.target.cache import SlotCache
 from forerun.target.inputs import Frame, Nodes
@@ -37,8 +37,8 @@ from forerun.target.masks import MaskStyle
 from forerun.target.nouns import Plan, Scored
 from forerun.target.padding import Buckets, Flat, Pass, running
 from forerun.target.prepare import Sizes, Speed, default_slots, prepare
+from forerun.target.recordings import Recordings, recordable
 from forerun.target.support import context_length, refuse_stateful, text_config
-from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Signal
 
 # What the pieces of a prefill add up to: logits where they are wanted, hidden states left aligned. Knows no model.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
 from forerun.target.model import Target
 from forerun.target.nouns import Plan
-from forerun.tree import Resume, TokenTree
 from forerun.types import Drawn
 
 Begin = Callable[[Target, TokenTree], Resume]

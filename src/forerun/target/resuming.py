@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from forerun.core.tree import Resume
 from forerun.devices import sent
 from forerun.errors import ArgumentError
 from forerun.target.inputs import Nodes
 from forerun.target.layers import LayerRanges, captured
 from forerun.target.nouns import Plan
-from forerun.tree import Resume
 from forerun.types import LAST_HIDDEN, Signal
 
 Place = Callable[[Nodes], dict[str, Any]]

@@ -23,13 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from forerun.core.tree import TokenTree
 from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
 from forerun.target.cache import SlotCache
 from forerun.target.layers import device_of, is_quantised
 from forerun.target.masks import WINDOWS
 from forerun.target.nouns import Scored
 from forerun.target.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
-from forerun.tree import TokenTree
 
 _log = logging.getLogger(__name__)
 _PARENTS = (0, 0, 1, 2)

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from forerun.core.step import Emitted, Group, Row, context_for
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.costs import DraftCost, PassShape, StepCosts
 from forerun.engine.policy.policy import Arm, Policy
 from forerun.engine.policy.settings import SETTINGS
-from forerun.step import Emitted, Group, Row, context_for
-from forerun.tree import TokenTree
 from forerun.types import Budget, Drawn, Source, StepTrace
 
 VOCABULARY = 16

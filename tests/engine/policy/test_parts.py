@@ -14,6 +14,7 @@ import torch
 from contract.harness import PROMPTS, as_prompts, eagle_head, llm, model, plain_greedy, relative
 from contract.test_greedy import NEUTRAL
 from forerun import LLM
+from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.deferred import Deferred
@@ -34,7 +35,6 @@ from forerun.engine.policy.policy import (
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
-from forerun.tree import Resume, TokenTree
 from forerun.types import Budget, Drawn, Signal
 
 PROBS = torch.full((4,), 0.25)

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from forerun.core.sampling import Sampler
 from forerun.drafters import entry_named
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.composing.seeds import Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
-from forerun.sampling import Sampler
 from forerun.types import DraftKind, Signal, Verdict
 
 if TYPE_CHECKING:
-    from forerun.step import Scores
+    from forerun.core.step import Scores
 
 Spec = Mapping[str, Any] | str
 """A member: ``{"method": name, option: value, ...}``, or a name alone."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from forerun.core.sampling import Sampler
 from forerun.drafters.base import DraftContext
-from forerun.sampling import Sampler
 
 
 class Seeds:

@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from forerun.acceptance import Acceptance, Evidence, Proposal
-from forerun.tree import TokenTree
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.tree import TokenTree
 
 Place = TypeVar("Place")
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.dynamic import DynamicTree, Expanded, columns
@@ -25,9 +27,7 @@ from forerun.drafters.heads.runner import RUNNERS
 from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
-from forerun.sampling import Sampler
 from forerun.target.kernels import forwards, packing
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal
 
 AnyHead = TypeVar("AnyHead", bound=Head)

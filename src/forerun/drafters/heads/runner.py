@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from forerun.devices import attention_kernels, rows_of, sent
 from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
 from forerun.drafters.heads.kinds import Way
-from forerun.recordings import Recordings, bucket, wide
 from forerun.target import Target
 from forerun.target.cache import SlotCache
 from forerun.target.inputs import Nodes
@@ -25,6 +24,7 @@ from forerun.target.kernels.attention import attend
 from forerun.target.kernels.packing import packed_bytes
 from forerun.target.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.target.padding import Pass
+from forerun.target.recordings import Recordings, bucket, wide
 from forerun.types import Signal
 
 PIECE = 512

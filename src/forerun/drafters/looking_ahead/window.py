@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forerun.tree import TokenTree
+from forerun.core.tree import TokenTree
 
 
 class Window:

@@ -1,8 +1,8 @@
 """What a set of skipped sub-layers is worth: acceptance by real drafting, costs by the clock, together ms per token.
 
-Acceptance comes from decoding the same prompts with each set (`forerun.step`). Cost is measured once, for one sequence:
-a draft pass costs what is left of a pass after subtracting the sub-layers that it skips, which makes sets comparable
-although the machine does other work beside. Knows no search.
+Acceptance comes from decoding the same prompts with each set (`forerun.core.step`). Cost is measured once, for one
+sequence: a draft pass costs what is left of a pass after subtracting the sub-layers that it skips, which makes sets
+comparable although the machine does other work beside. Knows no search.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from statistics import median
 
 import torch
 
+from forerun.core.sampling import Sampler
+from forerun.core.step import Group, Row, first_tokens, step
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter
 from forerun.drafters.skipping.sublayers import PARTS, SkipSet, Sublayer, every, names
 from forerun.errors import ForerunError
-from forerun.sampling import Sampler
-from forerun.step import Group, Row, first_tokens, step
 from forerun.target import Target
 from forerun.target.inputs import Nodes
-from forerun.tree import TokenTree
 from forerun.types import SamplingParams
 
 REPEATS = 15

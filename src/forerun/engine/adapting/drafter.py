@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
+from forerun.core.sampling import Sampler
+from forerun.core.scores import Scores
+from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector
-from forerun.sampling import Sampler
-from forerun.scores import Scores
 from forerun.target.kernels.packing import Weights, exchange
-from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 
 # Whether drafts are really kept as often since the last swap as before it. Counts only; knows no weights.

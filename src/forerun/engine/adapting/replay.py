@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forerun.core.sampling import Sampler
+from forerun.core.scores import Scores
 from forerun.drafters.base import DraftContext
-from forerun.sampling import Sampler
-from forerun.scores import Scores
 from forerun.types import Source, Verdict
 
 PIECE = 64

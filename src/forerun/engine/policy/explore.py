@@ -16,7 +16,7 @@ from itertools import islice
 from statistics import fmean, median
 from typing import NamedTuple
 
-from forerun.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance
 from forerun.engine.policy.settings import SETTINGS
 
 

@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
-from forerun.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance
+from forerun.core.step import Emitted, Group, Row, context_for
+from forerun.core.tree import TokenTree
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.deferred import Deferred
@@ -38,8 +40,6 @@ from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, 
 from forerun.engine.policy.explore import Contribution, LookupTrials, RowTrials, Survival, guessed, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
-from forerun.step import Emitted, Group, Row, context_for
-from forerun.tree import TokenTree
 from forerun.types import Budget
 
 # --- the sentence -----------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.acceptance import Acceptance, compared
+from forerun.core.acceptance import Acceptance, compared
+from forerun.core.tree import TokenTree
 from forerun.engine.policy.settings import SETTINGS
-from forerun.tree import TokenTree
 
 Estimate = Callable[[int, float], float]
 """Who proposed a node, as bits, and the confidence that was stated -> probability that it survives its parent."""

@@ -16,9 +16,9 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.devices import widest
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import Drawn
 
 TINY = 1e-30

@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
+from forerun.core.probs import HostProbs
+from forerun.core.rules.base import RULES, Rule, rule_named
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.types import Drawn, Verdict
-from forerun.verify.base import RULES, Rule, rule_named
-from forerun.verify.probs import HostProbs
 
 T = TypeVar("T")
 

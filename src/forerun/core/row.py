@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from forerun.core.sampling import Rng, Sampler
 from forerun.errors import ForerunError
-from forerun.sampling import Rng, Sampler
 from forerun.types import CommittedTokens
 
 

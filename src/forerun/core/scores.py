@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forerun.core.ladder import Judged, Ladder, LadderRow
+from forerun.core.probs import HostProbs
+from forerun.core.row import Row
+from forerun.core.rules import rule_named
+from forerun.core.sampling import Edits, Sampler
+from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
-from forerun.row import Row
-from forerun.sampling import Edits, Sampler
 from forerun.target.kernels import native
-from forerun.tree import TokenTree
 from forerun.types import TokenLogprob
-from forerun.verify import rule_named
-from forerun.verify.ladder import Judged, Ladder, LadderRow
-from forerun.verify.probs import HostProbs
 
 _NONE = -1
 """Stands for the largest of logits that hold NaN."""

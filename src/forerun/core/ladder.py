@@ -1,6 +1,6 @@
 """All that rules may ask about all nodes of a step, formed on their device without a wait, and read at once.
 
-What a rule draws only says where on a node's ladder (`forerun.verify.probs`) it stops, so all rungs are formed before
+What a rule draws only says where on a node's ladder (`forerun.core.probs`) it stops, so all rungs are formed before
 any rule runs, and the few numbers of each that a rule may ask for come to the host in one transfer, the tokens that
 would be drawn included: their random numbers are sent along. On a CPU, where a transfer costs nothing and a vector
 does, rungs are formed when they are asked for (`HostProbs`); tests hold the two to each other.
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.devices import fetched, sent, widest
-from forerun.errors import ArgumentError
-from forerun.sampling import (
+from forerun.core.probs import TINY
+from forerun.core.rules.base import Reads
+from forerun.core.sampling import (
     Edits,
     Rng,
     Sampler,
@@ -34,10 +34,10 @@ from forerun.sampling import (
     process_rows,
     settings_of,
 )
-from forerun.tree import TokenTree
+from forerun.core.tree import TokenTree
+from forerun.devices import fetched, sent, widest
+from forerun.errors import ArgumentError
 from forerun.types import Drawn, TokenLogprob
-from forerun.verify.base import Reads
-from forerun.verify.probs import TINY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -480,5 +480,5 @@ class LadderProbs:
 
     def _number(self, which: int) -> float:
         if self._rung >= len(self._ladder.asked(self._flat)):
-            raise ArgumentError("the rule rejects more children than it `reads`; see `forerun.verify.base.Reads`")
+            raise ArgumentError("the rule rejects more children than it `reads`; see `forerun.core.rules.base.Reads`")
         return float(self._ladder.number("steps", self._flat, self._rung, which))

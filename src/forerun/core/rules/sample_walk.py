@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
+from forerun.core.probs import NodeProbs
+from forerun.core.rules.base import Reads, walk
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.types import DraftKind, Verdict
-from forerun.verify.base import Reads, walk
-from forerun.verify.probs import NodeProbs
 
 
 class SampleWalk:

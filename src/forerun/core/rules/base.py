@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Protocol
 
+from forerun.core.probs import NodeProbs
+from forerun.core.sampling import Rng
+from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, nearest
-from forerun.sampling import Rng
-from forerun.tree import TokenTree
 from forerun.types import DraftKind, Drawn, Source, Verdict
-from forerun.verify.probs import NodeProbs
 
 RULES: dict[str, str] = {
-    "argmax_walk": "forerun.verify.argmax_walk:ArgmaxWalk",
-    "sample_walk": "forerun.verify.sample_walk:SampleWalk",
-    "token_rejection": "forerun.verify.token_rejection:TokenRejection",
-    "block": "forerun.verify.block:BlockVerification",
-    "recursive_rejection": "forerun.verify.recursive_rejection:RecursiveRejection",
-    "traversal": "forerun.verify.traversal:TraversalVerification",
-    "greedy_k": "forerun.verify.greedy_k:GreedyK",
-    "typical": "forerun.verify.typical:TypicalAcceptance",
+    "argmax_walk": "forerun.core.rules.argmax_walk:ArgmaxWalk",
+    "sample_walk": "forerun.core.rules.sample_walk:SampleWalk",
+    "token_rejection": "forerun.core.rules.token_rejection:TokenRejection",
+    "block": "forerun.core.rules.block:BlockVerification",
+    "recursive_rejection": "forerun.core.rules.recursive_rejection:RecursiveRejection",
+    "traversal": "forerun.core.rules.traversal:TraversalVerification",
+    "greedy_k": "forerun.core.rules.greedy_k:GreedyK",
+    "typical": "forerun.core.rules.typical:TypicalAcceptance",
 }
 
 

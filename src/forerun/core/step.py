@@ -13,14 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.core.ladder import LadderRow
+from forerun.core.row import Row
+from forerun.core.rules import default_rule, rule_named
+from forerun.core.sampling import TOLERANCE
+from forerun.core.scores import HostRow, Scores
+from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
-from forerun.row import Row
-from forerun.sampling import TOLERANCE
-from forerun.scores import HostRow, Scores
 from forerun.target import Scored, Target
-from forerun.tree import TokenTree, fetch_masses, without
 from forerun.types import (
     Budget,
     DraftKind,
@@ -32,8 +34,6 @@ from forerun.types import (
     TracedNode,
     Verdict,
 )
-from forerun.verify import default_rule, rule_named
-from forerun.verify.ladder import LadderRow
 
 # A row whose numbers failed is scored again without its draft, which may be the reason. Knows rows and the target.
 #
