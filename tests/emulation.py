@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.target.kernels import native, packing
-from forerun.target.kernels.packing import Contents, PackedWeight
+from forerun.model.kernels import native, packing
+from forerun.model.kernels.packing import Contents, PackedWeight
 
 HEADERS = Path(__file__).parent / "emulated"
 FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-march=native", "-Wno-psabi", f"-I{HEADERS}")

@@ -21,6 +21,24 @@ ROOT = Path(__file__).parents[1]
 SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
+ORDER = (
+    ("types", "params", "errors", "devices", "writing", "caching", "manifests", "nesting"),
+    ("core", "model"),
+    ("drafters",),
+    ("checkpoints",),
+    ("engine", "training"),
+    ("plan", "certify", "demo", "serve"),
+    ("cli",),
+)
+"""Packages and modules of forerun from the bottom up: nothing imports what stands in a later line."""
+UPWARD = {
+    ("core", "drafters"): "a step asks drafters through their protocol, `forerun.drafters.base`",
+    ("drafters", "demo"): "`demo-draft` and `demo-eagle3` are names of models that are shipped",
+    ("engine", "demo"): "so is `demo`",
+    ("checkpoints", "demo"): "so is `demo`",
+    ("training", "demo"): "so is `demo`",
+}
+"""Imports against that order, and why."""
 FOR_TESTS_ALONE: set[str] = set()
 """Modules that neither the package nor a script of `USERS` reaches."""
 HOSTS = {
@@ -113,6 +131,22 @@ def test_no_import_cycle() -> None:
     known = modules().keys()
     found = knots({name: edges(tree, known) - {name} for name, tree in modules().items()})
     assert not found, f"modules that import one another: {sorted(map(sorted, found))}"
+
+
+def test_no_arrow_up() -> None:
+    known = modules().keys()
+    level = {name: height for height, names in enumerate(ORDER) for name in names}
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, tree in modules().items():
+        own = name.split(".")[1] if name.startswith("forerun.") else None
+        for other in edges(tree, known) if own is not None else ():
+            theirs = other.split(".")[1] if other.startswith("forerun.") else None
+            assert own in level, f"{own} stands nowhere in ORDER"
+            if theirs is not None and level[theirs] > level[own]:
+                found.setdefault((own, theirs), set()).add(name)
+    new = {pair: names for pair, names in found.items() if pair not in UPWARD}
+    assert not new, f"they import what stands above them: {new}"
+    assert not UPWARD.keys() - found.keys(), f"not upward any more: {UPWARD.keys() - found.keys()}"
 
 
 def test_no_module_for_tests_alone() -> None:

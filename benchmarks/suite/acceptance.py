@@ -25,7 +25,7 @@ from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Draw
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict
 
 # Target and draft distributions at the roots that decoding meets, and what each way of drawing children could keep

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.certify.reference import TIE_EPSILON
 from forerun.core.tree import TokenTree
-from forerun.target import Buckets, Target
+from forerun.model import Buckets, Target
 
 MOST = 15
 """Longest chain, in drafted tokens; with the root 16 nodes."""

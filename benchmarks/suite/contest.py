@@ -26,8 +26,8 @@ from forerun.core.tree import TokenTree
 from forerun.demo import CONTEXT, contexts
 from forerun.demo import prompts as shipped_files
 from forerun.engine.costs import CostModel, DraftCost
-from forerun.target import Scored, Target
-from forerun.target.inputs import Nodes
+from forerun.model import Scored, Target
+from forerun.model.inputs import Nodes
 
 # Replay: the target is made to say a given text, position by position, while everything else stays as it is.
 #

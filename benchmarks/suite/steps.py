@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.target import Target
-from forerun.target.kernels.packing import FusedLinear, PackedLinear, PackedWeight
+from forerun.model import Target
+from forerun.model.kernels.packing import FusedLinear, PackedLinear, PackedWeight
 
 NODES = (1, 2, 4, 8, 16)
 

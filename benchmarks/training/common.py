@@ -45,7 +45,7 @@ def load_target(name: str, device: str) -> tuple[Any, Any]:
     """(frozen bfloat16 causal LM, tokenizer) of a directory, hub id or shipped model's name."""
     from transformers import AutoTokenizer
 
-    from forerun.target.load import LoadOptions, open_model, read_config
+    from forerun.model.load import LoadOptions, open_model, read_config
 
     found = demo.resolve(name)
     options = LoadOptions(dtype="bfloat16", device=device)

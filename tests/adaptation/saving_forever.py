@@ -12,7 +12,7 @@ import torch
 
 from contract.harness import model, relative, word_tokenizer
 from forerun.engine.adapting.adaptation import Snapshots
-from forerun.target import Target
+from forerun.model import Target
 
 
 def say(text: object) -> None:

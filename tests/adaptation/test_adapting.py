@@ -39,8 +39,8 @@ from forerun.engine.adapting.replay import Collector, ReplayBuffer
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.costs import Nominal
 from forerun.engine.drafting import DrafterPool
-from forerun.target import Target
-from forerun.target.kernels.packing import Weights, exchange, ready
+from forerun.model import Target
+from forerun.model.kernels.packing import Weights, exchange, ready
 from forerun.types import Budget
 
 WORDS = ["the cat", "the dog sat on", "a log and", "mat mat mat", "on the", "dog"]

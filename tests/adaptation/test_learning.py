@@ -14,7 +14,7 @@ from forerun import demo
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.learning import Learner, Trial, plain_twin
 from forerun.errors import UnsupportedModelError
-from forerun.target import Target
+from forerun.model import Target
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 CONFIG = AdaptConfig(learning_rate=3e-3, round_pieces=16, batch_pieces=2)

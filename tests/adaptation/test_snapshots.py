@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from contract.harness import model, relative, word_tokenizer
 from forerun.engine.adapting.adaptation import Snapshots, fingerprint
 from forerun.errors import CheckpointError
-from forerun.target import Target
+from forerun.model import Target
 
 KILLS = 6
 

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from forerun.errors import CheckpointError
-from forerun.target.kernels.accelerate import accelerate
-from forerun.target.kernels.packing import FusedLinear, cpu_packs, exchange, ready
+from forerun.model.kernels.accelerate import accelerate
+from forerun.model.kernels.packing import FusedLinear, cpu_packs, exchange, ready
 
 SIZES = {
     "vocab_size": 32,

@@ -23,8 +23,8 @@ from benchmarks.suite.workloads import Setting, loops
 from forerun import LLM
 from forerun.demo import contexts
 from forerun.errors import ArgumentError
-from forerun.target import Target
-from forerun.target.kernels.packing import cpu_packs, pack
+from forerun.model import Target
+from forerun.model.kernels.packing import cpu_packs, pack
 from forerun.types import Source, StepTrace
 
 GREEDY = Setting(name="greedy", temperature=0.0, new_tokens=24)
@@ -176,7 +176,7 @@ class TestBits:
         assert tree.largest < 0.5
 
     def test_a_wrong_cache_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("forerun.target.cache.SlotCache.move", lambda *_: None)
+        monkeypatch.setattr("forerun.model.cache.SlotCache.move", lambda *_: None)
         chain, tree = compare(lively_llama(), self.texts[:1], BitPlan(context=20, positions=40))
         assert tree.differing > 10 and tree.other_argmax > tree.ties
         assert chain.differing == 0, "an accepted chain lies in place already"

@@ -17,7 +17,7 @@ from forerun.checkpoints.base import expected_shapes
 from forerun.demo.scale import ScaledModel, scale_config, scale_head, scale_model, scaled_head_folder
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 
 PROMPT = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(4)).tolist()

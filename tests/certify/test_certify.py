@@ -26,7 +26,7 @@ SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.5)
 
 @pytest.fixture(autouse=True)
 def one_case_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full enumeration has tests of its own (tests/verify); here one case stands for it."""
+    """The full enumeration has tests of its own (tests/rules); here one case stands for it."""
 
     def one(names: list[str]) -> list[object]:
         world = World.GREEDY_TARGET if names == ["argmax_walk"] else World.RANDOM

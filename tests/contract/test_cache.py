@@ -12,7 +12,7 @@ from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, installed, l
 from forerun import LLM, SamplingParams
 from forerun.drafters import drafter_class
 from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.target import Target
+from forerun.model import Target
 
 ROWS = 3
 STEPS = 6

@@ -13,7 +13,7 @@ import torch
 from contract.harness import PROMPT, SAMPLED, Variant, as_prompts, llm, variants
 from forerun import LLM, SamplingParams
 from forerun.drafters.heads.runner import HeadRunner
-from forerun.target.cache import SlotCache
+from forerun.model.cache import SlotCache
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 DRAWN = replace(SAMPLED, max_tokens=12, seed=3, logits_processors=())

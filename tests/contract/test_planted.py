@@ -40,8 +40,8 @@ from forerun.core.step import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters import growth
 from forerun.drafters.levels import Submitted
-from forerun.target import Target
-from forerun.target.cache import SlotCache
+from forerun.model import Target
+from forerun.model.cache import SlotCache
 from forerun.types import Drawn, Source, Verdict
 
 Patch = pytest.MonkeyPatch

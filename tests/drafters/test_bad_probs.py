@@ -21,7 +21,7 @@ from forerun.core.step import Emitted, Group, Row, first_tokens, step
 from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 
 __all__ = ["checkpoint"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.test_tree import contents, random_tree
 from forerun.core.enumeration import Distributions, World, exact_distribution, toy_distributions
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler
@@ -18,7 +19,6 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_draf
 from forerun.drafters.guarded import Checked, Guarded, check
 from forerun.errors import InvalidDraftError
 from forerun.types import Budget, Drawn, SamplingParams
-from test_tree import contents, random_tree
 
 ROOT = 7
 TARGET: Any = SimpleNamespace(vocab_size=10, hidden_size=4, num_layers=3, dtype=torch.float32)

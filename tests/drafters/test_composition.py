@@ -22,7 +22,7 @@ from forerun.drafters.cascade import CascadeDrafter, DraftTarget
 from forerun.drafters.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import LAST_HIDDEN, Budget, Drawn
 
 pytestmark = pytest.mark.thorough

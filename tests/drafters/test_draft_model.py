@@ -18,7 +18,7 @@ from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget, SamplingParams
 from llamas import tiny_llama
 

@@ -19,10 +19,10 @@ from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.early_exit import EarlyExitConfig
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.target import Target, resuming
-from forerun.target.cache import SlotCache
+from forerun.model import Target, resuming
+from forerun.model.cache import SlotCache
 from forerun.types import RequestOutput
-from target.families import SHARING, make, random_tokens
+from model.families import SHARING, make, random_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 CHAIN: dict[str, Any] = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 3}

@@ -14,7 +14,7 @@ from forerun import LLM, SamplingParams
 from forerun.drafters.heads.eagle import Advanced, EagleConfig, EagleHead
 from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 from training.ttt import features, head, model, tokens
 

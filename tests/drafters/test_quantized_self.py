@@ -21,7 +21,7 @@ from forerun.drafters.quantized_self import (
     rounded_twin,
 )
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target import Target
+from forerun.model import Target
 
 TOKENS = torch.tensor([PROMPT])
 

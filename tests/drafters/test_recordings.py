@@ -19,8 +19,8 @@ from forerun.drafters.dynamic import DynamicTree
 from forerun.drafters.growth import likeliest
 from forerun.drafters.heads.drafting import HeadDrafter
 from forerun.drafters.heads.runner import SequentialRunner
-from forerun.target import Target
-from forerun.target.recordings import Recordings, Work
+from forerun.model import Target
+from forerun.model.recordings import Recordings, Work
 from training.ttt import head, model, tokens
 
 pytestmark = pytest.mark.thorough
@@ -102,7 +102,7 @@ def test_a_replay_drafts_what_a_run_would(
     options: dict[str, Any], settings: list[dict[str, Any]], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows come and go, grow past the first width and lie scattered: the same drafts, from few recordings."""
-    monkeypatch.setattr("forerun.target.recordings.LEAST_WIDTH", 32)
+    monkeypatch.setattr("forerun.model.recordings.LEAST_WIDTH", 32)
     found = []
     recordings = Recordings(traced)
     for how in (Recordings(None), recordings):
@@ -150,7 +150,7 @@ def test_where_recording_fails_drafts_are_those_of_a_run(caplog: pytest.LogCaptu
 
 
 def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.target.recordings._MOST", 2)
+    monkeypatch.setattr("forerun.model.recordings._MOST", 2)
     recorded = list[int]()
 
     def record(work: Work, inputs: tuple[Tensor, ...]) -> Work:

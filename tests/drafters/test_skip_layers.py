@@ -25,7 +25,7 @@ from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter, Th
 from forerun.drafters.skipping.file import SkipFile, structure_hash
 from forerun.drafters.skipping.sublayers import every, names, parse
 from forerun.errors import ArgumentError, DataError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget
 from llamas import tiny_llama
 

@@ -16,7 +16,7 @@ from forerun.drafters.skipping.search import Search, Space
 from forerun.drafters.skipping.sublayers import SkipSet, evenly, every, names
 from forerun.drafters.skipping.tuning import tune
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 
 pytestmark = pytest.mark.thorough
 

@@ -21,7 +21,7 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.slem import SlemConfig, SlemDrafter
 from forerun.drafters.translation import Spelling
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget
 from llamas import tiny_llama
 

@@ -18,8 +18,8 @@ from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.speed import shared_block
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target import Target
-from target.families import make, random_tokens
+from forerun.model import Target
+from model.families import make, random_tokens
 
 pytestmark = pytest.mark.thorough
 

@@ -23,7 +23,7 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget
 from forerun.types import SamplingParams as Params
 

@@ -22,8 +22,8 @@ from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine import costs
 from forerun.engine.costs import CostModel, DraftCost, Point, load_or_measure, rising
 from forerun.errors import ArgumentError
+from forerun.model import Buckets, Target
 from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
-from forerun.target import Buckets, Target
 
 PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
 

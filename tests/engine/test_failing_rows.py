@@ -16,7 +16,7 @@ from forerun import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from forerun.engine import scheduling
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, EngineError, NoTokenLeftError, NumericError, RequestError
-from forerun.target import Target
+from forerun.model import Target
 
 pytestmark = pytest.mark.thorough
 

@@ -17,8 +17,8 @@ from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
-from forerun.target import Plan
-from forerun.target.kernels.accelerate import CompiledForward
+from forerun.model import Plan
+from forerun.model.kernels.accelerate import CompiledForward
 from forerun.types import LAST_HIDDEN, Budget
 
 pytestmark = pytest.mark.thorough

@@ -19,7 +19,7 @@ import transformers
 from emulation import kernels_in_c, packed_linears
 from engine.two_engines import ROWS, head, jobs, model, together
 from forerun import LLM
-from forerun.target import Target
+from forerun.model import Target
 
 pytestmark = pytest.mark.thorough
 

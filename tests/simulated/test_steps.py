@@ -22,8 +22,8 @@ from forerun import LLM, SamplingParams, devices
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS
 from forerun.engine.costs import load_or_measure
-from forerun.target import Target
-from forerun.target.kernels.packing import exchange, ready
+from forerun.model import Target
+from forerun.model.kernels.packing import exchange, ready
 from simulated.device import NAME, Kind, SimulatedDevice, moved
 from simulated.waits import recording
 
@@ -227,7 +227,7 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
     variant: Variant | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows come, end and grow past the first width; a replay runs none of the model's Python."""
-    monkeypatch.setattr("forerun.target.recordings.LEAST_WIDTH", 16)
+    monkeypatch.setattr("forerun.model.recordings.LEAST_WIDTH", 16)
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (30, 4, 12, 25, 8)]
     prompts = as_prompts([*PROMPTS[:3], *PROMPTS[:2]])
 

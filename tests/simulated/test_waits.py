@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.target import Target
-from forerun.target.nouns import Scored
+from forerun.model import Target
+from forerun.model.nouns import Scored
 from simulated import waits
 from simulated.device import Kind
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script, Python only adds its own folder
 
 from forerun import LLM, SamplingParams, demo
-from forerun.target.recordings import Recordings
+from forerun.model.recordings import Recordings
 from forerun.types import CompletionOutput
 from simulated.device import NAME, Counts, Kind, SimulatedDevice, moved
 

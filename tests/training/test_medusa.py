@@ -13,7 +13,7 @@ from forerun.drafters.growth import Shape
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead, tree_of_ranks
 from forerun.drafters.heads.runner import ParallelRunner
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.medusa import MedusaObjective, MedusaSettings
 from forerun.types import LAST_HIDDEN

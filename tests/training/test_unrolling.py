@@ -10,7 +10,7 @@ import torch
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.drafters.heads.kinds import kind_named
 from forerun.drafters.heads.runner import SequentialRunner
-from forerun.target import Target
+from forerun.model import Target
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.target import Target
+from forerun.model import Target
 from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
 from llamas import tiny_llama

@@ -15,7 +15,7 @@ from forerun.checkpoints.keys import unknown_keys
 from forerun.drafters.heads.base import Head, HeadConfig
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import CheckpointError
-from forerun.target.load import SINGLE
+from forerun.model.load import SINGLE
 
 Shape = tuple[int, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -215,7 +215,7 @@ class TargetFacts:
             UnsupportedModelError: of a kind that forerun does not verify.
         """
         from forerun.demo import resolve
-        from forerun.target.load import LoadOptions, read_config
+        from forerun.model.load import LoadOptions, read_config
 
         found = resolve(name)
         return cls.of(read_config(found, LoadOptions()), found)

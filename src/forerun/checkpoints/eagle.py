@@ -20,7 +20,7 @@ from forerun.checkpoints.base import HeadCheckpoint, target_mask
 from forerun.checkpoints.keys import NESTED, Keys
 from forerun.drafters.heads.eagle import EagleConfig, Rotary, default_boundaries
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.target.masks import FULL, SLIDING
+from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

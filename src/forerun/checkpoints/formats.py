@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.drafters.heads.kinds import named
 from forerun.errors import ArgumentError, CheckpointError, nearest
-from forerun.target.load import INDEX, SINGLE, read_header, weight_files
+from forerun.model.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _directory(path: str | Path) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    from forerun.target.load import explained
+    from forerun.model.load import explained
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))

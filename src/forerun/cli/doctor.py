@@ -143,7 +143,7 @@ def _version(name: str) -> str | None:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    from forerun.target.kernels import native
+    from forerun.model.kernels import native
 
     lines = _cpuinfo()
     flags = set(lines.get("flags", lines.get("Features", "")).split())

@@ -136,8 +136,8 @@ def _look(
     from forerun import demo
     from forerun.cli.session import quiet_libraries
     from forerun.drafters.heads.eagle import default_boundaries
-    from forerun.target.load import LoadOptions, read_config
-    from forerun.target.support import context_length
+    from forerun.model.load import LoadOptions, read_config
+    from forerun.model.support import context_length
     from forerun.training.features.manifest import check_lengths, checkpoint_directory, describe
     from forerun.training.features.online import check_boundaries
 
@@ -245,7 +245,7 @@ def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, Probe
 
 
 def _load(plan: _Plan, device: str | None) -> Any:
-    from forerun.target.load import LoadOptions, open_model
+    from forerun.model.load import LoadOptions, open_model
 
     options = LoadOptions(dtype=plan.dtype, device=device)
     with console.telling(f"loading {plan.target}"):

@@ -133,7 +133,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, a hub id or a shipped model, with a spinner on stderr while it loads."""
     with console.telling(f"loading the tokenizer of {name}"):
         from forerun.demo import resolve
-        from forerun.target.load import load_tokenizer
+        from forerun.model.load import load_tokenizer
 
         quiet_libraries()
         loaded = load_tokenizer(resolve(name), None)

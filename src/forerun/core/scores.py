@@ -21,7 +21,7 @@ from forerun.core.sampling import Edits, Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
-from forerun.target.kernels import native
+from forerun.model.kernels import native
 from forerun.types import TokenLogprob
 
 _NONE = -1

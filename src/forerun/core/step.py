@@ -22,7 +22,7 @@ from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
-from forerun.target import Scored, Target
+from forerun.model import Scored, Target
 from forerun.types import (
     Budget,
     DraftKind,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun.core.scores import Scores
-    from forerun.target import Target
+    from forerun.model import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

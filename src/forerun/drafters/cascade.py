@@ -28,8 +28,8 @@ from forerun.drafters.domains import PerDomain
 from forerun.drafters.levels import Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, NumericError
-from forerun.target import Scored, Target
-from forerun.target.inputs import Nodes
+from forerun.model import Scored, Target
+from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind, Drawn, Signal
 
 # An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.

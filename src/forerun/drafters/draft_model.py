@@ -26,11 +26,11 @@ from forerun.drafters.levels import Grown, Submitted
 from forerun.drafters.tree_options import TreeOptions
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, nearest
-from forerun.target.inputs import Nodes
+from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
-    from forerun.target import Target
+    from forerun.model import Target
 
 # Rules that end a draft early, at one confidence threshold or at a bound on acceptance from the draft distribution's
 # entropy.
@@ -332,7 +332,7 @@ class DraftModelDrafter(Drafter):
 
     def _load(self, setup: DrafterSetup, room: int = 1) -> Target:
         """The draft model with a cache of `room` times the engine's slots."""
-        from forerun.target import Target
+        from forerun.model import Target
 
         named = isinstance(self.config.model, str | Path)
         model = resolved(self.config.model) if named else self.config.model

@@ -26,15 +26,15 @@ from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting import SelfDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.target.inputs import Nodes
-from forerun.target.layers import base_of, norm_after_layers
-from forerun.target.load import read_header
-from forerun.target.nouns import Plan
-from forerun.target.partial import prove, renumber
+from forerun.model.inputs import Nodes
+from forerun.model.layers import base_of, norm_after_layers
+from forerun.model.load import read_header
+from forerun.model.nouns import Plan
+from forerun.model.partial import prove, renumber
 from forerun.types import Budget
 
 if TYPE_CHECKING:
-    from forerun.target import Target
+    from forerun.model import Target
 
 _HEAD, _NORM = "lm_head.weight", "norm.weight"
 

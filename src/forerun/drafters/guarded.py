@@ -24,12 +24,12 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
-from forerun.target.layers import check_signals
+from forerun.model.layers import check_signals
 from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
     from forerun.core.step import Scores
-    from forerun.target import Target
+    from forerun.model import Target
 
 # What a tree must be before anybody works with it. Knows trees, budgets and the sizes of a model. Knows no drafter.
 

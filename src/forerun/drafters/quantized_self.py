@@ -21,8 +21,8 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target.kernels.packing import FusedLinear, PackedLinear
-from forerun.target.layers import base_name, base_of, layers_of, replaced, shallow
+from forerun.model.kernels.packing import FusedLinear, PackedLinear
+from forerun.model.layers import base_name, base_of, layers_of, replaced, shallow
 
 BITS = (8, 4)
 GROUPS = (64, 32)

@@ -17,11 +17,11 @@ from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.growth import Children, Shape
 from forerun.drafters.levels import FixedTree, Grown, Submitted
-from forerun.target.inputs import Nodes
+from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
-    from forerun.target import Target
+    from forerun.model import Target
 
 
 class Limits:

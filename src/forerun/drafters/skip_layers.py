@@ -27,8 +27,8 @@ from forerun.drafters.skipping.search import Space, Trial, propose
 from forerun.drafters.skipping.sublayers import SkipSet, evenly, every, parse
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, nearest
-from forerun.target import Plan
-from forerun.target.inputs import Nodes
+from forerun.model import Plan
+from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
 # The skip set is searched while decoding: SWIFT (arXiv 2410.06916). Knows agreement counts, no model and no tokens.

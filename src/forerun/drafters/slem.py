@@ -38,7 +38,7 @@ from forerun.drafters.translation import (
 from forerun.drafters.translation.encoding import starts_character
 from forerun.drafters.vocabulary import resolved
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
 _ROOM = 2

@@ -25,14 +25,14 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Shape, attempt
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.target.inputs import Nodes
-from forerun.target.layers import is_quantised
-from forerun.target.nouns import Plan
-from forerun.target.partial import compare
+from forerun.model.inputs import Nodes
+from forerun.model.layers import is_quantised
+from forerun.model.nouns import Plan
+from forerun.model.partial import compare
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
-    from forerun.target.model import Target
+    from forerun.model.target import Target
 
 # Tokens at different depths in one pass, for decoders whose layers share their weights.
 #

@@ -29,11 +29,11 @@ from forerun.drafters.translation import (
     target_tokenizer,
 )
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.target.kernels.packing import PackedLinear, packable
-from forerun.target.layers import OutputHead
+from forerun.model.kernels.packing import PackedLinear, packable
+from forerun.model.layers import OutputHead
 
 if TYPE_CHECKING:
-    from forerun.target.model import Target
+    from forerun.model.target import Target
 
 # An output head that computes the logits of some token ids only. Knows linear heads; any other is left as it is.
 

@@ -270,7 +270,7 @@ def _weights(model: Any) -> int:
     folder = Path(demo.resolve(model)) if isinstance(model, str) else None
     if folder is None or not folder.is_dir():
         return 0
-    from forerun.target.load import INDEX, SINGLE, weight_bytes
+    from forerun.model.load import INDEX, SINGLE, weight_bytes
 
     if any((folder / name).is_file() for name in (INDEX, SINGLE)):
         return weight_bytes(folder, None)

@@ -22,7 +22,7 @@ from forerun.engine.grammar import GrammarProcessor
 from forerun.engine.policy.ranking import prune
 from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills, youngest
 from forerun.errors import ArgumentError, Isolation
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import StreamChunk
 
 # Free rows, and what still stands in their slots: a prompt that begins with it need not read that part again.

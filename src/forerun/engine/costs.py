@@ -35,7 +35,7 @@ from forerun.writing import written
 if TYPE_CHECKING:
     import torch
 
-    from forerun.target import Target
+    from forerun.model import Target
 
 log = logging.getLogger(__name__)
 
@@ -399,8 +399,8 @@ def identity(target: Target) -> dict[str, Any]:
     """All that a pass's cost depends on. The values of the weights do not matter, their number and type do."""
     import torch
 
-    from forerun.target.kernels import native
-    from forerun.target.kernels.packing import FusedLinear, PackedLinear
+    from forerun.model.kernels import native
+    from forerun.model.kernels.packing import FusedLinear, PackedLinear
 
     on_cpu = target.device.type == "cpu"
     modules = list(target.model.modules())

@@ -24,9 +24,9 @@ from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import Lane, Prompt, PromptReader, as_list, as_params
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest
-from forerun.target import Buckets, Target
-from forerun.target.load import load_tokenizer
-from forerun.target.model import PIECE
+from forerun.model import Buckets, Target
+from forerun.model.load import load_tokenizer
+from forerun.model.target import PIECE
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:

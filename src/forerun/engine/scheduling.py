@@ -15,8 +15,8 @@ from torch import Tensor
 from forerun.core.scores import logprobs_of
 from forerun.engine.completion import Completion, Request
 from forerun.errors import ArgumentError, Isolation
-from forerun.target import Scored, Target
-from forerun.target.model import PIECE
+from forerun.model import Scored, Target
+from forerun.model.target import PIECE
 from forerun.types import Signal, TokenLogprob
 
 

@@ -19,7 +19,7 @@ from forerun.drafters.base import Drafter
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS
 from forerun.engine.costs import DraftCost, free_rows
 from forerun.errors import ArgumentError
-from forerun.target import Target
+from forerun.model import Target
 from forerun.types import SamplingParams, Source, SpeculationStats
 
 

@@ -22,9 +22,9 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_he
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.kinds import kind_named
 from forerun.errors import ArgumentError
-from forerun.target.layers import base_of, layers_of
-from forerun.target.load import LoadOptions, open_model, read_config
-from forerun.target.support import text_config
+from forerun.model.layers import base_of, layers_of
+from forerun.model.load import LoadOptions, open_model, read_config
+from forerun.model.support import text_config
 from forerun.training.batch import FeatureBatch, Objective
 from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.manifest import loaded_from, target_hash, wanted_manifest

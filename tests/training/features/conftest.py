@@ -13,7 +13,7 @@ import torch
 from forerun.training.batch import TokenBatch
 from forerun.training.data.store import TokenizerIdentity
 from forerun.training.features.manifest import FeatureManifest
-from target.families import random_tokens
+from model.families import random_tokens
 
 LENGTHS = (11, 3, 17, 9, 24, 1, 12)
 

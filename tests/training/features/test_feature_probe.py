@@ -21,7 +21,7 @@ from forerun.training.features import vllm_source
 from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
 from forerun.training.features.vllm_source import FinalNorm, VllmFeatures
 from forerun.types import LAST_HIDDEN
-from target.families import make, random_tokens
+from model.families import make, random_tokens
 
 TOKENS = [random_tokens(21, seed=1), random_tokens(12, seed=2)]
 

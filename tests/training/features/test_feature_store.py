@@ -15,7 +15,7 @@ from torch import Tensor
 
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
-from forerun.target.load import read_header
+from forerun.model.load import read_header
 from forerun.training.features import manifest as manifests
 from forerun.training.features.manifest import (
     FeatureManifest,
@@ -29,7 +29,7 @@ from forerun.training.features.manifest import (
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, FeatureWriter, OfflineFeatures, extract, passes
 from forerun.types import LAST_HIDDEN
-from target.families import make
+from model.families import make
 from training.features.conftest import LENGTHS, Documents, Segment, Windows, manifest_of
 
 SHARD = 20 * 64 * 4 * 3

@@ -13,7 +13,7 @@ from forerun.errors import ArgumentError
 from forerun.training.batch import TokenBatch
 from forerun.training.features.online import OnlineFeatures, batch_of, reference_states
 from forerun.types import LAST_HIDDEN
-from target.families import WINDOW, make
+from model.families import WINDOW, make
 from training.features.conftest import Documents, Segment, Windows
 
 DATA = Documents((11, 14, 9, 20))

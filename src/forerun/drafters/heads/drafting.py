@@ -26,8 +26,8 @@ from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
 from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
+from forerun.model.kernels import forwards, packing
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
-from forerun.target.kernels import forwards, packing
 from forerun.types import Budget, DraftKind, Signal
 
 AnyHead = TypeVar("AnyHead", bound=Head)

@@ -21,7 +21,7 @@ from forerun.drafters.heads.base import Advanced, Attend, HeadConfig, Sequential
 from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.drafters.heads.recompute import Angles, gated, rms_norm, rotate
 from forerun.errors import ArgumentError
-from forerun.target.layers import base_of
+from forerun.model.layers import base_of
 from forerun.types import LAST_HIDDEN
 
 FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -17,14 +17,14 @@ from torch.nn.functional import pad
 from forerun.devices import attention_kernels, rows_of, sent
 from forerun.drafters.heads.base import Advanced, Head, ParallelHead, SequentialHead
 from forerun.drafters.heads.kinds import Way
-from forerun.target import Target
-from forerun.target.cache import SlotCache
-from forerun.target.inputs import Nodes
-from forerun.target.kernels.attention import attend
-from forerun.target.kernels.packing import packed_bytes
-from forerun.target.masks import FULL, SLIDING, Block, MaskStyle, build
-from forerun.target.padding import Pass
-from forerun.target.recordings import Recordings, bucket, wide
+from forerun.model import Target
+from forerun.model.cache import SlotCache
+from forerun.model.inputs import Nodes
+from forerun.model.kernels.attention import attend
+from forerun.model.kernels.packing import packed_bytes
+from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
+from forerun.model.padding import Pass
+from forerun.model.recordings import Recordings, bucket, wide
 from forerun.types import Signal
 
 PIECE = 512

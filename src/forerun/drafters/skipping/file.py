@@ -14,7 +14,7 @@ from forerun.errors import ArgumentError, DataError
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.target import Target
+    from forerun.model import Target
 
 FORMAT = "forerun-skip-layers"
 _STRUCTURE = (

@@ -22,8 +22,8 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter
 from forerun.drafters.skipping.sublayers import PARTS, SkipSet, Sublayer, every, names
 from forerun.errors import ForerunError
-from forerun.target import Target
-from forerun.target.inputs import Nodes
+from forerun.model import Target
+from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams
 
 REPEATS = 15

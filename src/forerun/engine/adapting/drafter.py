@@ -21,7 +21,7 @@ from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.engine.adapting.learning import Throttle
 from forerun.engine.adapting.replay import Collector
-from forerun.target.kernels.packing import Weights, exchange
+from forerun.model.kernels.packing import Weights, exchange
 from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 
 # Whether drafts are really kept as often since the last swap as before it. Counts only; knows no weights.

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.replay import Piece
 from forerun.errors import UnsupportedModelError
-from forerun.target.kernels.attention import NAME as FOLDED
-from forerun.target.layers import OutputHead, base_of, is_quantised
+from forerun.model.kernels.attention import NAME as FOLDED
+from forerun.model.layers import OutputHead, base_of, is_quantised
 
 
 class Throttle:

@@ -26,7 +26,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_he
 from forerun.checkpoints.engines import Exported, export_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.target.layers import device_of
+from forerun.model.layers import device_of
 from forerun.training.batch import TokenBatch
 from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode
 from forerun.training.features.online import OnlineFeatures

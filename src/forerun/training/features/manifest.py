@@ -18,7 +18,7 @@ import torch
 from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.manifests import ManifestKind
-from forerun.target.load import check_directory, explained, weight_files
+from forerun.model.load import check_directory, explained, weight_files
 from forerun.training.data.store import PreparedData, TokenizerIdentity
 from forerun.types import LAST_HIDDEN, Signal
 

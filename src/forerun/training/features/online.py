@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError, DataError
-from forerun.target.layers import base_of, captured, device_of, layers_of
-from forerun.target.masks import FULL, AttentionMask, MaskStyle
-from forerun.target.support import context_length, refuse_stateful, text_config
+from forerun.model.layers import base_of, captured, device_of, layers_of
+from forerun.model.masks import FULL, AttentionMask, MaskStyle
+from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
 from forerun.types import LAST_HIDDEN, Signal
 

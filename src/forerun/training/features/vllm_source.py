@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError
-from forerun.target.layers import base_name, base_of, norm_after_layers
-from forerun.target.load import read_header, weight_files
+from forerun.model.layers import base_name, base_of, norm_after_layers
+from forerun.model.load import read_header, weight_files
 from forerun.training.features.online import check_boundaries
 from forerun.types import LAST_HIDDEN, Signal
 

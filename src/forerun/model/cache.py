@@ -1,0 +1,244 @@
+"""The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
+
+transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Knows no model: shapes are taken from
+the tensors it is handed, layer by layer (in DeepSeek-V3 keys and values differ in width). Sliding layers keep all their
+slots; the window is in the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forerun.errors import OutOfMemoryError
+from forerun.model.padding import Flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Where the tokens of the pass that is about to run go, and what their layers may look at; on one device."""
+
+    flat: Tensor
+    """(M,) int64 index into (rows * slots): where each token is written."""
+    rows: Tensor
+    """(B,) int64 rows to read."""
+    scattered: bool
+    """Else they are `count` rows from `first` on."""
+    select: bool
+    """Whether `read` selects scattered ones; else all rows are read."""
+    first: int
+    count: int
+    width: int
+    before: int
+    """Slots before the tokens of the pass, in the longest row."""
+
+    def read(self, store: Tensor) -> Tensor:
+        """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
+        seen = store.narrow(1, 0, self.width)
+        if not self.scattered:
+            seen = seen.narrow(0, self.first, self.count)
+        elif self.select:
+            seen = seen.index_select(0, self.rows)
+        return seen.transpose(1, 2)
+
+
+def contiguous(rows: Sequence[int]) -> bool:
+    """Whether the rows follow each other, so that they are read where they lie."""
+    return list(rows) == list(range(rows[0], rows[0] + len(rows)))
+
+
+class SlotCache:
+    """Keys and values of `rows` sequences with `slots` tokens each, allocated as layers are first seen."""
+
+    is_compileable = True
+
+    def __init__(self, rows: int, slots: int) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.dump = slots
+        """The slot behind the last: padding is written there and nothing reads it."""
+        self._touched = [0] * rows
+        """Slots of each row that passes may have written to since they were last zero."""
+        self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._windows: dict[torch.device, _Window] = {}
+        none = torch.zeros(0, dtype=torch.int64)
+        self._window = _Window(none, none, False, True, 0, 0, 0, 0)
+
+    def begin(
+        self,
+        rows: Sequence[int],
+        slot_ids: Tensor,
+        width: int,
+        *,
+        index: Tensor | None = None,
+        real: Flat | None = None,
+        select: bool = True,
+        anywhere: bool = False,
+    ) -> None:
+        """Announce a pass over `rows`: token (b, n) goes to ``slot_ids[b, n]`` (B, N), `width` slots are read.
+
+        Args:
+            index: (B,) the rows, where the caller has them on the device of `slot_ids`.
+            real: these tokens run behind each other: `update` is handed them alone.
+            select: scattered rows are copied for the layers; else these are given all rows, see `unselected`.
+            anywhere: take rows for scattered ones even where they follow each other, as a recording for any rows must.
+        """
+        if index is None:
+            index = torch.tensor(rows, dtype=torch.int64, device=slot_ids.device)
+        places = self._places(index, slot_ids)
+        flat = (places if real is None else real.flatten(places)).flatten()
+        before = width - slot_ids.shape[1]
+        scattered = anywhere or not contiguous(rows)
+        self._window = _Window(flat, index, scattered, select, rows[0], len(rows), width, before)
+        self._windows = {flat.device: self._window}
+
+    def go_on(self, slot_ids: Tensor) -> None:
+        """Announce another pass over the same rows, as wide: token (b, n) goes to ``slot_ids[b, n]`` (B, N)."""
+        self._window = replace(self._window, flat=self._places(self._window.rows, slot_ids).flatten())
+        self._windows = {slot_ids.device: self._window}
+
+    @property
+    def unselected(self) -> Tensor | None:
+        """(B,) the rows of the pass among those that its layers are given; None where they are given no others."""
+        return self._window.rows if self._window.scattered and not self._window.select else None
+
+    def get_seq_length(self, _layer_idx: int = 0) -> int:
+        """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest.
+
+        A mask and positions are given with every pass, so that nothing is placed by it.
+        """
+        return self._window.before
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, heads, N, dim) or (1, heads, M, dim); returns what the layer may read: (B, heads, width, dim)."""
+        flat = self._on(keys.device).flat
+        stores = self._of(layer_idx, keys.shape[1::2], values.shape[1::2], keys)
+        for store, new in zip(stores, (keys, values), strict=True):
+            store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
+        return self.seen(layer_idx)
+
+    def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """What `update` writes to, for a layer that does it itself.
+
+        Args:
+            shape: (heads, dim) of keys and of values.
+            like: a tensor of their dtype and on their device.
+
+        Returns:
+            keys and values (rows, slots + 1, heads, dim), and (M,) int64: each token's place in (rows * (slots + 1)).
+        """
+        return self._of(layer_idx, shape, shape, like), self._on(like.device).flat
+
+    def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a layer may read in this pass: (B, heads, width, dim)."""
+        keys, values = self._stores[layer_idx]
+        window = self._on(keys.device)
+        return window.read(keys), window.read(values)
+
+    def move(self, rows: Sequence[int], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """In each row copy the slots ``sources[i]`` to ``starts[i]``, ``starts[i] + 1``, ... in every layer."""
+        stride = self.slots + 1
+        source = [row * stride + slot for row, slots in zip(rows, sources, strict=True) for slot in slots]
+        target = [
+            row * stride + start + offset
+            for row, slots, start in zip(rows, sources, starts, strict=True)
+            for offset in range(len(slots))
+        ]
+        if source == target:
+            return
+        index = torch.tensor([source, target], dtype=torch.int64)
+        placed: dict[torch.device, Tensor] = {}
+        for store in self._tensors():
+            if store.device not in placed:
+                placed[store.device] = index.to(store.device, non_blocking=True)
+            here, flat = placed[store.device], store.flatten(0, 1)
+            flat.index_copy_(0, here[1], flat.index_select(0, here[0]))
+
+    def touch(self, rows: Sequence[int], ends: Sequence[int]) -> None:
+        """Announce that a pass may write to the slots of these rows before `ends`."""
+        for row, end in zip(rows, ends, strict=True):
+            self._touched[row] = max(self._touched[row], end)
+
+    @torch.inference_mode()
+    def clear(self, row: int, start: int) -> int:
+        """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row.
+
+        A mask is added to scores, and what is multiplied with a weight of zero is added, too: of a token that a query
+        may not see, NaN and infinity reach it all the same.
+
+        Returns:
+            how many slots there were that a pass may have written to.
+        """
+        count = max(0, self._touched[row] - start)
+        if count:
+            for store in self._tensors():
+                store[row, start : start + count] = 0
+            self._touched[row] = start
+        return count
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of row `source` to row `target`."""
+        self.touch([target], [length])
+        for store in self._tensors():
+            store[target, :length] = store[source, :length]
+
+    def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (length, heads, dim) of one row, for tests and for inspection."""
+        keys, values = self._stores[layer]
+        return keys[row, :length], values[row, :length]
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have been seen."""
+        return sorted(self._stores)
+
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(store.nbytes for store in self._tensors())
+
+    def _places(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        return rows.unsqueeze(1) * (self.slots + 1) + slot_ids
+
+    def _tensors(self) -> list[Tensor]:
+        return [store for pair in self._stores.values() for store in pair]
+
+    def _on(self, device: torch.device) -> _Window:
+        if device not in self._windows:
+            here = self._window
+            self._windows[device] = replace(here, flat=here.flat.to(device), rows=here.rows.to(device))
+        return self._windows[device]
+
+    def reserve(self, other: SlotCache) -> None:
+        """Allocate now what another cache of the same model had to allocate, so that a lack of memory shows at once.
+
+        Raises:
+            OutOfMemoryError: it does not fit.
+        """
+        for layer, pair in other._stores.items():
+            self._of(layer, pair[0].shape[2:], pair[1].shape[2:], pair[0])
+
+    def _of(self, layer: int, keys: Sequence[int], values: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values; allocated as (heads, dim) of each, dtype and device of `like`, where it is new."""
+        if layer not in self._stores:
+            self._stores[layer] = (self._allocate(keys, like), self._allocate(values, like))
+        return self._stores[layer]
+
+    def _allocate(self, size: Sequence[int], like: Tensor) -> Tensor:
+        """Zeros (heads, dim) for every slot. Not empty: a masked NaN would still be a NaN."""
+        shape = (self.rows, self.slots + 1, *size)
+        try:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+                raise
+            needed = like.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
+            raise OutOfMemoryError(
+                f"no room on {like.device} for the KV cache: {needed / 2**20:.0f} MiB more were needed for one half of "
+                f"one layer ({self.rows} rows x {self.slots} slots), {self.nbytes() / 2**20:.0f} MiB are allocated. "
+                "Lower rows or slots."
+            ) from error

@@ -1,0 +1,191 @@
+"""Makes the passes of a loaded target cheaper: packed linears, folded attention, fused C kernels, compilation.
+
+`accelerate` does what the model, its dtype and the device allow, and says what that was. Where nothing fits it changes
+nothing. The replaced modules belong to the model object, so a model that a user handed in is only accelerated if asked.
+
+In a compiled forward packed linears, and attention together with the cache, are single opaque operations of the graph;
+what lies between them (norms, rotary embeddings, activations, residuals) is fused. So no weight is packed twice, and
+shapes stay symbolic: there is one graph for one token and one for more. Passes with hooks run as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from forerun.caching import cache_root
+from forerun.model.kernels import attention, forwards, packing
+from forerun.model.kernels.attention import COMPILED, NAME
+from forerun.model.kernels.packing import Packing
+from forerun.model.layers import base_of
+from forerun.model.padding import Pass, running
+
+log = logging.getLogger(__name__)
+
+
+class _PassThrough:
+    """Stands for the cache inside the compiled graph: the real one is reached from the attention operation."""
+
+    def update(
+        self, keys: Tensor, values: Tensor, _layer: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+class _Counted:
+    """The cache, and how many layers used it in one pass."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.updates = 0
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self.updates += 1
+        result: tuple[Tensor, Tensor] = self.cache.update(keys, values, layer)
+        return result
+
+
+class CompiledForward:
+    """Has the signature of a base model's forward, and falls back to it where a pass cannot be compiled."""
+
+    def __init__(self, base: nn.Module, layers: int) -> None:
+        self.plain = base.forward
+        self.base = base
+        self.layers = layers
+        self.watched = list(base.modules())
+        self.compiled = torch.compile(self._trace, dynamic=True, fullgraph=True)
+        self.failed = False
+        self._seen: set[tuple[bool, ...]] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base model; compiled if it is a cached pass of token ids without hooks."""
+        if self.failed or args or not self._fits(kwargs):
+            return self.plain(*args, **kwargs)
+        cache = _Counted(kwargs["past_key_values"])
+        inputs = (kwargs["input_ids"], kwargs["position_ids"], kwargs["attention_mask"])
+        try:
+            with running(Pass(cache=cache)):
+                result = self._run(inputs)
+        except Exception as error:
+            log.warning(
+                "compilation failed, going on without: %s", (str(error) or type(error).__name__).splitlines()[0]
+            )
+            log.debug("compilation failed", exc_info=error)
+            self.failed = True
+        if not self.failed and cache.updates != self.layers:
+            log.warning("compilation failed, going on without: the model keeps the cache from its attention function")
+            self.failed = True
+        return self.plain(**kwargs) if self.failed else result
+
+    def _fits(self, kwargs: dict[str, Any]) -> bool:
+        needed = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+        return (
+            kwargs.keys() - {"use_cache"} == needed
+            and hasattr(kwargs["past_key_values"], "begin")
+            and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.watched)
+        )
+
+    def _run(self, inputs: tuple[Any, ...]) -> Any:
+        """The first pass of a kind compiles, behind a progress bar on stderr."""
+        kind = tuple(size == 1 for size in inputs[0].shape)
+        if kind in self._seen:
+            return self.compiled(*inputs)
+        self._seen.add(kind)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            progress.add_task("compiling the model's forward pass (kept on disk)", total=None)
+            return self.compiled(*inputs)
+
+    def _trace(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any) -> Any:
+        return self.plain(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=_PassThrough(),
+            use_cache=True,
+            **{COMPILED: True},
+        )
+
+
+def compile_forward(model: Any) -> bool:
+    """Replace the base forward of a packed and folded `model`; False, with nothing done, where that is impossible."""
+    reason = _obstacle(model)
+    if reason:
+        log.warning("not compiled: %s", reason)
+        return False
+    _keep_on_disk()
+    base: Any = base_of(model)
+    base.forward = CompiledForward(base, model.config.get_text_config().num_hidden_layers)
+    return True
+
+
+def _keep_on_disk() -> None:
+    """Keep what the compiler makes below the user's cache folder, unless they named another: /tmp is often emptied."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "inductor")
+
+
+def _obstacle(model: Any) -> str | None:
+    if model.config._attn_implementation != NAME:
+        return "attention could not be folded on this device, dtype or model"
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        return "its cache holds compressed latents, which are expanded outside the attention function"
+    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        return "there is no C++ compiler"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acceleration:
+    """What was done to a model."""
+
+    packing: Packing
+    folded_attention: bool
+    forwards: int
+    """Norms, MLPs and attentions that run in fewer operations."""
+    compiled: bool
+
+    def __str__(self) -> str:
+        parts = []
+        if self.packing.layers:
+            parts.append(f"{self.packing.layers} linear layers packed, {self.packing.fused} groups fused")
+        if self.folded_attention:
+            parts.append("folded attention")
+        if self.forwards:
+            parts.append(f"{self.forwards} modules in C")
+        if self.compiled:
+            parts.append("compiled")
+        return ", ".join(parts) or "nothing to accelerate on this device and dtype"
+
+
+def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
+    """Make the passes of a transformers causal LM cheaper, in place.
+
+    Args:
+        model: loaded, in evaluation mode.
+        compile: also compile the base model's forward. The first pass with one token and the first with more then
+            take up to a minute each, in later processes seconds. A compiled pass rounds differently from a plain one.
+    """
+    packed = packing.pack(model)
+    folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
+    if folded:
+        attention.install(model)
+    compiled = compile and compile_forward(model)
+    count = forwards.install(model) if folded and packed.layers and not compiled else 0
+    return Acceleration(packing=packed, folded_attention=folded, forwards=count, compiled=compiled)
+
+
+def folds(model: Any, base: Any) -> bool:
+    """Whether passes of `model`, whose `base` model is called, run `fold_attention`, which asks the running `Pass`
+    where tokens stand; in compiled passes it does not."""
+    return attention.installed(model) and not isinstance(base.forward, CompiledForward)

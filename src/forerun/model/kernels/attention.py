@@ -1,0 +1,157 @@
+"""Attention over a key-value cache with grouped heads: the query heads of a group become rows, keys are not repeated.
+
+At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `repeat_kv`. Folding the heads of a group
+into the rows of one problem needs no copy. In bf16 `native` does it where the machine allows, else torch. There few
+rows run in kernels that sum in another order (one row on an Intel with AMX; one, two and three on an AMD with AVX-512),
+so that a token's bits would depend on how many are scored with it: on a CPU problems of fewer than `MIN_ROWS` rows are
+filled up with copies.
+
+Knows transformers' `AttentionInterface`. Does not know masks: windows come in them. Soft caps and sinks are refused;
+models that have them keep their own implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from forerun.errors import UnsupportedModelError
+from forerun.model.kernels import native
+from forerun.model.padding import Pass, current
+
+NAME = "forerun_fold"
+"""Under which transformers knows it."""
+MIN_ROWS = 4
+"""From this many rows on, every row's bits are the same on every processor that was tried."""
+
+COMPILED = "forerun_compiled"
+"""The keyword that tells `fold_attention` of a compiled pass: keys and values have not been through the cache."""
+
+
+def fold_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers asks for it.
+
+    Args:
+        module: the layer's attention.
+        query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
+        key: (B, kv_heads, W, D); those of all rows where the cache leaves it to attention to select them.
+        value: (B, kv_heads, W, D')
+        attention_mask: (B, 1, N, W), additive or boolean.
+        scaling: of the scores.
+        dropout: probability.
+        kwargs: what else the model says; `COMPILED` only inside a compiled pass.
+
+    Returns:
+        (B, N, heads, D') or (1, M, heads, D'), and no weights.
+
+    Raises:
+        UnsupportedModelError: the model uses a soft cap or attention sinks.
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")
+    if COMPILED in kwargs:
+        traced: Tensor = torch.ops.forerun.attend(
+            query, key, value, attention_mask, scaling=scaling, layer=module.layer_idx
+        )
+        return traced, None
+    if attention_mask is None or attention_mask.shape[1] != 1:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
+    this = current()
+    if this.flat is None:
+        return attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout), None
+    query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
+    return this.flat.flatten(attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    this: Pass,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`fold_attention` in `this` pass, over a rectangle of tokens: (B, N, heads, D')."""
+    if not dropout and native.takes_attention(query, key, value, mask):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return native.attend(query, key, value, mask, scale, this.rows)
+    if this.rows is not None:
+        key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
+    return _fold(query, key, value, mask, this, scaling=scaling, dropout=dropout)
+
+
+def _fold(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, this: Pass, *, scaling: float | None, dropout: float
+) -> Tensor:
+    """(B, N, heads, D') as a view."""
+    batch, heads, count, width = query.shape
+    groups = heads // key.shape[1]
+    copies = -(-MIN_ROWS // (groups * count)) if query.device.type == "cpu" else 1
+    rows = query.reshape(batch, key.shape[1], groups * count, width)
+    if copies > 1:
+        rows = torch.cat([rows] * copies, dim=2)
+    mask = this.repeated(mask, groups * copies)
+    seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    seen = seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1])
+    return seen.transpose(1, 2)
+
+
+_LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, *, float? scaling, int layer) -> Tensor"
+)
+
+
+@torch.library.impl(_LIBRARY, "attend", "CPU")
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int) -> Tensor:
+    """Write the cache and read it, in one step that a compiled pass need not see into: no width is compiled in."""
+    this = current()
+    keys, values = this.cache.update(key, value, layer)
+    return attend(query, keys, values, mask, this, scaling=scaling).contiguous()
+
+
+@torch.library.register_fake("forerun::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _attend_shape(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int
+) -> Tensor:
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+
+
+def suits(model: Any) -> bool:
+    """True if `model` runs transformers' ``sdpa``: then it has neither soft caps nor sinks."""
+    return getattr(model.config, "_attn_implementation", None) == "sdpa"
+
+
+def installed(model: Any) -> bool:
+    """Whether `model` uses `fold_attention`."""
+    return getattr(model.config, "_attn_implementation", None) == NAME
+
+
+def install(model: Any) -> None:
+    """Make `model` use `fold_attention`; `generate` and plain forwards of it stay right."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, fold_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,281 @@
+"""Faster forwards for the norms, gated MLPs and attentions of a packed model: the same modules, fewer operations.
+
+Only `forward` of a module is replaced, on the object: weights, names, hooks and children stay, and where a pass is not
+what the kernels take (gradients, another cache, a compiler that traces) the module's own forward runs. A module gets
+one if it is built as these expect and answers random states as before.
+
+Knows transformers' names for the parts of a decoder layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from forerun.model.cache import SlotCache
+from forerun.model.kernels import attention, native
+from forerun.model.kernels.native import HeadNorm, Heads
+from forerun.model.kernels.packing import FusedLinear, PackedWeight
+
+log = logging.getLogger(__name__)
+
+ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
+"""Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
+_ROUNDING = 2.0**-6
+"""Relative difference that two orders of summation may make in bf16."""
+
+
+class _Forward:
+    """Stands where a module's own forward stood."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.plain = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def answers(self, forward: Any) -> list[Tensor]:
+        """What `forward` makes of random states: this and the module's own have to agree."""
+        raise NotImplementedError
+
+
+class NormForward(_Forward):
+    """A root-mean-square norm in float32 whose weight is applied in bf16."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.epsilon = _epsilon(module)
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Whether `module` is built like one."""
+        weight = getattr(module, "weight", None)
+        return (
+            type(module).__name__.endswith("RMSNorm")
+            and _epsilon(module) > 0
+            and isinstance(weight, Tensor)
+            and weight.shape[0] % native.LANES == 0
+            and _plain_bf16(weight)
+        )
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if not native.takes_states(states):
+            normed: Tensor = self.plain(states)
+            return normed
+        return native.rms_norm(states, self.module._parameters["weight"], self.epsilon)  # type: ignore[arg-type]
+
+    def answers(self, forward: Any) -> list[Tensor]:
+        weight: Any = self.module.weight
+        return [forward(_random(1, 3, weight.shape[0]) * scale) for scale in (1.0, 1e-3)]
+
+
+class _JointForward(_Forward):
+    """Of a module whose `PARTS` are computed as one product."""
+
+    PARTS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.parts = [(name, module._modules[name]) for name in self.PARTS]
+        joint = self.joint_of(module)
+        assert joint is not None, "suits() is asked first"
+        self.joint = joint
+
+    @classmethod
+    def joint_of(cls, module: nn.Module) -> PackedWeight | None:
+        """The weight of that product; None where the parts are not its parts, all and in this order."""
+        return _joint(*(module._modules.get(name) for name in cls.PARTS))
+
+    def intact(self) -> bool:
+        """Whether the parts are still those of the joint product: adapters and quantisation put others there."""
+        children = self.module._modules
+        return all(children[name] is part for name, part in self.parts)
+
+
+class GatedForward(_JointForward):
+    """``down(silu(gate(x)) * up(x))`` with a joint product for gate and up."""
+
+    PARTS = ("gate_proj", "up_proj")
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Whether `module` is built like one."""
+        joint = cls.joint_of(module)
+        return (
+            joint is not None
+            and "down_proj" in module._modules
+            and "silu" in type(_activation(module)).__name__.lower()
+            and joint.sizes[0] == joint.sizes[1]
+            and joint.sizes[0] % native.LANES == 0
+        )
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if not native.takes_states(states) or not self.intact():
+            mixed: Tensor = self.plain(states)
+            return mixed
+        result: Tensor = self.module._modules["down_proj"](native.silu_and_mul(self.joint.apply(states)))  # type: ignore[misc]
+        return result
+
+    def answers(self, forward: Any) -> list[Tensor]:
+        return [forward(_random(1, 3, self.joint.in_features))]
+
+
+class AttentionForward(_JointForward):
+    """Attention over a `SlotCache`; queries are rotated and keys and values written in one step."""
+
+    PARTS = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        depth = module.head_dim
+        queries, keys = self.joint.sizes[0] // depth, self.joint.sizes[1] // depth
+        norms = [_head_norm(module._modules.get(name)) for name in ("q_norm", "k_norm")]
+        self.heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=norms[0], key_norm=norms[1])
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Whether `module` is built like one."""
+        if type(module).__name__ not in ATTENTIONS or not type(module).__module__.startswith("transformers.models."):
+            return False
+        joint = cls.joint_of(module)
+        depth = getattr(module, "head_dim", 0)
+        norms = [module._modules[name] for name in ("q_norm", "k_norm") if name in module._modules]
+        return (
+            joint is not None
+            and attention.installed(module)
+            and depth % (2 * native.LANES) == 0
+            and 0 < depth <= native.MOST_DEPTH
+            and joint.sizes[1] == joint.sizes[2]
+            and all(NormForward.suits(norm) for norm in norms)  # type: ignore[arg-type]
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        module: Any = self.module
+        if not self._fits(hidden_states, position_embeddings, attention_mask, past_key_values):
+            return self.plain(  # type: ignore[no-any-return]
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        heads, cache, layer = self.heads, past_key_values, module.layer_idx
+        states = self.joint.apply(hidden_states)
+        stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
+        assert position_embeddings is not None
+        query = native.rope_and_write(states, position_embeddings, heads, stores, places).transpose(1, 2)
+        keys, values = cache.seen(layer)
+        attended, _ = attention.fold_attention(module, query, keys, values, attention_mask, scaling=module.scaling)
+        return module.o_proj(attended.flatten(2)), None
+
+    def _fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+        return (
+            type(cache) is SlotCache
+            and angles is not None
+            and mask is not None
+            and native.takes_states(states)
+            and self.intact()
+            and attention.installed(self.module)
+            and all(_reads(part, states, self.heads.depth) for part in angles)
+        )
+
+    def answers(self, forward: Any) -> list[Tensor]:
+        """A pass over two prompts, and what it writes to the cache. Scores are of the order of one, so that another
+        rotation of the queries would show."""
+        module: Any = self.module
+        batch, count = 2, 3
+        cache = SlotCache(batch, count)
+        cache.begin(range(batch), torch.arange(count).expand(batch, -1), count)
+        states = _random(batch, count, self.joint.in_features)
+        queries, keys, _ = torch.split(self.joint.apply(states).float(), self.joint.sizes, dim=-1)
+        turns = 6 * torch.rand(batch, count, self.heads.depth // 2, generator=_generator()).repeat(1, 1, 2)
+        mask = torch.full((count, count), torch.finfo(torch.bfloat16).min).triu(1).bfloat16()
+        attended = forward(
+            hidden_states=states / (queries.std() * keys.std()).sqrt().bfloat16(),
+            position_embeddings=(turns.cos().bfloat16(), turns.sin().bfloat16()),
+            attention_mask=mask.expand(batch, 1, -1, -1),
+            past_key_values=cache,
+        )[0]
+        return [attended, *(part for row in range(batch) for part in cache.read(module.layer_idx, row, count))]
+
+
+KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormForward, GatedForward, AttentionForward)
+
+
+@torch.inference_mode()
+def install(model: nn.Module) -> int:
+    """Give every module of `model` that suits a faster forward; how many got one."""
+    if native.fused_kernels() is None:
+        return 0
+    return sum(_install(module) for module in list(model.modules()))
+
+
+def _install(module: nn.Module) -> bool:
+    kind = next((kind for kind in KINDS if kind.suits(module)), None)
+    if kind is None or "forward" in module.__dict__:
+        return False
+    made = kind(module)
+    if not all(map(_alike, made.answers(made), made.answers(made.plain))):
+        log.debug("%s keeps its forward: the faster one differs", type(module).__name__)
+        return False
+    module.forward = made
+    return True
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    limit = _ROUNDING * float(expected.abs().max())
+    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
+
+
+def _reads(part: Tensor, states: Tensor, depth: int) -> bool:
+    """Whether cosines or sines are there for every token, in the form in which the kernel reads them."""
+    return part.shape == (*states.shape[:-1], depth) and part.dtype == states.dtype and part.is_contiguous()
+
+
+def _joint(*children: nn.Module | None) -> PackedWeight | None:
+    """The one weight whose parts these are, all and in this order; None where there is none."""
+    groups = [child.group if isinstance(child, FusedLinear) else None for child in children]
+    if groups[0] is None or any(group is not groups[0] for group in groups):
+        return None
+    ordered = [child.index for child in children if isinstance(child, FusedLinear)] == list(range(len(children)))
+    weight = groups[0].packed_weight
+    complete = ordered and len(weight.sizes) == len(children) and weight.dtype == torch.bfloat16
+    return weight if complete else None
+
+
+def _head_norm(module: Any) -> HeadNorm | None:
+    return None if module is None else HeadNorm(module.weight, _epsilon(module))
+
+
+def _epsilon(module: Any) -> float:
+    """Of a norm; 0 where it does not say."""
+    return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0)
+
+
+def _activation(module: Any) -> Any:
+    return getattr(module, "act_fn", None) or getattr(module, "activation", None)
+
+
+def _plain_bf16(weight: Tensor) -> bool:
+    return (
+        weight.dim() == 1 and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.device.type == "cpu"
+    )
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=_generator()).bfloat16()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,376 @@
+"""The parts of a transformers causal LM, found without knowing its family: base, layers, norm, output head.
+
+Also the hidden states at layer boundaries (boundary b is the residual stream after b layers), and passes over some of
+the layers: a shallow copy of the base model gets a slice of them, stored states injected in front and a tap behind, so
+that embedding multipliers and learned positions are neither lost nor applied twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from forerun.errors import UNSERVED, ArgumentError, UnsupportedModelError
+from forerun.model.nouns import Plan
+from forerun.types import LAST_HIDDEN, Signal
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy that shares every parameter and submodule, whose children may be replaced without touching the original.
+
+    A forward that accelerate or a compiler put on the instance is dropped: it would call the original.
+    """
+    twin = copy.copy(module)
+    twin.__dict__ = dict(module.__dict__)
+    twin.__dict__["_modules"] = dict(module._modules)
+    for name in ("forward", "_hf_hook", "_old_forward"):
+        twin.__dict__.pop(name, None)
+    twin.__dict__["_compiled_call_impl"] = None
+    return twin
+
+
+def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
+    """A shallow copy of `module` with `part` at the dotted `path`; what lies along the path is copied likewise."""
+    name, _, rest = path.partition(".")
+    twin = shallow(module)
+    twin._modules[name] = replaced(module.get_submodule(name), rest, part) if rest else part
+    return twin
+
+
+def base_name(model: Any) -> str:
+    """The child of a causal LM that is the model without its output head: as its class says, else the one that embeds.
+
+    Raises:
+        UnsupportedModelError: there is none, or there are several.
+    """
+    prefix = str(model.base_model_prefix)
+    if isinstance(model._modules.get(prefix), nn.Module):
+        return prefix
+    embedding = model.get_input_embeddings()
+    holding = [
+        name for name, child in model.named_children() if any(part is embedding for part in list(child.modules())[1:])
+    ]
+    if len(holding) != 1:
+        raise UnsupportedModelError(f"{type(model).__name__} has no base model under {prefix!r}: expected a causal LM")
+    return str(holding[0])
+
+
+def base_of(model: Any) -> nn.Module:
+    """The model without its output head."""
+    return model.get_submodule(base_name(model))  # type: ignore[no-any-return]
+
+
+_TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def turn_of(base: nn.Module) -> threading.RLock:
+    """Held while a base model runs, by whoever runs it: two engines may have been given the same model object, and its
+    hooks, its joint products and the sublayers that are left out belong to one pass at a time."""
+    return _TURNS.setdefault(base, threading.RLock())
+
+
+def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
+    """Dotted name and list of the decoder layers: the one ModuleList of that length, nearest to the input embedding.
+
+    Raises:
+        UnsupportedModelError: none has that length, or several that lie equally near.
+    """
+    lists = {
+        name: module
+        for name, module in base.named_modules()
+        if name and isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    beside = [name for name in lists if _embeds(base.get_submodule(name.rpartition(".")[0]), base)]
+    depth = min((name.count(".") for name in lists), default=0)
+    nearest = beside or [name for name in lists if name.count(".") == depth]
+    if len(nearest) != 1:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: expected one list of as many decoder layers as its configuration counts "
+            f"({count}), found {', '.join(nearest) or 'none'}. {UNSERVED}"
+        )
+    return nearest[0], lists[nearest[0]]
+
+
+def _embeds(part: nn.Module, whole: Any) -> bool:
+    """Whether the input embedding of `whole` is in `part`."""
+    embedding = whole.get_input_embeddings() if hasattr(whole, "get_input_embeddings") else None
+    return any(module is embedding for module in part.modules())
+
+
+def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
+    """Dotted name and module of the final norm: the one child behind the `count` layers whose weights are all vectors.
+
+    Raises:
+        UnsupportedModelError: there is none, or there are several.
+    """
+    owner, _, last = layers_of(base, count)[0].rpartition(".")
+    children = list(base.get_submodule(owner).named_children())
+    after = children[[name for name, _ in children].index(last) + 1 :]
+    found = [
+        (f"{owner}.{name}" if owner else name, child)
+        for name, child in after
+        if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: expected one norm after the layers, found "
+            f"{', '.join(name for name, _ in found) or 'none'}"
+        )
+    return found[0]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes, also if accelerate keeps its weights elsewhere between calls."""
+    hook = getattr(module, "_hf_hook", None)
+    placed = getattr(hook, "execution_device", None)
+    if placed is not None:
+        return torch.device("cuda", placed) if isinstance(placed, int) else torch.device(placed)
+    return next(module.parameters()).device
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether weights are stored as integers or below 16 bits: by transformers, or with torch's own int8 layers."""
+    if getattr(model, "is_quantized", False):
+        return True
+    return any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in model.modules())
+
+
+class _States:
+    """Looks like a base model's output; all that is not the last hidden state is None."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Stub(nn.Module):
+    """Stands in for the base model and returns the states it was given."""
+
+    states: Tensor
+
+    @property
+    def decoder(self) -> _Stub:
+        """Of OPT and its like, which call their base model's decoder."""
+        return self
+
+    def forward(self, *_args: object, **_kwargs: object) -> _States:
+        return _States(self.states)
+
+
+class OutputHead:
+    """hidden states after the final norm -> raw logits, as the model itself computes them."""
+
+    def __init__(self, model: Any) -> None:
+        self._stub = _Stub()
+        self._model = replaced(model, base_name(model), self._stub)
+        self._token = torch.zeros(1, 1, dtype=torch.int64)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(.., H) -> (.., V)."""
+        self._stub.states = states if states.dim() == 3 else states.reshape(1, -1, states.shape[-1])
+        logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits.to(states.device)
+        del self._stub.states
+        return logits if states.dim() == 3 else logits.view(*states.shape[:-1], -1)
+
+
+# --- hidden states at layer boundaries ---
+
+
+def check_signals(signals: Set[Signal], layers: int) -> None:
+    """Raise ArgumentError for a boundary that the model does not have."""
+    for signal in signals:
+        if signal != LAST_HIDDEN and not 0 <= signal <= layers:
+            raise ArgumentError(
+                f"there is no layer boundary {signal}: expected 0..{layers} or LAST_HIDDEN ({LAST_HIDDEN})"
+            )
+
+
+@contextmanager
+def captured(layers: nn.ModuleList, signals: Set[Signal]) -> Iterator[dict[Signal, Tensor]]:
+    """While open, the states (B, N, H) at the boundaries in `signals` land in the yielded dict, `LAST_HIDDEN` not."""
+    caught: dict[Signal, Tensor] = {}
+    handles = [_hook(layers, signal, caught) for signal in signals if signal != LAST_HIDDEN]
+    try:
+        yield caught
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(layers: nn.ModuleList, signal: Signal, caught: dict[Signal, Tensor]) -> Any:
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught[signal] = args[0] if args else kwargs["hidden_states"]
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        caught[signal] = output[0] if isinstance(output, tuple) else output
+
+    if signal < len(layers):
+        return layers[signal].register_forward_pre_hook(before, with_kwargs=True)
+    return layers[-1].register_forward_hook(after)
+
+
+# --- passes over some of the layers ---
+
+_PARTS = {
+    "attn": ("self_attn", "attn", "attention", "self_attention"),
+    "mlp": ("mlp", "feed_forward", "block_sparse_moe", "moe", "ffn"),
+}
+
+
+class _Probe(nn.Module):
+    """Stands among the layers of a slice."""
+
+    states: Tensor
+
+    def __init__(self, attention_type: str | None) -> None:
+        super().__init__()
+        self.attention_type = attention_type
+
+
+class _Inject(_Probe):
+    """A layer that returns `states`, whatever came in."""
+
+    def forward(self, *_args: object, **_kwargs: object) -> Tensor:
+        return self.states
+
+
+class _Tap(_Probe):
+    """A layer that remembers what came in, and passes it on."""
+
+    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        self.states = hidden_states
+        return hidden_states
+
+
+class _Nothing(nn.Module):
+    """A sublayer that adds nothing, in the shape in which the real one answers."""
+
+    def __init__(self, extras: int | None) -> None:
+        super().__init__()
+        self.extras = extras
+        """Further members of the answer where it is a tuple; None where it is a bare tensor."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
+        return zeros if self.extras is None else (zeros, *[None] * self.extras)
+
+
+class LayerRanges:
+    """Slices of one base model; copies are made once for each (start, stop)."""
+
+    def __init__(self, base: nn.Module, layers_name: str, layers: nn.ModuleList) -> None:
+        self._base = base
+        self._turn = turn_of(base)
+        self._name = layers_name
+        self._layers = layers
+        self._copies: dict[tuple[int, int], tuple[nn.Module, _Inject, _Tap]] = {}
+        self._extras: dict[tuple[int, str], int | None] = {}
+
+    def run(self, plan: Plan, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
+        """States (B, N, H) at boundary ``plan.stop``; `states` are those at ``plan.start``, None for the embeddings."""
+        model, inject, tap = self._slice(plan.start, plan.stop)
+        if states is not None:
+            inject.states = states
+        with self._turn, self._without(plan, inputs["input_ids"].device):
+            model(**inputs)
+        result = tap.states
+        del tap.states
+        inject.__dict__.pop("states", None)
+        return result
+
+    def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
+        """The layers from boundary `start` on (None: no layer), then the final norm: (B, N, H) -> LAST_HIDDEN."""
+        end = len(self._layers)
+        model, inject, tap = self._slice(end if start is None else start, end)
+        inject.states = states
+        with self._turn:
+            normed: Tensor = model(**inputs).last_hidden_state
+        del tap.states
+        inject.__dict__.pop("states", None)
+        return normed
+
+    def _slice(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
+        if getattr(self._base.config, "hidden_size_per_layer_input", None):
+            raise UnsupportedModelError(
+                f"{type(self._base).__name__} feeds every layer an embedding by its place in the list: its "
+                "layers cannot be run in part"
+            )
+        if (start, stop) not in self._copies:
+            self._copies[start, stop] = self._copy(start, stop)
+        return self._copies[start, stop]
+
+    def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
+        owner = self._name.rpartition(".")[0]
+        config: Any = copy.deepcopy(self._base.get_submodule(owner).config)
+        types = getattr(config, "layer_types", None)
+        first = types[min(start, len(types) - 1)] if types else None
+        inject, tap = _Inject(first), _Tap(first)
+        injected = [inject] if start > 0 else []
+        layers = nn.ModuleList([*injected, *self._layers[start:stop], tap])
+        twin = replaced(self._base, self._name, layers)
+        config.num_hidden_layers = len(injected) + stop - start + 1
+        if types:
+            config.layer_types = [*[first for _ in injected], *types[start:stop], first]
+        twin.get_submodule(owner).__dict__["config"] = config
+        return twin, inject, tap
+
+    @contextmanager
+    def _without(self, plan: Plan, device: torch.device) -> Iterator[None]:
+        """While open, the plan's skipped sublayers add nothing; the layers are put back whatever happens."""
+        removed: list[tuple[nn.Module, str, nn.Module]] = []
+        try:
+            for layer, part in sorted(plan.skip):
+                module = self._layers[layer]
+                name = self._sublayer(layer, part)
+                stub = _Nothing(self._answer(layer, part, device))
+                removed.append((module, name, getattr(module, name)))
+                module._modules[name] = stub
+            yield
+        finally:
+            for module, name, original in removed:
+                module._modules[name] = original
+
+    def _sublayer(self, layer: int, part: str) -> str:
+        module = self._layers[layer]
+        for name in _PARTS[part]:
+            if isinstance(getattr(module, name, None), nn.Module):
+                return name
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no sublayer named {' or '.join(_PARTS[part])}: cannot skip {(layer, part)}"
+        )
+
+    def _answer(self, layer: int, part: str, device: torch.device) -> int | None:
+        """How many further members the sublayer's answer has; found once by running one token through the model."""
+        if (layer, part) not in self._extras:
+            self._probe(part, device)
+        return self._extras[layer, part]
+
+    def _probe(self, part: str, device: torch.device) -> None:
+        def note(layer: int) -> Any:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                self._extras[layer, part] = len(output) - 1 if isinstance(output, tuple) else None
+
+            return hook
+
+        handles = [
+            getattr(module, self._sublayer(layer, part)).register_forward_hook(note(layer))
+            for layer, module in enumerate(self._layers)
+        ]
+        try:
+            self._base(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()

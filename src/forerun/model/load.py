@@ -1,0 +1,409 @@
+"""Opens a checkpoint as a transformers causal LM, and refuses what is missing, broken or does not fit.
+
+transformers itself only warns about missing, unexpected and misshapen tensors and then runs with random weights. The
+headers of safetensors files tell whether they are whole, and their size, before a tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.model.support import refuse_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+BITS |= {"I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """Tensor name -> dtype, shape and offsets.
+
+    Raises:
+        CheckpointError: the file is truncated or no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes"
+            )
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
+    if size != 8 + length + end:
+        raise CheckpointError(
+            f"{path} is corrupt: {size} bytes, but its header announces {8 + length + end}; copy it again"
+        )
+    return header
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights.
+
+    Raises:
+        CheckpointError: there are none, the index is broken, or it names files that are not there.
+    """
+    if (directory / INDEX).is_file():
+        files = listed_files(directory)
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise CheckpointError(f"{directory} is incomplete: {INDEX} names {', '.join(absent)}, which are not there")
+        return files
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). forerun loads safetensors only, never pickle; "
+        "convert with model.save_pretrained(directory) of transformers."
+    )
+
+
+def listed_files(directory: Path) -> list[Path]:
+    """The files that a sharded checkpoint's index names, whether they are there or not.
+
+    Raises:
+        CheckpointError: the index is broken.
+    """
+    index = directory / INDEX
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is corrupt: no weight_map can be read ({error})") from error
+    return [directory / name for name in names]
+
+
+def weight_bytes(directory: Path, float_bytes: int | None) -> int:
+    """Bytes of a checkpoint's tensors in memory, floats at `float_bytes` each (None: as stored)."""
+    total = 0
+    for entry in (entry for path in weight_files(directory) for entry in read_header(path).values()):
+        kind = entry["dtype"]
+        bits = 8 * float_bytes if float_bytes is not None and kind in FLOATS else BITS.get(kind, 8)
+        total += int(prod(entry["shape"])) * bits // 8
+    return total
+
+
+# --- models ---
+
+_ONE_LOADS = threading.Lock()
+"""While transformers loads, torch's default dtype is the model's, for all threads; of two loads at once, one would set
+it back to the other's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """How to open a checkpoint; named as in transformers' ``from_pretrained``."""
+
+    dtype: Any = "auto"
+    """torch dtype or its name; "auto" is the checkpoint's own."""
+    device: Any = None
+    """None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU."""
+    device_map: Any = None
+    """Where each module goes (several GPUs, CPU or disk offload); excludes `device`."""
+    tp_plan: Any = None
+    """"auto" under torchrun: tensor parallel."""
+    adapter: str | Path | None = None
+    """Directory or hub id of a PEFT adapter."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    token: str | bool | None = None
+    """Hugging Face token; None: ``HF_TOKEN`` or the one that is stored."""
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """Arguments of every access to the hub."""
+        return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
+
+    def first_device(self) -> torch.device:
+        """Where the model goes if no map says otherwise.
+
+        Raises:
+            ArgumentError: no such device, or this machine or this torch has none.
+        """
+        if self.device is None:
+            found = torch.accelerator.current_accelerator(check_available=True)
+            return torch.device("cpu") if found is None else torch.device(found.type, 0)
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, xpu, mps, ...") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ArgumentError(
+                f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices here"
+            )
+        return device
+
+
+def read_config(name: str | Path, options: LoadOptions) -> Any:
+    """The configuration of a directory or hub id, refused if it cannot be verified.
+
+    Raises:
+        CheckpointError: missing, corrupt (so may be the defaults beside it) or gated.
+        UnsupportedModelError: of a kind that forerun does not verify.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    check_directory(name)
+    directory = _local(name, options)
+    try:
+        config = AutoConfig.from_pretrained(name, **options.hub)
+        if directory is not None and (directory / "generation_config.json").is_file():
+            # Once more when the model is loaded, but there transformers takes a broken file for a missing one.
+            GenerationConfig.from_pretrained(directory)
+    except Exception as error:
+        raise explained(name, error) from error
+    refuse_config(config)
+    return config
+
+
+def check_directory(name: str | Path) -> None:
+    """Raise CheckpointError if `name` is meant as a directory and is none, or holds no configuration."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            hint = " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
+            found = hint if (path / "adapter_config.json").is_file() else ""
+            raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
+    elif isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        raise CheckpointError(
+            f"there is no directory {path}: expected a transformers checkpoint or a hub id (owner/name)"
+        )
+
+
+@contextmanager
+def _calm(quiet: bool) -> Iterator[None]:
+    """While open, transformers keeps to errors (its warnings are raised here instead); no bar if `quiet`."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
+    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar.
+
+    Raises:
+        CheckpointError: unreadable, or its tensors are not the ones that its configuration announces.
+    """
+    from transformers import AutoModelForCausalLM
+
+    placed = options.device_map
+    if placed is None and options.tp_plan is None:
+        placed = {"": str(options.first_device())}
+    try:
+        with _ONE_LOADS, _calm(quiet):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=options.dtype,
+                device_map=placed,
+                **_parallel(options.tp_plan),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options.hub,
+            )
+    except ForerunError:
+        raise
+    except Exception as error:
+        raise explained(name, error) from error
+    _check_tensors(name, found)
+    return (attach_adapter(model, options) if options.adapter is not None else model).eval()
+
+
+def _parallel(tp_plan: Any) -> dict[str, Any]:
+    if tp_plan is None:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
+
+
+def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
+    """Bytes that the weights will take: from the headers of the files, or from the configuration if they are not here.
+
+    Raises:
+        CheckpointError: a weight file is missing, truncated or corrupt.
+    """
+    resolved = resolved_dtype(options, config)
+    quantised = getattr(config, "quantization_config", None) is not None
+    directory = _local(name, options)
+    if directory is not None:
+        return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
+    empty = copy.deepcopy(config)
+    bits = 8 if quantised else 8 * (resolved or torch.float32).itemsize
+    with _ONE_LOADS, torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(empty, trust_remote_code=options.trust_remote_code)
+    count: int = model.num_parameters()
+    return count * bits // 8
+
+
+def _local(name: str | Path, options: LoadOptions) -> Path | None:
+    """The directory of a checkpoint, also of a hub id whose weights were downloaded before; None if they were not."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in (INDEX, SINGLE):
+        found = try_to_load_from_cache(str(name), file, revision=options.revision)
+        if isinstance(found, str):
+            directory = Path(found).parent
+            complete = file == SINGLE or all(shard.is_file() for shard in listed_files(directory))
+            return directory if complete else None
+    return None
+
+
+def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
+    """The floating type that the weights will have; None where neither the caller nor the configuration says."""
+    dtype = options.dtype if options.dtype not in ("auto", None) else getattr(config, "dtype", None)
+    named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if named is not None and not isinstance(named, torch.dtype):
+        raise ArgumentError(f"{dtype!r} is no dtype; expected 'auto', 'float32', 'bfloat16' or 'float16'")
+    return named
+
+
+def attach_adapter(model: Any, options: LoadOptions) -> Any:
+    """The model with a PEFT adapter's layers in place, not merged.
+
+    Raises:
+        CheckpointError: no adapter there, it lacks tensors, or belongs to another model.
+        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise CheckpointError("adapter= needs the package peft: pip install peft") from error
+    name = str(options.adapter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            wrapped = PeftModel.from_pretrained(model, name, revision=options.revision, token=options.token)
+        except Exception as error:
+            raise CheckpointError(f"the adapter {name} cannot be attached to this model: {error}") from error
+    lacking = [str(entry.message) for entry in caught if "missing adapter keys" in str(entry.message)]
+    if lacking:
+        raise CheckpointError(f"the adapter {name} does not fit this model: {lacking[0]}")
+    return without_wrapper(wrapped)
+
+
+def without_wrapper(model: Any) -> Any:
+    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is.
+
+    Raises:
+        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
+    """
+    if not hasattr(model, "active_peft_config"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise UnsupportedModelError(
+            f"the adapter is of type {model.active_peft_config.peft_type}, which adds virtual tokens; only adapters "
+            "that change weights can be verified"
+        )
+    return model.get_base_model()
+
+
+def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
+    """Raise CheckpointError, naming them, for tensors that are missing, unexpected or misshapen."""
+    misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
+    complaints = [
+        f"missing: {_some(found['missing_keys'])}" if found["missing_keys"] else "",
+        f"unexpected: {_some(found['unexpected_keys'])}" if found["unexpected_keys"] else "",
+        f"of the wrong shape: {_some(misshapen)}" if misshapen else "",
+        "; ".join(map(str, found.get("error_msgs") or ())),
+    ]
+    if any(complaints):
+        raise CheckpointError(
+            f"the tensors of {name} are not those that its config.json announces. "
+            f"{'. '.join(filter(None, complaints))}. "
+            "The checkpoint is incomplete, or its config.json is another model's."
+        )
+
+
+def _some(names: Any, most: int = 6) -> str:
+    listed = sorted(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def explained(name: str | Path, error: Exception) -> ForerunError:
+    """What went wrong while opening `name`, as an error that says what to do."""
+    kinds = {type(link).__name__ for link in _chain(error)}
+    text = str(error).strip() or type(error).__name__
+    if "GatedRepoError" in kinds or "gated repo" in text:
+        return CheckpointError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then set HF_TOKEN to a token of "
+            "that account (or pass token=)"
+        )
+    if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
+        return CheckpointError(
+            f"there is no directory and no public model {name} on the hub; for a private model set HF_TOKEN "
+            "(or pass token=)"
+        )
+    if "does not recognize this architecture" in text:
+        return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
+    if "trust_remote_code" in text:
+        return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
+    return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
+
+    Raises:
+        CheckpointError: none can be loaded from the directory or hub id.
+    """
+    if tokenizer is False:
+        return None
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    source = tokenizer if tokenizer is not None else model
+    if not isinstance(source, str | Path):
+        source = getattr(source, "name_or_path", "") or None
+        if source is None:
+            return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise CheckpointError(
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {str(error).splitlines()[0]});"
+            " pass tokenizer=..., or tokenizer=False to work on token ids"
+        ) from error

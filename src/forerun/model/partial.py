@@ -1,0 +1,77 @@
+"""Proof that a model's layers may be run in part: what the first begin and the others complete is the whole pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from forerun.core.tree import Resume, TokenTree
+from forerun.errors import ForerunError, UnsupportedModelError
+from forerun.model.nouns import Plan
+from forerun.model.target import Target
+from forerun.types import Drawn
+
+Begin = Callable[[Target, TokenTree], Resume]
+"""(target, tree) -> what has begun of that tree in row 0."""
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Largest root-mean-square difference between a whole pass and its parts, in units of the logits' spread."""
+_ROUGH = 1e-1
+"""The same in 16 bits."""
+
+
+@torch.inference_mode()
+def renumber(target: Target, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
+    """Keep of the nodes that were run in this step ``kept[i]``, rising ids, as nodes 1, 2, ... of row ``rows[i]``."""
+    sources = [[target.lengths[row] + node for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
+    target.cache.move(rows, sources, [target.lengths[row] + 1 for row in rows])
+
+
+def prove(target: Target, boundary: int) -> None:
+    """Check that the first layers up to `boundary` and then the others make the whole model; errors as `compare`."""
+
+    def root_only(trial: Target, tree: TokenTree) -> Resume:
+        states = trial.run([0], [TokenTree(tree.tokens[0])], Plan(stop=boundary))
+        return Resume(boundary=boundary, states=states[0], stamp=trial.writes[0])
+
+    compare(target, root_only, (0, 0, 1))
+
+
+def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
+    """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits.
+
+    Raises:
+        UnsupportedModelError: the model's layers cannot be run in part, or the parts do not make the whole.
+    """
+    name = type(target.model).__name__
+    try:
+        worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)
+    except ForerunError:
+        raise
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UnsupportedModelError(
+            f"{name}: its layers cannot be run in part: {type(error).__name__}: {error}"
+        ) from error
+    limit = _LIMITS.get(target.dtype, _ROUGH)
+    if not worst <= limit:
+        raise UnsupportedModelError(
+            f"{name}: its layers cannot be run in part: the parts give logits that differ from a whole pass by "
+            f"{worst:.2g} of their spread, {limit:g} is allowed in {target.dtype}"
+        )
+
+
+@torch.inference_mode()
+def _difference(target: Target, begin: Begin, parents: Sequence[int]) -> float:
+    """Between the logits of a tree scored whole and resumed, in units of their spread."""
+    ids = [(7919 * index + 13) % target.vocab_size for index in range(3 + len(parents))]
+    tree = TokenTree(ids[2])
+    for token, parent in zip(ids[3:], parents, strict=True):
+        tree.add(token, parent, drawn=Drawn.IID)
+    target.prefill([0], [ids[:2]])
+    whole = target.score([0], [tree]).logits.float()
+    tree.resume = begin(target, tree)
+    parts = target.score([0], [tree]).logits.float()
+    difference = (parts - whole).square().mean(-1).sqrt() / whole.std(-1).clamp(min=1e-9)
+    return float(difference.nan_to_num(nan=torch.inf).max())

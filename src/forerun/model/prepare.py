@@ -1,0 +1,266 @@
+"""From a name or a loaded model to a `Target` that has been checked: plan memory, load, repack, prove.
+
+Order matters: the reference of the self-check is run before anything is repacked.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.model import self_check
+from forerun.model.kernels import accelerate
+from forerun.model.layers import base_of, device_of, is_quantised, turn_of
+from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
+from forerun.model.support import context_length, refuse_config, refusing, text_config
+
+Made = TypeVar("Made", bound=self_check.Scoring)
+"""A `Target`, of whatever class."""
+
+# What a target will need and whether it is there, before a weight is loaded.
+
+
+SCORED_NODES = 16
+"""Nodes a row whose logits and float32 probabilities the plan counts."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Bytes that a target needs on one device."""
+
+    rows: int
+    slots: int
+    weights: int
+    """0 where they are loaded already."""
+    token: int
+    """KV cache per token, all layers."""
+    probs: int
+    """Logits and probabilities of one step."""
+    reserve: int = 0
+    """For the drafter."""
+
+    @property
+    def cache(self) -> int:
+        """KV cache of all rows and slots, the dump slot included."""
+        return self.token * self.rows * (self.slots + 1)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.probs + self.reserve
+
+    def check(self, available: int, where: str) -> None:
+        """Raise OutOfMemoryError, with what to lower, unless the plan fits into `available` bytes."""
+        if self.total <= available:
+            return
+        raise OutOfMemoryError(
+            f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "
+            f"weights {self.weights / _GIB:.2f}, KV cache {self.cache / _GIB:.2f} ({self.rows} rows x {self.slots} "
+            f"slots), logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
+            f"{self._advice(available)}"
+        )
+
+    def fitting_slots(self, available: int) -> int:
+        """Most slots of a row that would fit, with as many rows; 0 if none."""
+        room = available - self.weights - self.probs - self.reserve
+        return max(0, room // max(1, self.token * self.rows) - 1)
+
+    def _advice(self, available: int) -> str:
+        slots = self.fitting_slots(available)
+        if slots > 0:
+            rows = max(1, slots * self.rows // self.slots)
+            return f"Lower slots to {slots}" + (f", or rows to {rows}." if rows < self.rows else ".")
+        return 'Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.'
+
+
+def cache_bytes_per_token(config: Any, itemsize: int) -> int:
+    """KV bytes per token over all layers, from a text configuration. Latent attention (DeepSeek) caches its latents."""
+    by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return sum(_cached_width(layer) for layer in by_layer[:own]) * itemsize
+
+
+def _cached_width(config: Any) -> int:
+    """Numbers that one layer caches per token."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.kv_lora_rank + config.qk_rope_head_dim)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * int(heads) * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def prob_bytes(config: Any, rows: int, itemsize: int) -> int:
+    """Bytes of one step's logits and float32 probabilities."""
+    return rows * SCORED_NODES * int(config.vocab_size) * (itemsize + 4)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free bytes on a device; on the CPU also within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return min(int(psutil.virtual_memory().available), _container_room())
+
+
+def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes left in this control group (version 2); practically infinite where there is no limit."""
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = int((root / "memory.current").read_text(encoding="ascii"))
+        cached = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
+        return 2**62 if limit == "max" else int(limit) - used + int(cached.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 2**62
+
+
+DEFAULT_TOKENS = 8192
+"""Most tokens of a row where nobody asked for a number and the context is longer."""
+HEADROOM = 129
+"""Slots behind the context for the nodes of a tree that stands at its end."""
+LEAST_SLOTS = 512
+"""Where memory is short and nobody asked for a number, slots are lowered to this, not further."""
+_SMALL = 2**30
+"""Bytes of weights below which loading shows no progress."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much a target shall hold."""
+
+    rows: int
+    slots: int | None
+    reserve: int
+    """Bytes to leave free."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """What may be done to a model for speed."""
+
+    repack: bool | None
+    """None: repack what was loaded here, leave alone what was handed in."""
+    compile: bool
+
+
+def default_slots(context: int) -> int:
+    """Slots of a row where nobody asked for a number."""
+    return min(context, DEFAULT_TOKENS) + HEADROOM
+
+
+def prepare(cls: type[Made], source: Any, options: LoadOptions, sizes: Sizes, speed: Speed, *, check: bool) -> Made:
+    """The checked target; see `Target.load`."""
+    if sizes.rows < 1 or (sizes.slots is not None and sizes.slots < 1) or sizes.reserve < 0:
+        raise ArgumentError(f"rows and slots must be at least 1, got {sizes.rows} and {sizes.slots}")
+    named = isinstance(source, (str, Path))
+    model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
+    faster = speed.compile or (speed.repack if speed.repack is not None else named and _plain(model))
+    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
+        expected = self_check.expect(model) if check else None
+        if faster:
+            _log.info("%s: %s", model.name_or_path, accelerate.accelerate(model, compile=speed.compile))
+        with refusing(model):
+            trial = cls(model, rows=2, slots=1 if expected is None else expected.slots)
+        limit = self_check.check(trial, expected) if expected is not None else None
+    target = cls(model, rows=sizes.rows, slots=slots)
+    if limit is not None:
+        target.max_length = min(target.max_length, limit)
+    target.cache.reserve(trial.cache)
+    return target
+
+
+def _open(name: str | Path, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
+    if options.device is not None and options.device_map is not None:
+        raise ArgumentError("device and device_map exclude each other")
+    config = read_config(name, options)
+    weights = stored_bytes(name, options, config)
+    alone = options.device_map is None and options.tp_plan is None
+    slots = _slots(
+        config.get_text_config(decoder=True),
+        sizes,
+        _Room(
+            device=options.first_device() if alone else None,
+            weights=weights,
+            itemsize=(resolved_dtype(options, config) or torch.float32).itemsize,
+        ),
+    )
+    return open_model(name, options, config, quiet=weights < _SMALL), slots
+
+
+def _adopt(model: Any, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
+    """A model that the caller has loaded; only its cache must still fit."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ArgumentError(
+            f"a target is a directory, a hub id or a loaded transformers causal LM, got {type(model).__name__}"
+        )
+    if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
+        raise ArgumentError(
+            "device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
+            "already: load it that way, or pass its directory"
+        )
+    model = without_wrapper(model)
+    refuse_config(model.config, type(model))
+    _leave_alone(model, options)
+    device = None if _spread(model) else device_of(model.get_input_embeddings())
+    room = _Room(device=device, weights=0, itemsize=model.dtype.itemsize)
+    return model.eval(), _slots(text_config(model), sizes, room)
+
+
+def _leave_alone(model: Any, options: LoadOptions) -> None:
+    """Raise ArgumentError if a loaded model would have to be moved or converted."""
+    dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
+    place = device_of(model.get_input_embeddings())
+    wanted = place if options.device is None else torch.device(options.device)
+    if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
+        raise ArgumentError(
+            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
+            "before, or pass its directory"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Room:
+    """Where a model goes, or stands."""
+
+    device: torch.device | None
+    """None: on several devices; transformers decides what fits where, and nothing is checked before."""
+    weights: int
+    itemsize: int
+
+
+def _slots(config: Any, sizes: Sizes, room: _Room) -> int:
+    """Slots of a row; fewer than the default where memory is short. Raises OutOfMemoryError."""
+    slots = sizes.slots if sizes.slots is not None else default_slots(context_length(config))
+    if room.device is None:
+        return slots
+    plan = MemoryPlan(
+        rows=sizes.rows,
+        slots=slots,
+        weights=room.weights,
+        token=cache_bytes_per_token(config, room.itemsize),
+        probs=prob_bytes(config, sizes.rows, room.itemsize),
+        reserve=sizes.reserve,
+    )
+    available = available_bytes(room.device)
+    fitting = plan.fitting_slots(available)
+    if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
+        _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, room.device)
+        return fitting
+    plan.check(available, str(room.device))
+    return slots
+
+
+def _spread(model: Any) -> bool:
+    """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
+    placed = getattr(model, "hf_device_map", None) or {}
+    return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
+
+
+def _plain(model: Any) -> bool:
+    """Whether the modules are those of the family: on one device, not quantised, without an adapter's layers."""
+    return not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))

@@ -1,0 +1,229 @@
+"""Which models can be verified losslessly and how far, by their configuration; and why one cannot, by running it.
+
+The second is asked only after the self-check has failed, and words its error.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
+from forerun.model.cache import SlotCache
+from forerun.model.layers import base_of, device_of
+from forerun.model.masks import MaskStyle
+
+_log = logging.getLogger(__name__)
+_SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
+"""In a key of a configuration: its value may be a number of tokens behind which attention changes."""
+_NO_SIZE = re.compile(r"expert|moe|group|layer|head|num_|_num|feed_forward|ffn|multiple_of|conv|mamba|ssm|norm|logits")
+"""In such a key: it is something else after all."""
+_ELSEWHERE = re.compile(r"vision|audio|image|quant")
+"""In its path: it is not about a text's tokens."""
+_PICKED, _UNIT = re.compile(r"top_?k"), re.compile(r"block|compress|stride|chunk")
+"""In keys of a count of blocks, and of a block's size: together they make a number of tokens."""
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def refuse_config(config: Any, model_class: Any = None) -> None:
+    """Refuse what cannot be verified, before any weight is loaded.
+
+    Args:
+        config: of the whole model.
+        model_class: that of a model which is loaded already; None: what transformers would load.
+
+    Raises:
+        UnsupportedModelError: an encoder-decoder, no causal LM, or recurrent state.
+    """
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{kind} is an encoder-decoder model; forerun verifies decoder-only causal language models"
+        )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None:
+        refuse_stateful(model_class, kind)
+    elif not getattr(config, "auto_map", None):
+        raise UnsupportedModelError(
+            f"{kind} is no causal language model: transformers has no AutoModelForCausalLM for it"
+        )
+    MaskStyle.of(config.get_text_config(decoder=True))
+
+
+def refuse_stateful(model_class: Any, kind: str) -> None:
+    """Raise UnsupportedModelError for a class that keeps recurrent state."""
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{kind} keeps a recurrent state (state space, linear attention or convolution), which cannot be rolled "
+            f"back to an arbitrary node of a tree; only attention can be verified losslessly. {UNSERVED}"
+        )
+
+
+def named_sizes(config: Any) -> dict[str, int]:
+    """Key -> tokens: the windows, chunks, blocks and top-k that a text configuration names, its own parts included.
+
+    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more.
+    """
+    named = dict(_integers(config.to_dict()))
+    sizes = {
+        key: value
+        for key, value in named.items()
+        if _SIZE.search(key) and not _NO_SIZE.search(key.rpartition(".")[2]) and not _ELSEWHERE.search(key)
+    }
+    products = {
+        f"{picked} x {unit}": sizes[picked] * sizes[unit]
+        for picked in sizes
+        for unit in sizes
+        if _PICKED.search(picked) and _UNIT.search(unit) and not _PICKED.search(unit)
+    }
+    return {**sizes, **products}
+
+
+def _integers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted key and value of every integer above 1; those of a list share its key, of which the largest remains."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _integers(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        whole = [part for part in value if isinstance(part, int) and not isinstance(part, bool)]
+        yield from _integers(max(whole), key) if whole else ()
+        for part in value:
+            yield from _integers(part, key) if isinstance(part, (dict, list, tuple)) else ()
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        yield key, value
+
+
+def context_length(config: Any) -> int:
+    """Positions that a text configuration allows.
+
+    A rope that switches its frequencies on the batch's largest position (dynamic, longrope) would let one row change
+    another's logits; below the original length it never switches, so the context ends there, and a warning says so. So
+    does that of a model that scales queries by the number of tokens in the cache (Llama 4's temperature tuning).
+    """
+    announced, limit = _announced(config), most_positions(config)
+    if limit < announced:
+        _log.warning(
+            "%s: its rope, or the scale of its attention, changes behind position %d for every row of a batch at once; "
+            "the context is therefore limited to %d of %d tokens",
+            config.model_type,
+            limit,
+            limit,
+            announced,
+        )
+    return limit
+
+
+def most_positions(config: Any) -> int:
+    """`context_length` without the warning."""
+    announced = _announced(config)
+    return min([announced, *_switch_points(config, announced)])
+
+
+def _announced(config: Any) -> int:
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 0
+    return int(most) if most > 0 else 2**20  # XLNet says -1
+
+
+def _switch_points(config: Any, announced: int) -> list[int]:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    points = [config.floor_scale - 1] if getattr(config, "attn_temperature_tuning", None) else []
+    for rope in nested or [ropes]:
+        kind = rope.get("rope_type") or ""
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            points.append(int(original or getattr(config, "original_max_position_embeddings", None) or announced))
+        elif "dynamic" in kind:
+            points.append(announced)
+    return points
+
+
+# --- why a model cannot be verified ---
+
+_CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"
+_HIDDEN = 1
+"""The token that the probe's second mask hides."""
+
+
+def name_of(model: Any) -> str:
+    """What a model is called in a message."""
+    return str(getattr(model, "name_or_path", "")) or type(model).__name__
+
+
+@contextmanager
+def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
+    """While open, whatever a model's own code raises becomes an UnsupportedModelError that says what is missing.
+
+    Args:
+        model: a causal LM.
+        plainly: it runs without a cache and a mask, so that nothing of forerun's can be missing.
+    """
+    try:
+        yield
+    except (ForerunError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if plainly:
+            raise UnsupportedModelError(f"{name_of(model)}: even a plain forward fails: {said}") from error
+        raise UnsupportedModelError(
+            f"{name_of(model)} cannot score a token tree: {obstacle(model, error) or _CLASH}. "
+            f"forerun needs 4D attention masks, explicit positions and a KV cache. {UNSERVED}"
+        ) from error
+
+
+@torch.inference_mode()
+def obstacle(model: Any, error: Exception | None = None) -> str | None:
+    """What of a mask, positions and a cache `model` does not follow; None where that is not what is wrong.
+
+    Args:
+        model: a causal LM whose plain forward works.
+        error: what it raised under forerun.
+    """
+    if isinstance(error, AttributeError) and isinstance(error.obj, SlotCache):
+        return f"its layers ask the KV cache for {error.name!r}, for a state that forerun cannot roll back"
+    steps = torch.arange(4).unsqueeze(0)
+    try:
+        plain = _states(model, steps, hide=False)
+        hidden = _states(model, steps, hide=True)
+    except Exception:
+        return "it does not take a 4D attention mask, one entry for each pair of tokens"
+    if torch.equal(plain, hidden):
+        return "it ignores a 4D attention mask, one entry for each pair of tokens"
+    if torch.equal(plain, _states(model, 3 * steps, hide=False)):
+        return (
+            "it ignores the positions that it is given and counts a token's position, or its ALiBi bias, from its "
+            "place in the cache; siblings of a tree stand in different places at the same position"
+        )
+    return None
+
+
+def _states(model: Any, positions: Tensor, *, hide: bool) -> Tensor:
+    """(1, 4, H) of four tokens at `positions` (1, 4) under a causal mask, with or without token `_HIDDEN`."""
+    base = base_of(model)
+    device = device_of(model.get_input_embeddings())
+    lowest = torch.finfo(model.dtype).min
+    mask = torch.full((4, 4), lowest, dtype=model.dtype, device=device).triu(1)
+    if hide:
+        mask[_HIDDEN + 1 :, _HIDDEN] = lowest
+    types = MaskStyle.of(text_config(model)).types
+    mask = mask.view(1, 1, 4, 4)
+    states: Tensor = base(
+        input_ids=torch.arange(4, device=device).unsqueeze(0) % text_config(model).vocab_size,
+        position_ids=positions.to(device),
+        attention_mask=dict.fromkeys(types, mask) if len(types) > 1 else mask,
+        use_cache=False,
+    ).last_hidden_state
+    return states

@@ -1,0 +1,488 @@
+"""`Target`: a transformers causal LM seen as "score this token tree", on a row-and-slot cache.
+
+A sequence with committed tokens ``t[0..S]`` keeps S of them in the cache; the last one, the root, is run with the
+next tree. Knows no drafter and no verification rule. Not safe for use from several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.core.tree import TokenTree
+from forerun.devices import attention_kernels, sent_ints
+from forerun.errors import ArgumentError
+from forerun.model import resuming
+from forerun.model.cache import SlotCache
+from forerun.model.inputs import Frame, Nodes
+from forerun.model.kernels import accelerate
+from forerun.model.kernels.packing import packed_bytes
+from forerun.model.layers import (
+    LayerRanges,
+    OutputHead,
+    base_of,
+    captured,
+    check_signals,
+    device_of,
+    layers_of,
+    turn_of,
+)
+from forerun.model.load import LoadOptions
+from forerun.model.masks import MaskStyle
+from forerun.model.nouns import Plan, Scored
+from forerun.model.padding import Buckets, Flat, Pass, running
+from forerun.model.prepare import Sizes, Speed, default_slots, prepare
+from forerun.model.recordings import Recordings, recordable
+from forerun.model.support import context_length, refuse_stateful, text_config
+from forerun.types import LAST_HIDDEN, Signal
+
+# What the pieces of a prefill add up to: logits where they are wanted, hidden states left aligned. Knows no model.
+
+
+class Gathered:
+    """Collects the passes of one prefill.
+
+    Args:
+        counts: tokens of each sequence.
+        head: states (.., H) -> logits (.., V).
+        all_logits: of every token; else of each sequence's last.
+    """
+
+    def __init__(self, counts: Sequence[int], head: Callable[[Tensor], Tensor], *, all_logits: bool) -> None:
+        self._counts, self._head, self._all_logits = counts, head, all_logits
+        self._logits: Tensor | None = None
+        self._signals: dict[Signal, Tensor] = {}
+
+    def add(self, active: Sequence[int], start: int, states: Tensor, signals: Mapping[Signal, Tensor]) -> None:
+        """A pass over `active` sequences from token `start` on: states (B, M, H) after the final norm, and others."""
+        for signal, value in signals.items():
+            if signal not in self._signals:
+                self._signals[signal] = value.new_zeros(len(self._counts), max(self._counts), value.shape[-1])
+            self._signals[signal][sent_ints(active, value.device), start : start + value.shape[1]] = value
+        if self._all_logits:
+            self._put(active, slice(start, start + states.shape[1]), self._head(states))
+            return
+        places = [place for place, index in enumerate(active) if self._counts[index] <= start + states.shape[1]]
+        if places:
+            ending = [active[place] for place in places]
+            index = [self._counts[index] - start - 1 for index in ending]
+            last = states[sent_ints(places, states.device), sent_ints(index, states.device)]
+            self._put(ending, slice(0, 1), self._head(last.unsqueeze(1)))
+
+    def scored(self) -> Scored:
+        """Logits (B, M, V), M the longest sequence, or (B, 1, V); signals (B, M, H)."""
+        assert self._logits is not None, "a prefill has at least one token"
+        return Scored(logits=self._logits, signals=self._signals)
+
+    def _put(self, sequences: Sequence[int], tokens: slice, values: Tensor) -> None:
+        if self._logits is None:
+            size = max(self._counts) if self._all_logits else 1
+            self._logits = values.new_zeros(len(self._counts), size, values.shape[-1])
+        if list(sequences) == list(range(len(self._counts))):
+            self._logits[:, tokens] = values
+        else:
+            self._logits[sent_ints(sequences, values.device), tokens] = values
+
+
+ALIGNED = 16
+"""On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask."""
+PIECE = 512
+"""Most prompt tokens of a row in one pass."""
+
+
+class Target:
+    """A causal LM with a cache of `rows` x `slots` tokens."""
+
+    def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
+        """Wrap a loaded model without checking it; most callers want `load`.
+
+        Raises:
+            UnsupportedModelError: the model cannot be driven as a token tree.
+            ArgumentError: rows or slots are below 1.
+        """
+        if rows < 1 or (slots is not None and slots < 1):
+            raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
+        refuse_stateful(type(model), model.config.model_type)
+        self.model = model
+        self.config = text_config(model)
+        self.generation_config = getattr(model, "generation_config", None)
+        self.name_or_path: str = str(model.name_or_path)
+        self.vocab_size: int = self.config.vocab_size
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.max_length: int = context_length(self.config)
+        """Most positions of a sequence."""
+        self.rows = rows
+        self.slots = default_slots(self.max_length) if slots is None else slots
+        self.buckets = Buckets() if buckets is None else buckets
+        """What passes are padded to; may be replaced between steps."""
+        self.lengths: list[int] = [0] * rows
+        """Committed tokens in the cache, by row."""
+        self.writes: list[int] = [0] * rows
+        """Passes that have written to the row."""
+        self.head = OutputHead(model)
+        self.dtype: torch.dtype = model.dtype
+        """Of hidden states and masks."""
+        self._base = base_of(model)
+        self._turn = turn_of(self._base)
+        name, self._layers = layers_of(self._base, self.num_layers)
+        self._ranges = LayerRanges(self._base, name, self._layers)
+        self._embedding: nn.Module = model.get_input_embeddings()
+        self.device = device_of(self._embedding)
+        """Where token ids go in."""
+        aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
+        self.cache = SlotCache(rows, aligned)
+        self._style = MaskStyle.of(self.config)
+        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)
+        """Of scoring passes."""
+        self._ran: dict[int, int] = {}
+
+    @classmethod
+    def load(
+        cls,
+        model: Any,
+        *,
+        rows: int = 1,
+        slots: int | None = None,
+        dtype: Any = "auto",
+        device: Any = None,
+        device_map: Any = None,
+        tp_plan: Any = None,
+        adapter: str | Path | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        token: str | bool | None = None,
+        self_check: bool = True,
+        repack: bool | None = None,
+        compile: bool = False,
+        reserve_bytes: int = 0,
+    ) -> Target:
+        """Open a directory or hub id, or wrap a transformers model that is already loaded.
+
+        Args:
+            model: a loaded model is left alone: nothing is moved or repacked unless `repack` is True.
+            rows: sequences that the cache holds.
+            slots: tokens of a row, drafted ones included; default: the context, at most `DEFAULT_SLOTS`.
+            self_check: compare small trees with plain forwards first, which may shorten `max_length`; see `self_check`.
+            repack: make the modules faster in place (`kernels.accelerate`); default: only what was loaded here.
+            compile: compile the step; takes a while at each new shape.
+            reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
+
+        The other arguments are those of transformers' ``from_pretrained``; `adapter` is a PEFT adapter.
+
+        Raises:
+            CheckpointError: missing, corrupt, gated, or not what its configuration announces.
+            UnsupportedModelError: recurrent state, an encoder, or a failed self-check.
+            OutOfMemoryError: weights and cache do not fit; says how much was needed and what to lower.
+            ArgumentError: an argument is out of range or makes no sense for a loaded model.
+        """
+        options = LoadOptions(
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            tp_plan=tp_plan,
+            adapter=adapter,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            token=token,
+        )
+        sizes = Sizes(rows=rows, slots=slots, reserve=reserve_bytes)
+        speed = Speed(repack=repack, compile=compile)
+        return prepare(cls, model, options, sizes, speed, check=self_check)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        rows: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        *,
+        signals: Set[Signal] = frozenset(),
+        all_logits: bool = False,
+    ) -> Scored:
+        """Append ``tokens[i]`` to row ``rows[i]``.
+
+        Returns:
+            logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; signals (B, M, H), left
+            aligned, M the longest chunk.
+
+        Raises:
+            ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
+        """
+        counts = [len(chunk) for chunk in tokens]
+        self._check_room(rows, counts, counts)
+        if min(counts) < 1:
+            raise ArgumentError("every row of a prefill needs at least one token")
+        check_signals(signals, self.num_layers)
+        gathered = Gathered(counts, self.head, all_logits=all_logits)
+        for start in range(0, max(counts), PIECE):
+            active = [index for index, count in enumerate(counts) if count > start]
+            pieces = [list(tokens[index][start : start + PIECE]) for index in active]
+            states, caught = self._append([rows[index] for index in active], pieces, signals)
+            gathered.add(active, start, states, caught)
+        return gathered.scored()
+
+    @torch.inference_mode()
+    def score(
+        self,
+        rows: Sequence[int],
+        trees: Sequence[TokenTree] | Nodes,
+        *,
+        signals: Set[Signal] = frozenset(),
+    ) -> Scored:
+        """One forward pass over each row's tree.
+
+        Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
+        tree's `resume` has begun is completed: the logits are those of a whole pass.
+
+        Args:
+            trees: (B,), or what is packed already: of it the nodes from `Nodes.start` on are run.
+
+        Returns:
+            logits (B, N - start, V) and signals (B, N - start, H).
+
+        Raises:
+            ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
+        """
+        check_signals(signals, self.num_layers)
+        nodes = self._nodes(rows, trees)
+        if self.recordings.active and not any(nodes.resume) and not self.buckets.nodes:
+            return self._recorded(rows, nodes, signals)
+        flat = self._flat(nodes, padded=True)
+        states, caught = self._score(rows, nodes, signals, flat)
+        logits = self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
+        self._note_run(rows, nodes)
+        kept = {signal: value[:, : nodes.fresh] for signal, value in caught.items()}
+        return Scored(logits=logits[:, : nodes.fresh], signals=kept)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        rows: Sequence[int],
+        trees: Sequence[TokenTree] | Nodes,
+        plan: Plan,
+        *,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Run the nodes that `score` would run through the layers of `plan` only, in the same slots.
+
+        Args:
+            states: (B, N - start, H) at boundary ``plan.start``; needed unless that is 0.
+
+        Returns:
+            (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
+            logits. Skipped attention writes no keys; run these layers in full before committing.
+
+        Raises:
+            ArgumentError: the plan does not fit the model, or states are missing or misshapen.
+        """
+        plan.check(self.num_layers)
+        nodes = self._nodes(rows, trees)
+        inputs = self._place(rows, nodes, padded=True)
+        if (states is None) != (plan.start == 0):
+            raise ArgumentError("states are needed to start above boundary 0, and only there")
+        if states is not None:
+            expected = (len(rows), nodes.fresh, self.hidden_size)
+            if tuple(states.shape) != expected:
+                raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
+            states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - nodes.fresh))
+        with attention_kernels(self.device):
+            result = self._ranges.run(plan, inputs, states)
+        if plan.stop == self.num_layers:
+            self._note_run(rows, nodes)
+        return result[:, : nodes.fresh]
+
+    @torch.inference_mode()
+    def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
+        """Keep the root and the accepted path (node ids) of each row: gathered into place.
+
+        Lengths grow by 1 + len(path).
+
+        Raises:
+            ArgumentError: a path names a node that was not run in this step, or does not rise.
+        """
+        for row, path in zip(rows, paths, strict=True):
+            ran = self._ran.get(row, 0)
+            if list(path) != sorted(set(path)) or (path and not 1 <= path[0] <= path[-1] < ran) or ran == 0:
+                raise ArgumentError(f"row {row}: cannot commit the path {path}: {ran} nodes were run in this step")
+        sources = [[self.lengths[row] + node for node in path] for row, path in zip(rows, paths, strict=True)]
+        self.cache.move(rows, sources, [self.lengths[row] + 1 for row in rows])
+        for row, path in zip(rows, paths, strict=True):
+            self.lengths[row] += 1 + len(path)
+            del self._ran[row]
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it.
+
+        What stands behind them stays in the slots until it is overwritten or `clear` is called.
+        """
+        for row, length in zip(rows, lengths, strict=True):
+            if not 0 <= length <= self.lengths[row]:
+                raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
+            self.lengths[row] = length
+            self._ran.pop(row, None)
+
+    def clear(self, row: int) -> int:
+        """Zero what stands behind a row's committed tokens; returns how many slots that were, see `SlotCache.clear`."""
+        return self.cache.clear(row, self.lengths[row])
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make row `target` hold the first `length` tokens of row `source`."""
+        if not 0 <= length <= self.lengths[source]:
+            raise ArgumentError(f"row {source} holds {self.lengths[source]} tokens, {length} were asked for")
+        self.cache.copy_row(source, target, length)
+        self.lengths[target] = length
+        self._ran.pop(target, None)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embedding table's rows (.., H) of `tokens` (..)."""
+        embedded: Tensor = self._embedding(tokens.to(self.device))
+        return embedded
+
+    @torch.inference_mode()
+    def final_norm(self, states: Tensor) -> Tensor:
+        """States at the last boundary (.., H) -> LAST_HIDDEN (.., H)."""
+        flat = states.reshape(1, -1, states.shape[-1])
+        size = flat.shape[1]
+        ids = torch.zeros(1, size, dtype=torch.int64, device=self.device)
+        mask = torch.zeros(1, 1, size, size, dtype=self.dtype, device=self.device)
+        inputs = {
+            "input_ids": ids,
+            "position_ids": ids,
+            "attention_mask": dict.fromkeys(self._style.types, mask) if len(self._style.types) > 1 else mask,
+            "use_cache": False,
+        }
+        return self._ranges.finish(flat, inputs).view(states.shape)
+
+    @torch.inference_mode()
+    def lm_head(self, states: Tensor) -> Tensor:
+        """Raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
+        return self.head(states)
+
+    @property
+    def computes_padding(self) -> bool:
+        """Whether a scoring pass costs what its widest row costs in every row; False: only real tokens run."""
+        return bool(self.buckets.nodes) or not self._folds
+
+    @property
+    def _folds(self) -> bool:
+        """Whether attention finds rows and real tokens by itself."""
+        return self.device.type == "cpu" and accelerate.folds(self.model, self._base)
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights and cache."""
+        return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
+
+    # --- one pass ---------------------------------------------------------------------------------------------------
+
+    def _append(
+        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], signals: Set[Signal]
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        """Run one prompt piece of each row and commit it; states (B, M, H) after the final norm."""
+        nodes = Nodes.of_prompt(pieces)
+        flat = self._flat(nodes, padded=False)
+        with self._turn, attention_kernels(self.device):
+            result = self._forward(rows, nodes, signals, flat, padded=False)
+        for row, piece in zip(rows, pieces, strict=True):
+            self.lengths[row] += len(piece)
+            self._ran.pop(row, None)
+        return result
+
+    def _score(
+        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        begun = resuming.usable(nodes.resume, [self.writes[row] for row in rows], signals)
+        with self._turn, attention_kernels(self.device):
+            if begun is None:
+                return self._forward(rows, nodes, signals, flat, padded=True)
+            resuming.check(begun, nodes, self.hidden_size, self.num_layers)
+            place = partial(self._place, rows, padded=True)
+            return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
+
+    def _recorded(self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal]) -> Scored:
+        """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
+        self._note_passes(rows, nodes)
+        frame = self._frame()
+        packed = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
+        wanted = sorted(signals)
+
+        def work(*tensors: Tensor) -> list[Tensor]:
+            inputs = frame.enter(tensors, packed.width)
+            with captured(self._layers, signals) as caught, running(Pass()), attention_kernels(self.device):
+                states: Tensor = self._base(**inputs).last_hidden_state
+            return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
+
+        key = packed.width, tuple(wanted), *(tensor.shape for tensor in packed.tensors)
+        with self._turn:
+            found = self.recordings.run(key, work, *packed.tensors)
+        self._note_run(rows, nodes)
+        index = sent_ints(rows, self.device)  # copies: what a recording returns lives until the next call
+        logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
+        return Scored(logits=logits, signals=dict(zip(wanted, states, strict=True)))
+
+    def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
+        """The nodes of a scoring pass, checked against slots and context."""
+        nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
+        if not 0 <= nodes.start < nodes.ids.shape[1]:
+            raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
+        self._check_room(rows, nodes.real.sum(1).tolist(), nodes.reach())
+        return nodes
+
+    def _place(
+        self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
+    ) -> dict[str, Any]:
+        self._note_passes(rows, nodes)
+        committed = [self.lengths[row] for row in rows]
+        return self._frame().place(rows, committed, nodes, padded=padded, device=self.device, flat=flat, select=select)
+
+    def _frame(self) -> Frame:
+        return Frame(
+            cache=self.cache, style=self._style, buckets=self.buckets, max_length=self.max_length, dtype=self.dtype
+        )
+
+    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> None:
+        for row in rows:
+            self.writes[row] += 1
+        self.cache.touch(rows, [self.lengths[row] + nodes.ids.shape[1] for row in rows])
+
+    def _forward(
+        self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None, *, padded: bool
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        """One pass of the base model: states (B, N, H) after the final norm, and those asked for."""
+        inputs = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
+        with captured(self._layers, signals) as caught, running(Pass(flat=flat, rows=self.cache.unselected)):
+            states: Tensor = self._base(**inputs).last_hidden_state
+        if LAST_HIDDEN in signals:
+            caught[LAST_HIDDEN] = states
+        if flat is None:
+            return states, caught
+        return flat.restore(states), {signal: flat.restore(value) for signal, value in caught.items()}
+
+    def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
+        """Which tokens of a pass run; None: all, also padding."""
+        whole = (padded and self.buckets.nodes) or not self._folds
+        return None if whole else Flat.worth(nodes.real[:, nodes.start :])
+
+    def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
+        self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
+
+    def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Refuse a pass that needs more than the row's slots or the model's positions."""
+        if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):
+            raise ArgumentError(f"rows must be distinct and in 0..{self.rows - 1}, got {list(rows)}")
+        for row, count, reach in zip(rows, slots, positions, strict=True):
+            held = self.lengths[row]
+            if held + count > self.slots:
+                raise ArgumentError(
+                    f"row {row} holds {held} tokens; {count} more do not fit its {self.slots} cache slots: raise slots"
+                )
+            if held + reach > self.max_length:
+                raise ArgumentError(
+                    f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
+                )

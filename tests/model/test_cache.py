@@ -1,0 +1,241 @@
+"""Rows, slots, masks and buckets: what the families do not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.core.tree import TokenTree
+from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.model import Buckets, Target
+from forerun.model import cache as cache_module
+from forerun.model.cache import SlotCache
+from forerun.model.inputs import Nodes
+from forerun.model.masks import Block, MaskStyle, build
+from model.families import make, plain, random_tokens
+from model.test_families import trees
+
+
+def chain(root: int, *tokens: int) -> list[TokenTree]:
+    """One row's."""
+    tree = TokenTree(root)
+    tree.add_path(tokens)
+    return [tree]
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target.load(make("llama"), rows=3, slots=40, self_check=False)
+
+
+def next_logits(target: Target, row: int, root: int) -> torch.Tensor:
+    return target.score([row], chain(root)).logits[0, 0]
+
+
+def test_a_reused_prefix_is_the_same_as_a_prefill(target: Target) -> None:
+    tokens = random_tokens(20, 0)
+    target.prefill([0], [tokens])
+    target.copy_row(0, 2, 11)
+    assert target.lengths == [20, 0, 11]
+    assert (next_logits(target, 2, 50) - plain(target.model, [*tokens[:11], 50])[-1]).abs().max() <= 2e-5
+    with pytest.raises(ArgumentError, match="holds 20 tokens, 21"):
+        target.copy_row(0, 1, 21)
+
+
+def test_truncated_tokens_leave_no_trace(target: Target) -> None:
+    tokens = random_tokens(30, 0)
+    target.prefill([1], [tokens])
+    target.truncate([1], [4])
+    assert (next_logits(target, 1, 50) - plain(target.model, [*tokens[:4], 50])[-1]).abs().max() <= 2e-5
+    target.truncate([1], [0])
+    target.prefill([1], [tokens[5:9]])
+    assert (next_logits(target, 1, 50) - plain(target.model, [*tokens[5:9], 50])[-1]).abs().max() <= 2e-5
+    with pytest.raises(ArgumentError, match="cannot be truncated to 9"):
+        target.truncate([1], [9])
+
+
+def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) -> None:
+    """How a draft model grows its tree: the root goes in with the prompt, then level by level."""
+    tokens = random_tokens(9, 0)
+    target.prefill([0], [tokens])
+    target.truncate([0], [8])
+    logits = target.score([0], Nodes.of_trees(chain(tokens[-1], 40, 41), start=1)).logits
+    expected = plain(target.model, [*tokens, 40, 41])[-2:]
+    assert (logits[0] - expected).abs().max() <= 2e-5
+
+
+def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    monkeypatch.setattr("forerun.model.target.PIECE", 7)
+    chunks = [random_tokens(count, count) for count in (3, 25, 14)]
+    scored = target.prefill([2, 0, 1], chunks, signals=frozenset({2, -1}), all_logits=True)
+    assert target.lengths == [25, 14, 3]
+    for index, tokens in enumerate(chunks):
+        assert (scored.logits[index, : len(tokens)] - plain(target.model, tokens)).abs().max() <= 2e-5
+        assert torch.allclose(
+            target.lm_head(scored.signals[-1][index, : len(tokens)]), scored.logits[index, : len(tokens)], atol=1e-5
+        )
+    target.truncate([0, 1, 2], [0, 0, 0])
+    last = target.prefill([2, 0, 1], chunks).logits
+    assert last.shape == (3, 1, 99)
+    for index, tokens in enumerate(chunks):
+        assert torch.allclose(last[index, 0], scored.logits[index, len(tokens) - 1], atol=2e-5)
+
+
+def test_a_prompt_may_arrive_in_chunks(target: Target) -> None:
+    tokens = random_tokens(30, 3)
+    target.prefill([0, 1], [tokens[:4], tokens[:20]])
+    logits = target.prefill([1, 0], [tokens[20:], tokens[4:]]).logits
+    assert (logits - plain(target.model, tokens)[-1]).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "message"),
+    [
+        ([0, 0], 1, "distinct"),
+        ([3], 1, r"in 0\.\.2"),
+        ([], 1, "distinct"),
+        ([0], 41, "40 cache slots"),
+        ([0], 0, "least one"),
+    ],
+)
+def test_prefills_that_do_not_fit(target: Target, rows: list[int], count: int, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        target.prefill(rows, [[5] * count for _ in rows])
+
+
+def test_a_tree_must_fit_the_slots_and_the_context(target: Target) -> None:
+    target.prefill([0], [random_tokens(38, 0)])
+    target.score([0], chain(3, 4))
+    with pytest.raises(ArgumentError, match="raise slots"):
+        target.score([0], chain(3, 4, 5))
+    short = Target.load(make("gpt2", n_positions=16), slots=64, self_check=False)
+    short.prefill([0], [random_tokens(14, 0)])
+    short.score([0], chain(3, 4))
+    with pytest.raises(ArgumentError, match="context of 16"):
+        short.score([0], chain(3, 4, 5))
+
+
+def test_wide_trees_at_the_end_of_the_context_are_bounded_by_depth_not_by_count() -> None:
+    target = Target.load(make("gpt2", n_positions=16), rows=3, slots=64, self_check=False)
+    target.prefill([0, 1, 2], [random_tokens(count, 0) for count in (13, 11, 11)])
+    target.buckets = Buckets(nodes=(16,))
+    scored = target.score([0, 1, 2], trees_of_depth_two())
+    assert scored.logits.isfinite().all()
+
+
+def trees_of_depth_two() -> list[TokenTree]:
+    made = [TokenTree(3) for _ in range(3)]
+    for token in range(6):
+        made[0].add(token + 3, 0 if token < 3 else 1)
+    for tree, size in zip(made[1:], (8, 3), strict=True):
+        for token in range(size):
+            tree.add(token + 3, min(token, 2) if token < 3 else 1)
+    return made
+
+
+@pytest.mark.parametrize("path", [(3,), (2, 1), (1, 1), (0,), (-1,)])
+def test_paths_that_were_not_run_cannot_be_committed(target: Target, path: tuple[int, ...]) -> None:
+    target.prefill([0], [[5, 6]])
+    target.score([0], chain(7, 8, 9))
+    with pytest.raises(ArgumentError, match="cannot commit"):
+        target.commit([0], [path])
+    target.commit([0], [(1,)])
+    with pytest.raises(ArgumentError, match="cannot commit"):
+        target.commit([0], [()])
+
+
+def test_unknown_boundaries(target: Target) -> None:
+    for signal in (5, -2):
+        with pytest.raises(ArgumentError, match=r"0\.\.4"):
+            target.prefill([0], [[5]], signals=frozenset({signal}))
+    with pytest.raises(ArgumentError, match="start 3"):
+        target.score([0], Nodes.of_trees(chain(5, 6, 7), start=3))
+
+
+def test_neighbours_are_not_touched(target: Target) -> None:
+    """What happens in one row leaves the bytes of another as they were, padding included."""
+    target.prefill([0, 1, 2], [random_tokens(20, row) for row in range(3)])
+    before = [target.cache.read(layer, 1, 20)[0].clone() for layer in target.cache.layers]
+    target.prefill([0, 2], [[3], random_tokens(9, 5)])
+    target.score([0, 2], trees(0, [4, 5]))
+    target.commit([0, 2], [(1, 3), (1, 2)])
+    target.truncate([2], [0])
+    after = [target.cache.read(layer, 1, 20)[0] for layer in target.cache.layers]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    cache = SlotCache(64, 2**17)
+    cache.begin([0], torch.tensor([[0]]), 1)
+    monkeypatch.setattr(cache_module.torch, "zeros", full)
+    with pytest.raises(OutOfMemoryError, match=r"32768 MiB more.*64 rows x 131072 slots.*Lower rows or slots"):
+        cache.update(torch.ones(1, 8, 1, 128), torch.ones(1, 8, 1, 128), 0)
+
+
+def test_a_mask_by_hand() -> None:
+    """Two committed tokens, the root and two siblings, window 3: siblings share a position but not a view."""
+    block = Block(
+        lengths=torch.tensor([2]),
+        sees=torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0]]]).bool(),
+        query_positions=torch.tensor([[2, 3, 3, 0]]),
+        node_positions=torch.tensor([[2, 3, 3]]),
+    )
+    style = MaskStyle(types=("full_attention", "sliding_attention"), window=3)
+    masks = build(block, style, 6, torch.float32)
+    lowest = torch.finfo(torch.float32).min
+    full = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]
+    slid = [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]
+    for name, rows in zip(style.types, (full, slid), strict=True):
+        assert torch.equal(masks[name], torch.where(torch.tensor([[rows]]).bool(), 0.0, lowest))
+
+
+def test_buckets() -> None:
+    buckets = Buckets(nodes=(1, 4, 16), width=128)
+    assert [buckets.pad_nodes(count) for count in (1, 2, 4, 5, 17)] == [1, 4, 4, 16, 17]
+    assert [buckets.pad_width(used, 700) for used in (1, 128, 129, 384, 500, 600)] == [128, 128, 384, 384, 512, 640]
+    assert buckets.pad_width(299, 300) == 300
+    for wrong in ({"width": 0}, {"nodes": (4, 2)}, {"nodes": (0,)}, {"nodes": (2, 2)}):
+        with pytest.raises(ArgumentError, match="buckets"):
+            Buckets(**wrong)  # type: ignore[arg-type]
+
+
+def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """Plain and speculative steps of the reproducible mode see equally many slots, also where a bucket ends."""
+    widths: dict[int, set[int]] = {}
+    begin = SlotCache.begin
+
+    def spy(cache: SlotCache, rows: list[int], slot_ids: torch.Tensor, width: int, **how: Any) -> None:
+        widths.setdefault(target.lengths[0], set()).add(width)
+        begin(cache, rows, slot_ids, width, **how)
+
+    target.buckets = Buckets(nodes=(4,), width=8)
+    target.prefill([0], [[5, 6, 7]])
+    monkeypatch.setattr(SlotCache, "begin", spy)
+    for drafted in (chain(7), chain(7, 8), chain(7, 8, 9), chain(7, 8, 9, 10)) * 6:
+        target.score([0], drafted)
+        if drafted[0].size == 3:
+            target.commit([0], [()])
+    assert widths == {length: {-(-(length + 4) // 8) * 8} for length in range(3, 9)}
+
+
+def test_padded_plain_and_speculative_steps_have_the_same_bits() -> None:
+    """The reproducible mode: with one node bucket a chain's logits equal those of plain decoding, bit for bit."""
+    model = make("llama", dtype=torch.bfloat16)
+    target = Target.load(model, rows=1, slots=256, self_check=False)
+    target.buckets = Buckets(nodes=(8,), width=256)
+    tokens = random_tokens(60, 4)
+    target.prefill([0], [tokens[:20]])
+    plain_logits = []
+    for token in tokens[20:56]:
+        plain_logits.append(target.score([0], chain(token)).logits[0, 0])
+        target.commit([0], [()])
+    target.truncate([0], [20])
+    for start in range(20, 56, 6):
+        logits = target.score([0], chain(*tokens[start : start + 6])).logits[0]
+        target.commit([0], [(1, 2, 3, 4, 5)])
+        assert torch.equal(logits, torch.stack(plain_logits[start - 20 : start - 14]))

@@ -1,0 +1,97 @@
+"""Every causal LM of transformers, small and random: it is served as its own generate answers, or refused in words."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from forerun.core.tree import TokenTree
+from forerun.errors import UnsupportedModelError
+from forerun.model import Target
+from model.families import random_tokens
+from model.tiny import build
+
+pytestmark = pytest.mark.thorough
+
+SERVED = """
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
+    deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint
+    fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git
+    glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa
+    granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe llama llama4 llama4_text mellum
+    mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder
+    moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal
+    phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper
+    xglm youtu
+"""
+UNBUILT = """
+    blt cohere_compass_text dbrx dots3_note dots3_note_text gemma3n gemma4_assistant gemma4_unified_assistant
+    mamba2 musicgen musicgen_melody qwen4_exp qwen4_exp_text
+"""
+"""No small model comes out of the sizes in `tiny`, or a package is missing."""
+TECHNICAL = re.compile(r"SlotCache|AttributeError|has no attribute|NoneType|self\\.|torch\\.Size")
+DEPTHS = (3, 0, 2, 1)
+"""Tokens of a tree that are right, by step."""
+
+
+@pytest.mark.parametrize("kind", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(UNBUILT.split())))
+def test_family(kind: str) -> None:
+    model = build(kind)
+    if kind in SERVED.split():
+        compare(Target.load(model, rows=2, slots=96), model)
+        return
+    with pytest.raises(UnsupportedModelError) as caught:
+        Target.load(model, rows=2, slots=96)
+    assert len(str(caught.value)) > 60
+    assert not TECHNICAL.search(str(caught.value)), caught.value
+
+
+def compare(target: Target, model: Any, lengths: tuple[int, int] = (5, 21), new: int = 10) -> None:
+    """Greedy decoding with trees, of two rows at once, gives what transformers' own generate gives for each alone."""
+    vocabulary = target.vocab_size
+    prompts = [[3 + token % (vocabulary - 3) for token in random_tokens(length, length)] for length in lengths]
+    wanted = [greedy(model, prompt, new) for prompt in prompts]
+    target.prefill([0, 1], [prompt[:-1] for prompt in prompts])
+    roots, done, depths = [prompt[-1] for prompt in prompts], [0, 0], cycle(DEPTHS)
+    while max(done) + max(DEPTHS) < new:
+        depth = [next(depths), next(depths)]
+        paths = [answer[begun : begun + right] for answer, begun, right in zip(wanted, done, depth, strict=True)]
+        logits = target.score([0, 1], list(map(partial(branching, vocabulary), roots, paths))).logits
+        for row, path in enumerate(paths):
+            said = logits[row, [0, *ids(path)]].argmax(-1).tolist()
+            assert said == wanted[row][done[row] : done[row] + len(path) + 1], (row, done)
+            done[row] += len(path) + 1
+        target.commit([0, 1], [ids(path) for path in paths])
+        roots = [answer[begun - 1] for answer, begun in zip(wanted, done, strict=True)]
+
+
+def branching(vocabulary: int, root: int, path: list[int]) -> TokenTree:
+    """A tree in which every token of `path` comes behind a sibling that is wrong and has a child of its own."""
+    tree, parent = TokenTree(root), 0
+    for token in path:
+        wrong = tree.add((token + 1) % vocabulary, parent)
+        tree.add(token, wrong)
+        parent = tree.add(token, parent)
+    return tree
+
+
+def ids(path: list[int]) -> tuple[int, ...]:
+    """The nodes of `path` in `branching`."""
+    return tuple(3 * place for place in range(1, len(path) + 1))
+
+
+def greedy(model: Any, prompt: list[int], new: int) -> list[int]:
+    """What transformers' own generate adds to a prompt."""
+    given = torch.tensor([prompt])
+    config = model.generation_config
+    config.eos_token_id, config.pad_token_id = None, 0
+    answer = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False)
+    found: list[int] = answer[0, len(prompt) :].tolist()
+    return found

@@ -1,0 +1,112 @@
+"""Layer ranges on the same cache: parts put together are the whole, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
+
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.model import Plan, Target
+from forerun.model.inputs import Nodes
+from forerun.model.layers import base_of, layers_of
+from forerun.model.partial import prove
+from forerun.model.prepare import cache_bytes_per_token
+from forerun.types import LAST_HIDDEN
+from model.families import FAMILIES, SHARING, make, random_tokens
+from model.test_families import trees
+from model.tiny import build
+
+ROWS, TREES = [0, 1, 2], trees(0)
+
+
+def prefilled(name: str) -> Target:
+    target = Target.load(make(name), rows=3, slots=64, self_check=False)
+    target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
+    return target
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranges_are_the_whole_bit_for_bit(name: str) -> None:
+    target = prefilled(name)
+    whole = target.score(ROWS, TREES, signals=frozenset({1, 2, 3, 4, LAST_HIDDEN}))
+    for exit_ in (1, 2, 3):
+        target.truncate(ROWS, target.lengths)
+        early = target.run(ROWS, TREES, Plan(stop=exit_))
+        assert torch.equal(early, whole.signals[exit_])
+        last = target.run(ROWS, TREES, Plan(start=exit_, stop=4), states=early)
+        assert torch.equal(last, whole.signals[4])
+        normed = target.final_norm(last)
+        assert torch.allclose(normed, whole.signals[LAST_HIDDEN], atol=1e-6)
+        assert torch.allclose(target.lm_head(normed), whole.logits, atol=1e-5)
+    target.commit(ROWS, [(1, 3), (), (3,)])
+    assert target.lengths == [6, 10, 19]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("opt", {}), ("electra", {"is_decoder": True}), ("gemma3", {})])
+def test_layers_further_down_in_the_base_model(kind: str, changes: dict[str, bool]) -> None:
+    target = Target.load(build(kind, **changes), rows=3, slots=64)
+    assert "." in layers_of(base_of(target.model), 4)[0]
+    target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
+    prove(target, 2)
+    whole = target.score(ROWS, TREES, signals=frozenset({2, 4, LAST_HIDDEN}))
+    early = target.run(ROWS, TREES, Plan(stop=2))
+    assert torch.equal(early, whole.signals[2])
+    assert torch.equal(target.run(ROWS, TREES, Plan(start=2, stop=4), states=early), whole.signals[4])
+    assert torch.equal(target.final_norm(whole.signals[4]), whole.signals[LAST_HIDDEN])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_skipping_both_halves_of_a_layer_leaves_the_stream_as_it_was(name: str) -> None:
+    target = prefilled(name)
+    skipped = target.run(ROWS, TREES, Plan(stop=4, skip=frozenset({(2, "attn"), (2, "mlp")})))
+    before = target.run(ROWS, TREES, Plan(stop=2))
+    after = target.run(ROWS, TREES, Plan(start=3, stop=4), states=before)
+    assert torch.equal(skipped, after)
+    half = target.run(ROWS, TREES, Plan(stop=4, skip=frozenset({(2, "mlp")})))
+    assert not torch.equal(half, skipped)
+    whole = target.score(ROWS, TREES, signals=frozenset({4}))
+    assert not torch.equal(whole.signals[4], half), "the layers must be put back"
+
+
+def test_levels_of_a_tree_may_be_run_one_after_the_other() -> None:
+    target = prefilled("qwen3")
+    whole = target.score(ROWS, TREES)
+    target.truncate(ROWS, target.lengths)
+    first = target.score(ROWS, [tree.only(range(1, 4)) for tree in TREES])
+    rest = target.score(ROWS, Nodes.of_trees(TREES, start=4))
+    levels = torch.cat([first.logits, rest.logits], dim=1)
+    for row, tree in enumerate(TREES):
+        assert (levels[row, : tree.size + 1] - whole.logits[row, : tree.size + 1]).abs().max() <= 2e-5
+
+
+def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
+    model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**SHARING)).eval()
+    target = Target.load(model, rows=3, slots=64)
+    target.prefill([0], [[4, 5]])
+    assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 65
+    with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
+        target.run(ROWS, TREES, Plan(stop=2))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(start=2, stop=2),
+        Plan(stop=5),
+        Plan(start=-1, stop=2),
+        Plan(stop=2, skip=frozenset({(2, "attn")})),
+        Plan(stop=2, skip=frozenset({(1, "norm")})),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: Plan) -> None:
+    with pytest.raises(ArgumentError):
+        prefilled("llama").run(ROWS, TREES, plan)
+
+
+def test_states_belong_to_a_later_start() -> None:
+    target = prefilled("llama")
+    with pytest.raises(ArgumentError, match="states are needed"):
+        target.run(ROWS, TREES, Plan(start=1, stop=2))
+    with pytest.raises(ArgumentError, match=r"expected \(3, 8, 64\)"):
+        target.run(ROWS, TREES, Plan(start=1, stop=2), states=torch.zeros(3, 1, 64))

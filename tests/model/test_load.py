@@ -1,0 +1,248 @@
+"""Loading: what works, and one clear error for everything that does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from forerun.core.tree import TokenTree
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
+from forerun.model import Target
+from forerun.model.load import explained
+from model.families import make, plain, random_tokens
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    make("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(checkpoint: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of the checkpoint; None removes one."""
+    tensors = load_file(checkpoint / "model.safetensors") | {k.replace("__", "."): v for k, v in changes.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_directory_loads_and_decodes(checkpoint: Path, as_text: bool) -> None:
+    target = Target.load(str(checkpoint) if as_text else checkpoint, rows=2, slots=64, device="cpu")
+    assert (target.vocab_size, target.hidden_size, target.num_layers, target.max_length) == (99, 64, 4, 512)
+    assert (target.rows, target.slots, target.dtype, target.device) == (2, 64, torch.float32, torch.device("cpu"))
+    assert target.generation_config.eos_token_id == 2
+    tokens = random_tokens(9, 0)
+    target.prefill([1], [tokens[:-1]])
+    logits = target.score([1], [TokenTree(tokens[-1])]).logits[0, -1]
+    assert (logits - plain(make("llama"), tokens)[-1]).abs().max() <= 2e-5
+    assert target.memory_bytes() > 4 * sum(weight.numel() for weight in target.model.parameters())
+
+
+def test_loading_is_silent(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    Target.load(checkpoint, slots=64, device="cpu")
+    assert capfd.readouterr() == ("", "")
+    edit(checkpoint, model__extra=torch.zeros(2))
+    with pytest.raises(CheckpointError):
+        Target.load(checkpoint, device="cpu")
+    assert capfd.readouterr() == ("", ""), "what transformers warns of is in the error"
+
+
+def test_dtype_is_the_callers_choice(checkpoint: Path) -> None:
+    target = Target.load(checkpoint, dtype="bfloat16", device="cpu", repack=False)
+    assert target.dtype is torch.bfloat16
+    assert target.model.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_a_model_that_is_handed_in_is_left_alone() -> None:
+    model = make("qwen3")
+    before = {name: id(module) for name, module in model.named_modules()}
+    weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
+    Target.load(model, rows=2, slots=64).prefill([0], [[3, 4]], signals=frozenset({1, 4}))
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == weights
+    assert [dict(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+def test_options_of_loading_make_no_sense_for_a_loaded_model() -> None:
+    with pytest.raises(ArgumentError, match="loaded already"):
+        Target.load(make("llama"), device_map="auto")
+    for option in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"device": "meta"}):
+        with pytest.raises(ArgumentError, match=r"in torch\.float32 on cpu, and is left as it is"):
+            Target.load(make("llama"), **option)
+    Target.load(make("llama"), slots=64, dtype="float32", device="cpu")
+    with pytest.raises(ArgumentError, match="'float7' is no dtype"):
+        Target.load(make("llama"), dtype="float7")
+    with pytest.raises(ArgumentError, match="a target is a directory"):
+        Target.load(42)
+
+
+@pytest.mark.parametrize("sizes", [{"rows": 0}, {"slots": 0}, {"rows": -1}])
+def test_sizes_out_of_range(sizes: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="at least 1"):
+        Target.load(make("llama"), **sizes)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c", Path("nowhere")])
+def test_no_such_directory(name: Any) -> None:
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        Target.load(name)
+
+
+def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Target.load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="pass it as adapter="):
+        Target.load(tmp_path)
+
+
+def test_a_broken_configuration(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{broken")
+    with pytest.raises(CheckpointError, match="not a valid JSON"):
+        Target.load(checkpoint)
+
+
+def test_an_unknown_architecture(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "llama17"}))
+    with pytest.raises(UnsupportedModelError, match="llama17"):
+        Target.load(checkpoint)
+
+
+def test_no_weights_or_only_pickled_ones(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*never pickle"):
+        Target.load(checkpoint)
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000, 100_000])
+def test_truncated_weights(checkpoint: Path, size: int) -> None:
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is (truncated|corrupt)"):
+        Target.load(checkpoint)
+
+
+def test_garbage_for_a_header(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"notjson!")
+    with pytest.raises(CheckpointError, match="corrupt"):
+        Target.load(checkpoint)
+
+
+def test_a_shard_is_missing(checkpoint: Path) -> None:
+    make("llama").save_pretrained(checkpoint, max_shard_size="100KB")
+    (checkpoint / "model.safetensors").unlink(missing_ok=True)
+    Target.load(checkpoint, slots=64, device="cpu")
+    next(checkpoint.glob("model-00002*")).unlink()
+    with pytest.raises(CheckpointError, match=r"incomplete.*model-00002"):
+        Target.load(checkpoint)
+
+
+NAME = "model__layers__1__mlp__up_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({NAME: None}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"model__extra": torch.zeros(2)}, r"unexpected: model\.extra"),
+        (
+            {NAME: torch.zeros(3, 3)},
+            r"wrong shape: model\.layers\.1\.mlp\.up_proj\.weight \(3, 3\), expected \(96, 64\)",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(checkpoint: Path, changes: dict[str, Any], complaint: str) -> None:
+    edit(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        Target.load(checkpoint, device="cpu")
+
+
+def test_weights_of_nan(checkpoint: Path) -> None:
+    edit(checkpoint, **{NAME: torch.full((96, 64), float("nan"))})
+    with pytest.raises(ArithmeticError, match="NaN"):
+        Target.load(checkpoint, device="cpu")
+
+
+def tiny(kind: str) -> Any:
+    sizes: dict[str, dict[str, Any]] = {
+        "Mamba": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50, "state_size": 4},
+        "FalconH1": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "vocab_size": 50,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 2,
+            "mamba_d_head": 16,
+        },
+        "T5": {"d_model": 16, "num_layers": 1, "vocab_size": 50},
+        "Qwen3Next": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50},
+        "Bert": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 50},
+        "ViT": {},
+    }
+    return getattr(transformers, f"{kind}Config")(**sizes[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("Mamba", "recurrent state"),
+        ("FalconH1", "recurrent state"),
+        ("Qwen3Next", "recurrent state|cannot be rolled back"),
+        ("T5", "encoder-decoder"),
+        ("ViT", "no causal language model"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_before_any_weight_is_read(tmp_path: Path, kind: str, reason: str) -> None:
+    tiny(kind).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Target.load(tmp_path)
+
+
+def test_a_loaded_recurrent_model_is_refused_too() -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+        Target.load(transformers.MambaForCausalLM(tiny("Mamba")))
+
+
+def test_longrope_ends_where_it_would_switch(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="forerun"):
+        target = Target.load(make("phi3_longrope"), slots=200)
+    assert target.max_length == 64
+    assert "limited to 64 of 512" in caplog.text
+    with pytest.raises(ArgumentError, match="exceed the context of 64"):
+        target.prefill([0], [random_tokens(65, 0)])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (OSError("You are trying to access a gated repo."), CheckpointError, "HF_TOKEN"),
+        (OSError("x/y is not a valid model identifier listed on ..."), CheckpointError, "HF_TOKEN"),
+        (OSError("We couldn't connect to 'https://huggingface.co'\nmore"), CheckpointError, "couldn't connect"),
+        (ValueError("requires you to set trust_remote_code=True"), UnsupportedModelError, "trust_remote_code=True"),
+    ],
+)
+def test_what_the_hub_says_is_explained(error: Exception, kind: type[Exception], text: str) -> None:
+    explanation = explained("x/y", error)
+    assert isinstance(explanation, kind)
+    assert text in str(explanation)
+    assert "\n" not in str(explanation)
+
+
+def test_a_gated_repository_is_recognised_by_its_cause() -> None:
+    from huggingface_hub.errors import GatedRepoError
+
+    error = OSError("something else")
+    error.__cause__ = GatedRepoError.__new__(GatedRepoError)
+    assert "HF_TOKEN" in str(explained("x/y", error))

@@ -1,0 +1,115 @@
+"""The memory plan: what it counts is what is allocated, and it speaks before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from forerun.errors import OutOfMemoryError
+from forerun.model import Target, prepare
+from forerun.model.load import LoadOptions, stored_bytes, weight_bytes
+from forerun.model.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
+from model.families import FAMILIES, make, random_tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_takes_what_the_plan_says(name: str) -> None:
+    target = Target.load(make(name), rows=3, slots=21, self_check=False)
+    target.prefill([0], [random_tokens(5, 0)])
+    assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 22
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(None, 4), (torch.bfloat16, 2)])
+def test_weights_are_counted_from_the_headers(tmp_path: Path, dtype: torch.dtype | None, itemsize: int) -> None:
+    model = make("qwen3")
+    model.save_pretrained(tmp_path)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert weight_bytes(tmp_path, dtype.itemsize if dtype else None) == count * itemsize
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_weights_of_a_model_that_is_not_here_are_counted_from_its_configuration(name: str) -> None:
+    model = make(name)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert stored_bytes("nobody/nothing", LoadOptions(dtype="bfloat16"), model.config) == 2 * count
+    assert stored_bytes("nobody/nothing", LoadOptions(dtype=torch.float32), model.config) == 4 * count
+
+
+def test_downloaded_weights_are_counted_from_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    found = {file.name: str(file) for file in tmp_path.iterdir()}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file, revision: found.get(file))
+    config = make("gpt2").config
+    assert stored_bytes("nobody/nothing", LoadOptions(), config) == weight_bytes(tmp_path, None)
+    next(tmp_path.glob("model-00001*")).unlink()
+    expected = 4 * sum(weight.numel() for weight in make("gpt2").parameters())
+    assert stored_bytes("nobody/nothing", LoadOptions(dtype="float32"), config) == expected
+
+
+def plan(**changes: int) -> MemoryPlan:
+    sizes = {"rows": 8, "slots": 999, "weights": 10 * 2**30, "token": 2**20, "probs": 2**30, "reserve": 2**30}
+    return MemoryPlan(**(sizes | changes))
+
+
+def test_what_fits_passes() -> None:
+    assert plan().cache == 8000 * 2**20
+    plan().check(plan().total, "cpu")
+
+
+def test_a_cache_that_does_not_fit_says_what_to_lower() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan().check(16 * 2**30, "cuda:0")
+    text = str(caught.value)
+    assert "19.81 GiB are needed on cuda:0, 16.00 GiB are free" in text
+    assert "weights 10.00, KV cache 7.81 (8 rows x 999 slots), logits and probabilities 1.00, drafter 1.00" in text
+    assert "Lower slots to 511, or rows to 4." in text
+    plan(slots=511).check(16 * 2**30, "cuda:0")
+    plan(rows=4).check(16 * 2**30, "cuda:0")
+
+
+def test_weights_that_do_not_fit_need_another_way() -> None:
+    with pytest.raises(OutOfMemoryError, match="smaller dtype, a quantised checkpoint, or device_map"):
+        plan().check(8 * 2**30, "cpu")
+
+
+def test_nothing_is_loaded_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(prepare, "available_bytes", lambda _device: 100_000)
+    monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(OutOfMemoryError, match=r"are needed on cpu.*2 rows x 64 slots"):
+        Target.load(tmp_path, rows=2, slots=64, device="cpu")
+
+
+def test_the_drafters_share_is_kept_free(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    with pytest.raises(OutOfMemoryError, match=r"drafter 1048576\.00"):
+        Target.load(tmp_path, slots=64, device="cpu", reserve_bytes=2**50)
+
+
+def test_slots_that_nobody_asked_for_shrink_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama", max_position_embeddings=4000)
+    assert Target.load(model, self_check=False).slots == 4000 + prepare.HEADROOM
+    assert Target.load(make("llama", max_position_embeddings=10**6), self_check=False).slots == 8192 + prepare.HEADROOM
+    monkeypatch.setattr(prepare, "available_bytes", lambda _device: 2**20)
+    target = Target.load(model, self_check=False)
+    assert 512 <= target.slots < 4000
+    with pytest.raises(OutOfMemoryError, match="Lower slots"):
+        Target.load(model, slots=4000, self_check=False)
+
+
+def test_a_container_is_a_limit(tmp_path: Path) -> None:
+    assert _container_room(tmp_path) == 2**62
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 50\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _container_room(tmp_path) == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _container_room(tmp_path) == 2**62
+
+
+def test_there_is_memory_here() -> None:
+    assert 2**20 < available_bytes(torch.device("cpu")) < 2**62
+    assert prepare.SCORED_NODES >= 1

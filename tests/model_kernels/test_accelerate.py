@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.core.tree import TokenTree
+from forerun.model import Target
+from forerun.model.kernels.accelerate import CompiledForward, accelerate
+from forerun.model.kernels.packing import cpu_packs
+from model_kernels.conftest import build
+
+pytestmark = pytest.mark.skipif(not cpu_packs(torch.bfloat16), reason="no bf16 linears in oneDNN on this processor")
+
+
+def tree(*paths: list[int]) -> TokenTree:
+    made = TokenTree(5)
+    for path in paths:
+        made.add_path(path)
+    return made
+
+
+def passes(target: Target) -> list[torch.Tensor]:
+    """Logits of a prefill, chains of several lengths, a tree, and a second row, over two cache widths."""
+    logits = [target.prefill([0], [list(range(3, 50))]).logits]
+    for tokens in ([], [7], [7, 8, 9], list(range(7, 22))):
+        logits.append(target.score([0], [tree(tokens)]).logits)
+    logits.append(target.score([0], [tree([7, 8], [7, 9], [10])]).logits)
+    target.commit([0], [(1, 3)])
+    target.prefill([0], [list(range(3, 30))])
+    logits.append(target.score([0], [tree([7, 8])]).logits)
+    return logits
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Target]:
+    """The same model plain and compiled."""
+    plain = build("qwen3")
+    compiled = copy.deepcopy(plain)
+    assert accelerate(compiled, compile=True).compiled
+    return Target(plain, slots=128), Target(compiled, slots=128)
+
+
+def test_compiled_equals_plain(targets: tuple[Target, Target]) -> None:
+    plain, compiled = targets
+    forward = compiled.model.model.forward
+    assert isinstance(forward, CompiledForward)
+    for expected, got in zip(passes(plain), passes(compiled), strict=True):
+        assert expected.std() > 0.3
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
+    assert not forward.failed
+    compiled.truncate([0], [20])
+    plain.truncate([0], [20])
+
+
+def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Target, Target]) -> None:
+    _, compiled = targets
+    tokens = list(range(7, 22))
+    whole = compiled.score([0], [tree(tokens)]).logits
+    for count in (0, 1, 4, 7):
+        part = compiled.score([0], [tree(tokens[:count])]).logits
+        assert torch.equal(part, whole[:, : count + 1]), count
+
+
+def test_hidden_states_are_captured_as_before(targets: tuple[Target, Target]) -> None:
+    plain, compiled = targets
+    expected = plain.score([0], [tree([7, 8])], signals={1}).signals[1]
+    got = compiled.score([0], [tree([7, 8])], signals={1}).signals[1]
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
+
+
+def test_what_cannot_be_compiled_is_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not accelerate(build("llama", torch.float32), compile=True).compiled
+    assert "folded" in caplog.text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not accelerate(build("llama"), compile=True).compiled
+    assert "C++" in caplog.text
+
+
+def test_a_failing_compilation_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    plain = build("llama")
+    changed = copy.deepcopy(plain)
+    accelerate(changed, compile=True)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such header")
+
+    changed.model.forward.compiled = broken
+    for expected, got in zip(passes(Target(plain, slots=128)), passes(Target(changed, slots=128)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
+    assert "no such header" in caplog.text
+
+
+def test_a_model_that_keeps_the_cache_to_itself_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    plain = build("llama")
+    changed = copy.deepcopy(plain)
+    accelerate(changed, compile=True)
+    forward = changed.model.forward
+    forward.compiled = lambda ids, positions, mask: forward.plain(input_ids=ids)
+    for expected, got in zip(passes(Target(plain, slots=128)), passes(Target(changed, slots=128)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
+    assert "attention function" in caplog.text

@@ -1,0 +1,123 @@
+"""Faster forwards stand on the modules that they fit, change no answer, and step aside where they do not apply."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.core.tree import TokenTree
+from forerun.model import Target
+from forerun.model.kernels import forwards, packing
+from forerun.model.kernels.accelerate import accelerate
+from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
+from model_kernels.conftest import COMMON
+
+pytestmark = pytest.mark.usefixtures("in_c", "packed")
+
+
+def small(family: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, "head_dim": 32, **options})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * (0.1 if weight.dim() > 1 else 0.3) + (weight.dim() == 1))
+    return model
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(module.__dict__["forward"]) for module in model.modules() if "forward" in module.__dict__}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_answers_stay(family: str) -> None:
+    plain = small(family, **({"sliding_window": 8} if family == "mistral" else {}))
+    faster = copy.deepcopy(plain)
+    assert accelerate(faster).forwards == sum(1 for _ in faster.modules() if "forward" in _.__dict__) > 0
+    assert kinds(faster) == {NormForward, GatedForward, AttentionForward}
+    ids = torch.randint(3, 128, (2, 20))
+    with torch.inference_mode():
+        expected = plain(input_ids=ids).logits
+        torch.testing.assert_close(faster(input_ids=ids).logits, expected, rtol=0.05, atol=0.1 * expected.std().item())
+    answers = []
+    for model in (plain, faster):
+        target = Target.load(model, rows=2, slots=32)
+        target.prefill([0, 1], [ids[0, :13].tolist(), ids[1].tolist()])
+        answers.append(target.score([1, 0], [TokenTree(5), TokenTree(7)]).logits)
+    torch.testing.assert_close(answers[1], answers[0], rtol=0.05, atol=0.1 * answers[0].std().item())
+
+
+def test_other_kinds_keep_their_own() -> None:
+    """Gemma's norm multiplies by 1 + weight, its MLP has another activation, its attention a soft cap."""
+    model = small("gemma2", sliding_window=8, query_pre_attn_scalar=16)
+    packing.pack(model)
+    assert forwards.install(model) == 0
+    model = small("llama", head_dim=16)
+    assert accelerate(model).folded_attention
+    assert kinds(model) == {NormForward, GatedForward}
+
+
+def test_a_module_that_answers_otherwise_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda query, key, *_: (query, key))
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, x: self.down_proj(self.up_proj(x) * self.gate_proj(x).sigmoid()),
+    )
+    model = small("llama")
+    accelerate(model)
+    assert kinds(model) == {NormForward}
+
+
+def test_gradients_and_other_caches_take_the_modules_own() -> None:
+    plain = small("llama")
+    faster = copy.deepcopy(plain)
+    accelerate(faster)
+    ids = torch.randint(3, 128, (1, 9))
+    wanted, found = (
+        model.generate(ids, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        for model in (plain, faster)
+    )
+    torch.testing.assert_close(found.logits[0], wanted.logits[0], rtol=0.05, atol=0.1 * wanted.logits[0].std().item())
+    states = torch.randn(1, 4, 64).bfloat16().requires_grad_()
+    faster.model.norm(states).float().square().sum().backward()
+    assert states.grad is not None and float(states.grad.abs().max()) > 0
+
+
+def test_a_copy_runs_its_own_weights() -> None:
+    model = small("llama")
+    accelerate(model)
+    twin = copy.deepcopy(model)
+    with torch.inference_mode():
+        before = model(input_ids=torch.tensor([[5, 6]])).logits
+        for module in twin.modules():
+            if isinstance(module.__dict__.get("forward"), NormForward):
+                module.weight.data.zero_()  # type: ignore[union-attr]
+        assert torch.equal(model(input_ids=torch.tensor([[5, 6]])).logits, before)
+        assert not torch.equal(twin(input_ids=torch.tensor([[5, 6]])).logits, before)
+
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("names", [*([name] for name in PROJECTIONS), ["q_proj", "gate_proj"]], ids="+".join)
+def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
+    """`quantized_self` and adapters put other layers where the packed ones stood; an adapter may stand on one alone."""
+    model = small("llama")
+    accelerate(model)
+    target = Target.load(model, slots=16)
+    target.prefill([0], [[5, 6, 7]])
+    before = target.score([0], [TokenTree(8)]).logits
+    for layer in model.model.layers:
+        for name in names:
+            parent = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
+            old = getattr(parent, name)
+            setattr(parent, name, nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16))
+    assert not torch.equal(target.score([0], [TokenTree(8)]).logits, before)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.core.tree import TokenTree
+from forerun.model import Target
+from forerun.model.kernels import native as native_kernel
+from forerun.model.kernels.accelerate import accelerate
+from forerun.model.kernels.packing import PackedWeight
+from forerun.model.padding import WORTH, Buckets, Flat
+from model_kernels.conftest import build
+
+pytestmark = pytest.mark.usefixtures("in_c", "packed")
+
+
+def chains(roots: Sequence[int], counts: dict[int, int]) -> list[TokenTree]:
+    """For each of these rows a chain of so many nodes."""
+    made = [TokenTree(root) for root in roots]
+    for tree, (row, count) in zip(made, counts.items(), strict=True):
+        tree.add_path((7 * row + 3 * step + 1) % 100 for step in range(count))
+    return made
+
+
+def target(rows: int, buckets: Buckets | None = None) -> Target:
+    model = build("llama", head_dim=32)  # wide enough for the kernel
+    accelerate(model)
+    return Target(model, rows=rows, slots=64, buckets=buckets)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens in each product of a packed linear."""
+    seen, before = list[int](), PackedWeight._product
+
+    def counted(self: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return before(self, rows)
+
+    monkeypatch.setattr(PackedWeight, "_product", counted)
+    return seen
+
+
+def test_padding_is_not_multiplied_and_changes_nothing(products: list[int]) -> None:
+    counts = {0: 9, 1: 0, 2: 2, 3: 0}
+    made, alone = target(4), target(4)
+    for each in (made, alone):
+        each.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
+    products.clear()
+    whole = made.score(range(4), chains([5, 6, 7, 8], counts)).logits
+    assert set(products) == {sum(counts.values()) + 4}
+    for row, count in counts.items():
+        single = alone.score([row], chains([5 + row], {row: count})).logits
+        torch.testing.assert_close(single[0], whole[row, : count + 1], rtol=2e-2, atol=2e-2)
+
+
+def test_prompts_of_unequal_length(products: list[int]) -> None:
+    made, alone = target(2), target(2)
+    prompts = [list(range(1, 31)), [5, 6]]
+    both = made.prefill([0, 1], prompts).logits
+    assert 32 in products and 60 not in products
+    for row in range(2):
+        torch.testing.assert_close(alone.prefill([row], [prompts[row]]).logits[0], both[row], rtol=2e-2, atol=2e-2)
+
+
+def test_the_reproducible_mode_multiplies_everything(products: list[int]) -> None:
+    made = target(4, Buckets(nodes=(10,)))
+    made.prefill(range(4), [[1, 2]] * 4)
+    products.clear()
+    made.score(range(4), chains([5, 6, 7, 8], {0: 9, 1: 0, 2: 0, 3: 0}))
+    assert set(products) == {40}
+
+
+def test_little_padding_is_left_alone() -> None:
+    real = torch.ones(2, WORTH, dtype=torch.bool)
+    real[1, 1:] = False
+    assert Flat.worth(real) is None
+    real[1] = False
+    flat = Flat.worth(real)
+    assert flat is not None
+    values = torch.arange(1.0, 2 * WORTH + 1).view(2, WORTH, 1)
+    assert flat.flatten(values).equal(values[:1])
+    assert flat.restore(flat.flatten(values)).equal(values * real.unsqueeze(2))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_scattered_rows_are_read_where_they_stand(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0, 2, 3 of four, drafts of unequal length, with the kernel and with torch: as each row alone."""
+    if not native:
+        monkeypatch.setattr("forerun.model.kernels.native.attention_kernel", lambda: None)
+    made = target(4)
+    made.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
+    rows, counts = [3, 0, 2], {3: 9, 0: 0, 2: 2}
+    together = made.score(rows, chains([8, 5, 7], counts), signals={1}).signals[1]
+    for place, (row, count) in enumerate(counts.items()):
+        alone = made.score([row], chains([row + 5], {row: count}), signals={1}).signals[1]
+        torch.testing.assert_close(alone[0], together[place, : count + 1], rtol=2e-2, atol=2e-2)
+
+
+def test_layers_are_handed_no_copy_of_scattered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = target(4)
+    made.prefill(range(4), [[1, 2]] * 4)
+    store = made.cache.read(0, 0, 1)[0].untyped_storage().data_ptr()
+    seen, before = list[int](), native_kernel.attend
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(key.untyped_storage().data_ptr())
+        return before(query, key, *others)
+
+    monkeypatch.setattr(native_kernel, "attend", noted)
+    made.score([0, 3], chains([5, 6], {0: 1, 3: 1}))
+    assert store in seen or native_kernel.attention_kernel() is None
