@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forerun.model import Target
-from forerun.model.nouns import Scored
+from forerun.model.inputs import Scored
 from simulated import waits
 from simulated.device import Kind
 

@@ -27,9 +27,8 @@ from forerun.drafters.self_drafting import SelfDrafter
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.inputs import Nodes
-from forerun.model.layers import base_of, norm_after_layers
+from forerun.model.layers import Plan, base_of, norm_after_layers
 from forerun.model.load import read_header
-from forerun.model.nouns import Plan
 from forerun.model.partial import prove, renumber
 from forerun.types import Budget
 

@@ -26,8 +26,7 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.growth import Shape, attempt
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model.inputs import Nodes
-from forerun.model.layers import is_quantised
-from forerun.model.nouns import Plan
+from forerun.model.layers import Plan, is_quantised
 from forerun.model.partial import compare
 from forerun.types import Budget, DraftKind
 

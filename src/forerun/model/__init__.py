@@ -1,6 +1,7 @@
 """A transformers causal language model, seen as "score this token tree"."""
 
-from forerun.model.nouns import Plan, Scored
+from forerun.model.inputs import Scored
+from forerun.model.layers import Plan
 from forerun.model.padding import Buckets
 from forerun.model.target import Target
 

@@ -1,9 +1,9 @@
-"""The tokens of one pass as tensors: ids, positions, mask, and where the cache keeps them. Knows no model's weights."""
+"""What goes into one pass (ids, positions, mask, slots of the cache) and what comes out. Knows no model's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat
 from forerun.model.recordings import bucket, wide
+from forerun.types import Signal
 
 
 @lru_cache(maxsize=256)
@@ -235,3 +236,13 @@ class Frame:
             "past_key_values": self.cache,
             "use_cache": True,
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What one forward pass said."""
+
+    logits: Tensor
+    """(B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``."""
+    signals: Mapping[Signal, Tensor] = field(default_factory=dict)
+    """boundary -> (B, N, H) hidden states of the tokens that were run, left aligned."""

@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +19,32 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import UNSERVED, ArgumentError, UnsupportedModelError
-from forerun.model.nouns import Plan
 from forerun.types import LAST_HIDDEN, Signal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
+
+    start: int = 0
+    """Boundary whose states go in; 0 runs from the embeddings."""
+    stop: int
+    """Boundary whose states come out: the residual stream after this many layers, before the final norm."""
+    skip: frozenset[tuple[int, str]] = frozenset()
+    """(layer, "attn" | "mlp"): sublayers that add nothing to the residual stream."""
+
+    def check(self, layers: int) -> None:
+        """Raise ArgumentError unless the plan fits a model of that many layers."""
+        if not 0 <= self.start < self.stop <= layers:
+            raise ArgumentError(
+                f"a plan needs 0 <= start < stop <= {layers} layers, got start {self.start}, stop {self.stop}"
+            )
+        for layer, part in self.skip:
+            if part not in ("attn", "mlp") or not self.start <= layer < self.stop:
+                raise ArgumentError(
+                    f"cannot skip {(layer, part)!r}: expected (layer, 'attn' or 'mlp') with a layer in "
+                    f"{self.start}..{self.stop - 1}"
+                )
 
 
 def shallow(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
-from forerun.model.nouns import Plan
+from forerun.model.layers import Plan
 from forerun.model.target import Target
 from forerun.types import Drawn
 

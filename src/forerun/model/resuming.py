@@ -18,8 +18,7 @@ from forerun.core.tree import Resume
 from forerun.devices import sent
 from forerun.errors import ArgumentError
 from forerun.model.inputs import Nodes
-from forerun.model.layers import LayerRanges, captured
-from forerun.model.nouns import Plan
+from forerun.model.layers import LayerRanges, Plan, captured
 from forerun.types import LAST_HIDDEN, Signal
 
 Place = Callable[[Nodes], dict[str, Any]]

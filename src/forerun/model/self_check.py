@@ -26,9 +26,9 @@ from torch import Tensor
 from forerun.core.tree import TokenTree
 from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
 from forerun.model.cache import SlotCache
+from forerun.model.inputs import Scored
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.masks import WINDOWS
-from forerun.model.nouns import Scored
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 
 _log = logging.getLogger(__name__)

@@ -19,12 +19,13 @@ from forerun.devices import attention_kernels, sent_ints
 from forerun.errors import ArgumentError
 from forerun.model import resuming
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Frame, Nodes
+from forerun.model.inputs import Frame, Nodes, Scored
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import (
     LayerRanges,
     OutputHead,
+    Plan,
     base_of,
     captured,
     check_signals,
@@ -34,7 +35,6 @@ from forerun.model.layers import (
 )
 from forerun.model.load import LoadOptions
 from forerun.model.masks import MaskStyle
-from forerun.model.nouns import Plan, Scored
 from forerun.model.padding import Buckets, Flat, Pass, running
 from forerun.model.prepare import Sizes, Speed, default_slots, prepare
 from forerun.model.recordings import Recordings, recordable
