@@ -23,7 +23,7 @@ LAST_HIDDEN: Signal = -1
 
 
 class Drawn(IntEnum):
-    """How a drafted node came about; decides which verification rules may judge it."""
+    """How a drafted node came about; decides which verification rules may verify it."""
 
     DETERMINISTIC = 0
     """Deterministic: a function of the tokens before it (top-k, copied text)."""

@@ -43,7 +43,7 @@ def test_composites_are_certified_and_the_old_choice_of_a_rule_is_not(
     torch.set_num_threads(1)
     check, rules = certified(name)
     assert check.passed and len(rules) == 1, check.summary
-    monkeypatch.setattr(stepping, "judge", by_the_drawn_tree(stepping.judge))
+    monkeypatch.setattr(stepping, "verify", by_the_drawn_tree(stepping.verify))
     check, rules = certified(name)
     assert not check.passed and len(rules) == 2, check.summary
     assert check.figures["p_value"] < 1e-6

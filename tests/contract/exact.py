@@ -27,7 +27,7 @@ from forerun.core import step as stepping
 from forerun.core.enumeration import EnumeratingRng, outcomes
 from forerun.core.sampling import Rng
 from forerun.core.scores import Scores
-from forerun.core.step import Emitted, Judgement, Row
+from forerun.core.step import Emitted, Row, Verified
 from forerun.engine import drafting
 from forerun.engine.completion import Completion
 from forerun.engine.grammar import Budget, GrammarProcessor
@@ -197,7 +197,7 @@ class Enumeration:
         self.emitted: dict[Answered, float] = defaultdict(float)
         """Probability of what the answer holds after the step, the first token left out; ended ones marked by None."""
         self._rng: Rng = _First(0, 0)
-        self._judge = stepping.judge
+        self._verify = stepping.verify
         options = dict(case.variant.options)
         if case.controlled:
             options["adaptive"] = True
@@ -214,7 +214,7 @@ class Enumeration:
         patch.setattr(Row, "rng", lambda row: self._rng)
         self._begin()
         self._freeze(patch)
-        patch.setattr(stepping, "judge", self._every_verdict)
+        patch.setattr(stepping, "verify", self._every_verdict)
 
     def _begin(self) -> None:
         """Queue the request and run it to its first token."""
@@ -261,23 +261,23 @@ class Enumeration:
             self.engine.step()
         assert len(self.answer.row.tokens) == length, "nothing was committed"
 
-    def _every_verdict(self, row: Row, scores: Scores, index: int, *how: Any, **more: Any) -> Judgement:
+    def _every_verdict(self, row: Row, scores: Scores, index: int, *how: Any, **more: Any) -> Verified:
         if row is not self.answer.row:
-            return self._judge(row, scores, index, *how, **more)  # an inner level, whose draws are draft draws
+            return self._verify(row, scores, index, *how, **more)  # an inner level, whose draws are draft draws
         drafting, tree = self._rng, scores.trees[index]
         assert isinstance(drafting, EnumeratingRng)
         self.found.shapes.add(tuple(tree.parents[1:]))
         self.found.depth = max(self.found.depth, *tree.depths)
 
-        def judged(rng: EnumeratingRng) -> Judgement:
+        def verified(rng: EnumeratingRng) -> Verified:
             self._rng = rng
-            return self._judge(row, scores, index, *how, **more)
+            return self._verify(row, scores, index, *how, **more)
 
-        for judgement, chance in outcomes(judged):
+        for one, chance in outcomes(verified):
             assert row.error is None
-            self.found.rules.add(judgement.rule)
+            self.found.rules.add(one.rule)
             self.found.cases += 1
-            verdict = judgement.verdict
+            verdict = one.verdict
             self.found.accepted += drafting.probability * chance * len(verdict.path)
             tokens = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
             self.emitted[tokens] += drafting.probability * chance

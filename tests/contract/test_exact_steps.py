@@ -179,8 +179,8 @@ def _bias(name: str, **how: Any) -> float:
     return enumerate_step(Case(variant=NAMED[name], **how)).distance
 
 
-def by_the_drawn_tree(judge: Callable[..., Any]) -> Callable[..., Any]:
-    """`judge` with the rule that this engine once chose, after everything was drawn; a rule asked for stays."""
+def by_the_drawn_tree(verify: Callable[..., Any]) -> Callable[..., Any]:
+    """`verify` with the rule that this engine once chose, after everything was drawn; a rule asked for stays."""
 
     def chosen(tree: TokenTree) -> str:
         kind = kind_of(tree)
@@ -189,16 +189,16 @@ def by_the_drawn_tree(judge: Callable[..., Any]) -> Callable[..., Any]:
         given = any(drawn is Drawn.DETERMINISTIC for drawn in tree.drawn[1:])
         return "greedy_k" if kind.multipath and given else "traversal"
 
-    def judged(row: Row, scores: Scores, index: int, rule: str, **more: Any) -> Any:
-        return judge(row, scores, index, rule if row.rule is not None else chosen(scores.trees[index]), **more)
+    def verified(row: Row, scores: Scores, index: int, rule: str, **more: Any) -> Any:
+        return verify(row, scores, index, rule if row.rule is not None else chosen(scores.trees[index]), **more)
 
-    return judged
+    return verified
 
 
 @pytest.mark.parametrize("name", ["merge-path-beside-2", "merge-path-beside-3", "cascade-tail", "draft_model-greedy-k"])
 def test_a_rule_that_is_chosen_by_the_drawn_tree(monkeypatch: Patch, name: str) -> None:
     assert _bias(name) < TOLERANCE
-    monkeypatch.setattr(stepping, "judge", by_the_drawn_tree(stepping.judge))
+    monkeypatch.setattr(stepping, "verify", by_the_drawn_tree(stepping.verify))
     assert _bias(name) > 0.05
 
 
@@ -263,16 +263,16 @@ def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
 
 
 def test_a_cut_at_a_stop_token_that_loses_it(monkeypatch: Patch) -> None:
-    judge = stepping.judge
+    verify = stepping.verify
 
-    def judged(row: Row, scores: Scores, index: int, rule: str) -> Any:
-        found = judge(row, scores, index, rule)
+    def verified(row: Row, scores: Scores, index: int, rule: str) -> Any:
+        found = verify(row, scores, index, rule)
         verdict = found.verdict
         if verdict.kind is not Source.DRAFT:
             return found
         return found._replace(verdict=replace(verdict, next_token=2))
 
-    monkeypatch.setattr(stepping, "judge", judged)
+    monkeypatch.setattr(stepping, "verify", verified)
     assert _bias("draft_model-chain") < TOLERANCE, "the stop token is never accepted"
     assert _bias("draft_model-chain", stop=1) > 0.01
 

@@ -23,7 +23,7 @@ from forerun.core.enumeration import (
     toy_distributions,
     toy_drafter,
 )
-from forerun.core.ladder import Judged, Ladder, LadderRow
+from forerun.core.ladder import Ladder, LadderInput, LadderRow
 from forerun.core.probs import HostProbs
 from forerun.core.rules import RULES, rule_named
 from forerun.core.rules.base import Reads
@@ -43,11 +43,11 @@ def ladder_of(trees: Sequence[TokenTree], target: Distributions, rngs: Sequence[
         for node in range(tree.size + 1):
             logits[row, node] = target[tuple(tree.tokens[step] for step in tree.path(node))].log()
     sampler = Sampler(SamplingParams(temperature=1.0), [1])
-    judged = [
-        Judged(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=None)
+    inputs = [
+        LadderInput(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=None)
         for tree, rng, name in zip(trees, rngs, names, strict=True)
     ]
-    return Ladder(logits, judged)
+    return Ladder(logits, inputs)
 
 
 def verdicts(name: str, tree: TokenTree, target: LadderRow | PrefixProbs) -> dict[tuple[object, ...], float]:
@@ -149,11 +149,11 @@ def test_the_verdicts_are_those_of_the_host(name: str, kinds: tuple[Drawn, ...])
         rngs = [Rng(seed, 20 + row) for row in range(len(trees))]
         paths = [[[tree.tokens[step] for step in tree.path(n)] for n in range(tree.size + 1)] for tree in trees]
         edits = [sampler.edits(vocabulary, output, path) for sampler, path in zip(samplers, paths, strict=True)]
-        judged = [
-            Judged(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=edit)
+        inputs = [
+            LadderInput(tree=tree, sampler=sampler, rng=rng, reads=rule_named(name).reads, edits=edit)
             for tree, sampler, rng, edit in zip(trees, samplers, rngs, edits, strict=True)
         ]
-        ladder = Ladder(logits, judged)
+        ladder = Ladder(logits, inputs)
         for row, tree in enumerate(trees):
             host = Host(tree, logits[row], samplers[row], [[*output, *path] for path in paths[row]])
             expected = rule_named(name).verify(tree, host, rngs[row])
@@ -199,7 +199,7 @@ def test_a_draw_beforehand_is_the_draw_of_the_rule() -> None:
 def one_row(logits: torch.Tensor, params: SamplingParams, reads: Reads) -> LadderRow:
     sampler, tree = Sampler(params, [1]), TokenTree(0)
     edits = sampler.edits(logits.shape[-1], [], [[]])
-    return Ladder(logits, [Judged(tree=tree, sampler=sampler, rng=Rng(0, 1), reads=reads, edits=edits)]).row(0)
+    return Ladder(logits, [LadderInput(tree=tree, sampler=sampler, rng=Rng(0, 1), reads=reads, edits=edits)]).row(0)
 
 
 @pytest.mark.parametrize("reads", [Reads(argmax=True), Reads()])

@@ -146,7 +146,7 @@ def joint_distribution(target: Distributions, prefix: tuple[int, ...], length: i
 
 
 def exact_distribution(rule: Rule, target: Distributions, draw: Draw, horizon: int) -> ExactDistribution:
-    """The exact distribution of the next `horizon` tokens when `rule` judges what `draw` drafts.
+    """The exact distribution of the next `horizon` tokens when `rule` verifies what `draw` drafts.
 
     `horizon` is the tree's depth + 1, so that every emitted block fits; `target` holds every prefix shorter than that.
     """

@@ -41,7 +41,7 @@ from forerun.types import Drawn, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class LadderInput:
     """One row of a step."""
 
     tree: TokenTree
@@ -82,14 +82,14 @@ class Ladder:
 
     Args:
         raw: (B, N, V) logits of the model.
-        rows: (B,) what is to be judged.
+        rows: (B,) what is to be verified.
         top: so many of the likeliest tokens at every node, by raw logits, are read, too.
     """
 
     def __init__(
         self,
         raw: Tensor,
-        rows: Sequence[Judged],
+        rows: Sequence[LadderInput],
         *,
         top: int = 0,
     ) -> None:

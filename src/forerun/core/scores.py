@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.core.ladder import Judged, Ladder, LadderRow
+from forerun.core.ladder import Ladder, LadderInput, LadderRow
 from forerun.core.probs import HostProbs
 from forerun.core.row import Row
 from forerun.core.rules import rule_named
@@ -114,7 +114,7 @@ class Scores:
         return top_ids(self.logits, k).cpu().numpy() if found is None else found
 
     def _formed(self, rules: Sequence[str], top: int) -> Ladder:
-        judged = []
+        inputs = []
         for index, (row, tree, rule) in enumerate(zip(self._rows, self.trees, rules, strict=True)):
             edits: Edits | None = None
             if not row.sampler.neutral:
@@ -122,11 +122,11 @@ class Scores:
                     paths = [[tree.tokens[step] for step in tree.path(node)] for node in range(tree.size + 1)]
                     edits = row.sampler.edits(self.logits.shape[-1], self.committed(index), paths)
             reads = rule_named(rule).reads
-            one = Judged(
+            one = LadderInput(
                 tree=tree, sampler=row.sampler, rng=row.rng(), reads=reads, edits=edits, draft_probs=row.traced
             )
-            judged.append(one)
-        return Ladder(self.logits, judged, top=top)
+            inputs.append(one)
+        return Ladder(self.logits, inputs, top=top)
 
 
 class HostRow:

@@ -83,7 +83,7 @@ Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 """Of each emitted token, and of the likeliest at its place."""
 
 
-class Judgement(NamedTuple):
+class Verified(NamedTuple):
     """What became of one row's tree."""
 
     verdict: Verdict
@@ -182,23 +182,23 @@ def step(
     scored = target.score([row.row for row in rows], trees, signals=signals)
     top = max((group.drafter.top_ids for group in groups), default=0)
     scores = Scores(scored.logits, rows, trees, rules, top=top)
-    judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
+    verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     lost = score_roots_again(target, rows, scored, trees)
     if lost:
         scores = Scores(scored.logits, rows, trees, rules, top=top)
     for index, error in lost.items():
         if index in names:
             _failed(rows[index], names[index], "to draft what can be scored", error)
-        judged[index] = judge(rows[index], scores, index, rules[index])
+        verified[index] = verify(rows[index], scores, index, rules[index])
     raise_unless(isolate, rows)
-    verdicts = [judgement.verdict for judgement in judged]
+    verdicts = [result.verdict for result in verified]
     clock.lap()
     target.commit([row.row for row in rows], [verdict.path for verdict in verdicts])
-    for row, judgement in zip(rows, judged, strict=True):
-        row.commit(judgement.tokens)
+    for row, result in zip(rows, verified, strict=True):
+        row.commit(result.tokens)
     _teach(rows, groups, verdicts, scores, scored.signals)
     clock.lap()
-    return [_emitted(row, scores, index, judged[index], clock, names.get(index)) for index, row in enumerate(rows)]
+    return [_emitted(row, scores, index, verified[index], clock, names.get(index)) for index, row in enumerate(rows)]
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
@@ -209,13 +209,13 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     clock = _Clock()
     rules = _rules(rows, [])
     scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
-    judged = [judge(row, scores, index, rules[index]) for index, row in enumerate(rows)]
+    verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     raise_unless(isolate, rows)
     for _ in range(3):
         clock.lap()
-    for row, judgement in zip(rows, judged, strict=True):
-        row.commit(judgement.tokens)
-    return [_emitted(row, scores, index, judged[index], clock, None) for index, row in enumerate(rows)]
+    for row, result in zip(rows, verified, strict=True):
+        row.commit(result.tokens)
+    return [_emitted(row, scores, index, verified[index], clock, None) for index, row in enumerate(rows)]
 
 
 def context_for(
@@ -337,14 +337,14 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
     return states[chosen.unsqueeze(1), index]
 
 
-def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: _Clock, drafter: str | None) -> Emitted:
-    verdict, tree = judgement.verdict, scores.trees[index]
+def _emitted(row: Row, scores: Scores, index: int, result: Verified, clock: _Clock, drafter: str | None) -> Emitted:
+    verdict, tree = result.verdict, scores.trees[index]
     trace = StepTrace(
         step=row.steps,
-        position=len(row.tokens) - len(judgement.tokens),
+        position=len(row.tokens) - len(result.tokens),
         drafter=drafter,
-        rule=judgement.rule,
-        nodes=judgement.nodes,
+        rule=result.rule,
+        nodes=result.nodes,
         path=verdict.path,
         next_token=verdict.next_token,
         kind=verdict.kind,
@@ -354,16 +354,16 @@ def _emitted(row: Row, scores: Scores, index: int, judgement: Judgement, clock: 
     )
     row.steps += 1
     return Emitted(
-        tokens=judgement.tokens,
+        tokens=result.tokens,
         sources=[Source.DRAFT] * len(verdict.path) + [verdict.kind],
         drafted=tree.size - len(tree.probes),
         depth=max(depth for node, depth in enumerate(tree.depths) if node not in tree.probes),
-        logprobs=judgement.logprobs,
+        logprobs=result.logprobs,
         trace=trace,
     )
 
 
-def judge(row: Row, scores: Scores, index: int, name: str) -> Judgement:
+def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
     """The verdict of the rule `name` on row `index` of `scores`, cut at a stop token: nothing is committed behind it.
 
     All that is done for this row alone in a step is done here. Nothing is raised. Why it failed is left in
@@ -373,8 +373,8 @@ def judge(row: Row, scores: Scores, index: int, name: str) -> Judgement:
     tree = scores.trees[index]
     with Isolation(row):
         if row.error is None:
-            return _judged(row, scores, index, name)
-    return Judgement(Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET), [tree.tokens[0]], name)
+            return _verified(row, scores, index, name)
+    return Verified(Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET), [tree.tokens[0]], name)
 
 
 def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
@@ -384,7 +384,7 @@ def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
         raise error
 
 
-def _judged(row: Row, scores: Scores, index: int, name: str) -> Judgement:
+def _verified(row: Row, scores: Scores, index: int, name: str) -> Verified:
     tree, target = scores.trees[index], scores.row(index)
     verdict = rule_named(name).verify(tree, target, row.rng())
     for kept, node in enumerate(verdict.path):
@@ -395,7 +395,7 @@ def _judged(row: Row, scores: Scores, index: int, name: str) -> Judgement:
     nodes = _traced_nodes(tree, target, set(verdict.path)) if row.traced else ()
     wanted = row.sampler.params.logprobs is not None
     logprobs = target.logprobs((0, *verdict.path), tokens) if wanted else None
-    return Judgement(verdict, tokens, name, nodes, logprobs)
+    return Verified(verdict, tokens, name, nodes, logprobs)
 
 
 def _traced_nodes(tree: TokenTree, target: HostRow | LadderRow, accepted: set[int]) -> tuple[TracedNode, ...]:

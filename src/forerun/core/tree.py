@@ -1,4 +1,4 @@
-"""The token tree: what a drafter builds, the target scores, a rule judges and a trace shows.
+"""The token tree: what a drafter builds, the target scores, a rule verifies and a trace shows.
 
 A chain is the tree in which every parent is the node before. The structure is on the host, a few numbers a node; what
 is wide, the distributions that sampled nodes were drawn from, are tensors. A batch is packed once, on its way to the

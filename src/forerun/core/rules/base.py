@@ -1,4 +1,4 @@
-"""What a verification rule is, which rules there are, and which one judges a draft by default.
+"""What a verification rule is, which rules there are, and which one verifies a draft by default.
 
 A rule sees one row's tree, the target's distributions at its nodes, and rng. It never sees a drafter.
 """
@@ -58,7 +58,7 @@ class Rule(Protocol):
         ...
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Judge the tree. Asks `target` only for what `reads` names; draws only from `rng`."""
+        """Verify the tree. Asks `target` only for what `reads` names; draws only from `rng`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Block verification: judges a whole drafted chain at once and keeps at least as much as token-by-token rejection."""
+"""Block verification: verifies a whole drafted chain at once and keeps at least as much as token-by-token rejection."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class GreedyK:
         return kind.chain or kind.multipath or not kind.sampled
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Judge the tree from the root down."""
+        """Verify the tree from the root down."""
         node = 0
         while True:
             probs = target.probs(node)

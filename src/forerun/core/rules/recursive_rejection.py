@@ -31,7 +31,7 @@ class RecursiveRejection:
         return True
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Judge the tree from the root down."""
+        """Verify the tree from the root down."""
         node = 0
         while True:
             probs = target.probs(node)

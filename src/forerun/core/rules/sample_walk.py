@@ -17,7 +17,7 @@ class SampleWalk:
 
     Exact for every tree, whatever drew it, since no draw looks at the draft. Draws are keyed by absolute position, so
     the text for a seed is that of plain decoding. Optimal where all children are deterministic: the acceptance, the
-    target's mass on the children, is the bound of arXiv 2502.18779. Sampled children are judged correctly but waste
+    target's mass on the children, is the bound of arXiv 2502.18779. Sampled children are verified correctly but waste
     their correlation.
     """
 

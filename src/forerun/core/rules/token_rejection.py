@@ -29,7 +29,7 @@ class TokenRejection:
         return kind.chain
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Judge the chain from the root down."""
+        """Verify the chain from the root down."""
         node = 0
         while True:
             probs = target.probs(node)

@@ -1,4 +1,4 @@
-"""Traversal verification: judges a sampled tree from the leaves up. On a chain it is block verification."""
+"""Traversal verification: verifies a sampled tree from the leaves up. On a chain it is block verification."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class TraversalVerification:
         return True
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Judge the tree from its first leaf to the root."""
+        """Verify the tree from its first leaf to the root."""
         verdict = self._visit(tree, target, rng, (0, 1.0))
         assert verdict is not None, "the root always holds"
         return verdict
 
     def _visit(self, tree: TokenTree, target: NodeProbs, rng: Rng, start: tuple[int, float]) -> Verdict | None:
-        """Judge all below `start` = (node, weight), then the node itself; None if none of it was accepted."""
+        """Verify all below `start` = (node, weight), then the node itself; None if none of it was accepted."""
         node, weight = start
         if weight <= 0:
             return None
