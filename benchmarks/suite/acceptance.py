@@ -263,7 +263,7 @@ def root_distributions(
     params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
     rows = [
         Row(
-            row=index,
+            cache_row=index,
             tokens=list(prompt),
             prompt_length=len(prompt),
             sampler=Sampler(params, prompt),
@@ -273,7 +273,7 @@ def root_distributions(
         )
         for index, prompt in enumerate(prompts)
     ]
-    ids = [row.row for row in rows]
+    ids = [row.cache_row for row in rows]
     scored = target.prefill(ids, [row.tokens for row in rows], signals=watch.requires)
     first_tokens(rows, scored.logits)
     watch.extend(context_for(rows, range(len(rows)), [len(row.tokens) for row in rows], scored.signals))

@@ -69,7 +69,7 @@ def stepped(target: Target, drafter: Drafter | None, seed: int = 0) -> tuple[lis
     """Three rows after one step behind their first tokens."""
     rows = [
         Row(
-            row=index,
+            cache_row=index,
             tokens=[7, 8, 9 + index],
             prompt_length=3,
             sampler=Sampler(PARAMS, [7, 8, 9 + index]),

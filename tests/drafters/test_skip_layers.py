@@ -203,7 +203,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
     logits[0, 0, 3] = logits[0, 1, 7] = logits[1, 0, 5] = 1.0
     rows = [
         Row(
-            row=row,
+            cache_row=row,
             tokens=[1],
             prompt_length=1,
             sampler=Sampler(SamplingParams(temperature=0.0, top_k=0), [1]),

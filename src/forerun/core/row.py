@@ -14,8 +14,8 @@ from forerun.types import CommittedTokens
 class Row:
     """One running sequence as the step sees it."""
 
-    row: int
-    """Cache row."""
+    cache_row: int
+    """Of the target."""
     tokens: list[int]
     """Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`."""
     prompt_length: int

@@ -53,14 +53,14 @@ def score_roots_again(
         the errors that they had, by index into `rows`.
     """
     numeric = {index: row.error for index, row in enumerate(rows) if isinstance(row.error, NumericError)}
-    lost = {index: error for index, error in numeric.items() if target.clear(rows[index].row) > 1}
+    lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
     if not lost:
         return lost
     places = list(lost)
     for index in places:
         row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
     alone = [row_trees[index] for index in places]
-    again = target.score([rows[index].row for index in places], alone, signals=scored.signals.keys())
+    again = target.score([rows[index].cache_row for index in places], alone, signals=scored.signals.keys())
     scored.logits[places, 0] = again.logits[:, 0]
     for signal, states in scored.signals.items():
         states[places, 0] = again.signals[signal][:, 0]
@@ -179,7 +179,7 @@ def step(
     trees = _without_impossible(trees, rows, names)
     clock.lap()
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
-    scored = target.score([row.row for row in rows], trees, signals=signals)
+    scored = target.score([row.cache_row for row in rows], trees, signals=signals)
     top = max((group.drafter.top_ids for group in groups), default=0)
     scores = Scores(scored.logits, rows, trees, rules, top=top)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
@@ -193,7 +193,7 @@ def step(
     raise_unless(isolate, rows)
     verdicts = [result.verdict for result in verified]
     clock.lap()
-    target.commit([row.row for row in rows], [verdict.path for verdict in verdicts])
+    target.commit([row.cache_row for row in rows], [verdict.path for verdict in verdicts])
     for row, result in zip(rows, verified, strict=True):
         row.commit(result.tokens)
     _teach(rows, groups, verdicts, scores, scored.signals)
@@ -224,7 +224,7 @@ def context_for(
     """What a drafter may see of the rows that are its members."""
     chosen = [rows[index] for index in members]
     return DraftContext(
-        rows=tuple([row.row for row in chosen]),
+        rows=tuple([row.cache_row for row in chosen]),
         tokens=tuple([row.tokens for row in chosen]),
         prompt_lengths=tuple([row.prompt_length for row in chosen]),
         fresh=tuple(fresh),

@@ -256,7 +256,7 @@ class CascadeDrafter(Drafter):
         state = self._rows.setdefault(context.rows[index], _Row())
         self._agree(context.rows[index], state, min(state.text, len(tokens)), tokens)
         return InnerRow(
-            row=context.rows[index],
+            cache_row=context.rows[index],
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
             sampler=state.inner(sampler),
@@ -271,20 +271,20 @@ class CascadeDrafter(Drafter):
 
     def _catch_up(self, rows: Sequence[InnerRow]) -> None:
         """Run what the draft model lacks but the root, and show the inner drafter what is new."""
-        lacking = [row for row in rows if self.model.lengths[row.row] < len(row.tokens) - 1]
-        for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.row] for row in lacking]):
-            pieces = [row.tokens[self.model.lengths[row.row] : -1] for row in together]
+        lacking = [row for row in rows if self.model.lengths[row.cache_row] < len(row.tokens) - 1]
+        for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.cache_row] for row in lacking]):
+            pieces = [row.tokens[self.model.lengths[row.cache_row] : -1] for row in together]
             requires = self._inner.requires
-            scored = self.model.prefill([row.row for row in together], pieces, signals=requires)
+            scored = self.model.prefill([row.cache_row for row in together], pieces, signals=requires)
             self._show(together, scored.signals)
-        self._show([row for row in rows if self._rows[row.row].text < len(row.tokens)], {})
+        self._show([row for row in rows if self._rows[row.cache_row].text < len(row.tokens)], {})
 
     def _show(self, rows: Sequence[InnerRow], signals: Mapping[Signal, Tensor]) -> None:
-        fresh = [len(row.tokens) - self._rows[row.row].text for row in rows]
+        fresh = [len(row.tokens) - self._rows[row.cache_row].text for row in rows]
         if any(fresh):
             self._inner.extend(context_for(rows, range(len(rows)), fresh, signals))
         for row in rows:
-            self._rows[row.row].text = len(row.tokens)
+            self._rows[row.cache_row].text = len(row.tokens)
 
     # --- the chain --------------------------------------------------------------------------------------------------
 
@@ -311,11 +311,11 @@ class CascadeDrafter(Drafter):
         """The draft model's numbers failed, or the row's own processors, which the target meets, too: begin anew."""
         if isinstance(row.error, NumericError) and not row.chain:
             context.fail(index, row.error)
-        self._shrink(row.row, self._rows[row.row], row.begun, row.begun)
+        self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
         """The chain as a tree, each sampled token with the distribution that it was drawn from."""
-        state, acceptance = self._rows[row.row], self._estimates.of(row.cache_salt)
+        state, acceptance = self._rows[row.cache_row], self._estimates.of(row.cache_salt)
         submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         for place, token in enumerate(row.chain):
             probs = row.probs.get(place)
@@ -346,7 +346,7 @@ class CascadeDrafter(Drafter):
                 # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
                 evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
                 tree.confidence[node] = acceptance.estimate(*evidence[node])
-            submitted = self._rows[row.row].submitted
+            submitted = self._rows[row.cache_row].submitted
             if submitted is not None:
                 submitted.evidence.update(evidence)
 

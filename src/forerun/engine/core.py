@@ -310,7 +310,7 @@ class Engine:
             self._waiting.remove(answer)
             self._seat(answer)
             self._running.append(answer)
-        self._running.sort(key=lambda answer: answer.row.row)
+        self._running.sort(key=lambda answer: answer.row.cache_row)
         self._drop_prefixes()
 
     def _seat(self, answer: Completion) -> None:
@@ -319,7 +319,7 @@ class Engine:
         same = [text for text in self._reading if text.begins and text.answers[0].request is request]
         if same and not answer.tokens:
             same[0].answers.append(answer)
-            answer.row.row = self._take(Wish(tokens=(), salt=answer.row.cache_salt)).row
+            answer.row.cache_row = self._take(Wish(tokens=(), salt=answer.row.cache_salt)).row
             return
         requires = self.drafting.requires(answer.drafter)
         text = Prefill.of(answer, requires)
@@ -328,7 +328,7 @@ class Engine:
         wanted = () if whole else text.tokens
         salt, drafter = answer.row.cache_salt, answer.drafter
         seat = self._take(Wish(tokens=wanted, salt=salt, drafter=drafter, needs_drafter=bool(requires)))
-        answer.row.row, text.done, text.known = seat.row, seat.shared, seat.known
+        answer.row.cache_row, text.done, text.known = seat.row, seat.shared, seat.known
         self._reading.append(text)
         if self.scheduling.enable_prefix_caching and not answer.preemptions:
             self.prefix_queries += len(text.tokens)
@@ -336,14 +336,14 @@ class Engine:
             request.cached_tokens = max(request.cached_tokens, seat.shared)
 
     def _take(self, wish: Wish) -> Seat:
-        seat = self._prefixes.seat(wish, {answer.row.row: self._held(answer) for answer in self._running})
+        seat = self._prefixes.seat(wish, {answer.row.cache_row: self._held(answer) for answer in self._running})
         if seat.drafter is not None:
             self.drafting.forget(seat.drafter, [seat.row], [seat.known])
         return seat
 
     def _held(self, answer: Completion) -> Busy:
         row = answer.row
-        return Busy(tokens=row.tokens[: self.target.lengths[row.row]], salt=row.cache_salt)
+        return Busy(tokens=row.tokens[: self.target.lengths[row.cache_row]], salt=row.cache_salt)
 
     def _leave(self, answer: Completion, *, keep: bool) -> None:
         """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
@@ -352,15 +352,15 @@ class Engine:
         held = self._held(answer) if keep else Busy(tokens=())
         remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
         if drafter is not None and not remembers:
-            self.drafting.forget(drafter, [row.row], [0])
-        self._prefixes.release(row.row, held, drafter if remembers else None)
+            self.drafting.forget(drafter, [row.cache_row], [0])
+        self._prefixes.release(row.cache_row, held, drafter if remembers else None)
         self._running.remove(answer)
         for text in [*self._reading, *self._unread]:
             if answer in text.answers:
                 text.answers.remove(answer)
         self._reading = [text for text in self._reading if text.answers]
         self._unread = [text for text in self._unread if text.answers]
-        answer.introduced, row.row = False, -1
+        answer.introduced, row.cache_row = False, -1
 
     def _retire(self) -> None:
         """Free the rows of answers that ended."""

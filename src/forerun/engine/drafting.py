@@ -188,7 +188,7 @@ class DrafterPool:
     def count_failures(self, rows: Iterable[Row]) -> None:
         """Put down to these rows how often drafters have failed them since this was last asked."""
         for row in rows:
-            row.drafter_errors += self._setup.failures.take(row.row)
+            row.drafter_errors += self._setup.failures.take(row.cache_row)
 
     def remembers(self, key: str | None) -> bool:
         """Whether what its drafters hold of a row is worth keeping when the answer has ended."""

@@ -188,7 +188,7 @@ class PromptReader:
         samplers = self._samplers(params, ids, sorted(stop_ids))
         for index, sampler in enumerate(samplers):
             row = Row(
-                row=-1,
+                cache_row=-1,
                 tokens=list(ids),
                 prompt_length=len(ids),
                 sampler=sampler,

@@ -131,7 +131,7 @@ class Prefill:
     @property
     def row(self) -> int:
         """The cache row that is filled."""
-        return self.answers[0].row.row
+        return self.answers[0].row.cache_row
 
     @property
     def begins(self) -> bool:
@@ -200,7 +200,7 @@ def run_prefills(target: Target, prefills: Sequence[Prefill], chunk: int) -> Ten
     for line, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
         prefill.take(len(tokens), scored, line)
         for answer in prefill.answers[1:] if prefill.finished else ():
-            target.copy_row(prefill.row, answer.row.row, prefill.done)
+            target.copy_row(prefill.row, answer.row.cache_row, prefill.done)
     if scored.logits.shape[1] == 1:
         return scored.logits
     ends = torch.tensor([len(tokens) - 1 for tokens in chunks], device=scored.logits.device)

@@ -118,7 +118,7 @@ def try_drafter(
     turns = itertools.cycle(depths)
     for index, prompt in enumerate(prompts):
         row = Row(
-            row=row_id,
+            cache_row=row_id,
             tokens=list(prompt),
             prompt_length=len(prompt),
             sampler=Sampler(params, prompt),
@@ -155,7 +155,7 @@ class _Turns:
 def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
     """Prefill, first token, and the drafter's first look."""
     signals = drafter.requires if drafter is not None else frozenset()
-    scored = target.prefill([row.row], [row.tokens], signals=signals)
+    scored = target.prefill([row.cache_row], [row.tokens], signals=signals)
     first_tokens([row], scored.logits)
     row.room -= 1
     if drafter is not None:

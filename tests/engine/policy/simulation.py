@@ -172,7 +172,7 @@ class World:
     def row(self, index: int, prompt: int = 5, room: int = 10**9) -> Row:
         """A new row with a prompt."""
         return Row(
-            row=index,
+            cache_row=index,
             tokens=[truth(place) for place in range(prompt)],
             prompt_length=prompt,
             sampler=None,  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ class World:
         self._teach(groups, emitted)
         self.policy.learn(emitted)
         for row in self.rows:
-            row.drafter_errors += self._failures.take(row.row)
+            row.drafter_errors += self._failures.take(row.cache_row)
         names = {index: group.name for group in groups for index in group.members}
         self.steps.names.append([names.get(index) for index in members])
         self.steps.depths.append(counts)

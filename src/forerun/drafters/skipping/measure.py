@@ -171,7 +171,7 @@ class Probe:
 
     def _row(self, row: int, tokens: list[int], prompt_length: int) -> Row:
         return Row(
-            row=row,
+            cache_row=row,
             tokens=tokens,
             prompt_length=prompt_length,
             sampler=Sampler(self._params, tokens[:prompt_length]),

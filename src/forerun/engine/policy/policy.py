@@ -318,7 +318,7 @@ class Policy:
             times=times,
             goodput=self.goodput() * batch / times[0],
         )
-        ids = [row.row for row in own.values()]
+        ids = [row.cache_row for row in own.values()]
         for arm in self.arms:
             if not arm.copies:
                 arm.trials.begin(ids)
@@ -355,8 +355,8 @@ class Policy:
             arm = self.arms[index]
             if counts[row] and arm.copies:
                 plan.ranked[row] = plan.merged[row]
-            elif counts[row] and not arm.trials.trying(plan.rows[row].row) and trees[row].prunable:
-                plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].row))
+            elif counts[row] and not arm.trials.trying(plan.rows[row].cache_row) and trees[row].prunable:
+                plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].cache_row))
         if max(counts, default=0) > self._nodes:
             plan.times = self.costs.times(plan.batch, plan.context, max(counts))
         fixed = [count for row, count in enumerate(counts) if row not in plan.ranked]
@@ -391,7 +391,7 @@ class Policy:
         for index, row in plan.rows.items():
             own = {found.arm: found.trees[index] for found in plan.lookups if index in found.trees}
             if own:
-                ranking = plan.merged[index] = Ranking.merged(own, self._nodes, self.agreement.of(row.row))
+                ranking = plan.merged[index] = Ranking.merged(own, self._nodes, self.agreement.of(row.cache_row))
                 paying = self._paying(ranking, plan)
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
                 plan.copies[index] = Bid(main, paying, ranking.worth[paying])
@@ -444,10 +444,12 @@ class Policy:
         """
         arm, curves = self.arms[index], dict[int, Sequence[float]]()
         for place, row in plan.rows.items():
-            limit, trying = min(arm.limit, plan.limits[place]), arm.trials.trying(row.row)
-            if limit > 0 and (trying or arm.trials.on(row.row)):
-                curves[place] = guessed(limit) if trying else arm.survival.curve(row.row, limit)
-        unread = {place: arm.drafter.unread(plan.rows[place].row, len(plan.rows[place].tokens)) for place in curves}
+            limit, trying = min(arm.limit, plan.limits[place]), arm.trials.trying(row.cache_row)
+            if limit > 0 and (trying or arm.trials.on(row.cache_row)):
+                curves[place] = guessed(limit) if trying else arm.survival.curve(row.cache_row, limit)
+        unread = {
+            place: arm.drafter.unread(plan.rows[place].cache_row, len(plan.rows[place].tokens)) for place in curves
+        }
         readings = {place: self.costs.reading_ms(arm.key, tokens) for place, tokens in unread.items()}
         if any(readings.values()):
             curves = self._repaying(plan, arm, curves, readings)
@@ -457,7 +459,7 @@ class Policy:
         least = plan.batch * added / plan.times[0] / len(curves) + SETTINGS.tie_tokens * ratio
         nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
         for place, curve in curves.items():
-            cache_row = plan.rows[place].row
+            cache_row = plan.rows[place].cache_row
             hoped = sum(curve[:depth]) + optimism(curve[:depth], arm.survival.evidence(cache_row), self.steps)
             more = SETTINGS.trial_tokens if arm.trials.trying(cache_row) else 0.0
             bids[place] = Bid(index, nodes, max(hoped, least) + more)
@@ -500,7 +502,7 @@ class Policy:
                 steps * (accepted - per_ms * plan.batch * added / len(curves)) > SETTINGS.returns * per_ms * reading
             )
             due = self.steps - arm.read >= reading / plan.times[0] / SETTINGS.trial_share
-            if reading == 0.0 or arm.trials.trying(row.row) or due or repays:
+            if reading == 0.0 or arm.trials.trying(row.cache_row) or due or repays:
                 found[place] = curve
                 arm.read = self.steps if reading else arm.read
         return found
@@ -514,7 +516,7 @@ class Policy:
             return
         # What the text went on with tells of every deterministic node whether it was right, submitted or not.
         for place, ranking in plan.merged.items():
-            self.agreement.learn(plan.rows[place].row, ranking, emitted[place].tokens)
+            self.agreement.learn(plan.rows[place].cache_row, ranking, emitted[place].tokens)
         for arm in self.arms:
             if not arm.copies:
                 arm.survival.age()
@@ -534,7 +536,11 @@ class Policy:
 
     def _learn_outcomes(self, plan: _StepPlan, offer: Offer, chosen: Sequence[int], emitted: Sequence[Emitted]) -> None:
         """What became of the drafts of a drafter with a forward pass, and whether it goes on with these rows."""
-        arm, shape, rows = self.arms[offer.arm], self.costs.shape, {place: plan.rows[place].row for place in chosen}
+        arm, shape, rows = (
+            self.arms[offer.arm],
+            self.costs.shape,
+            {place: plan.rows[place].cache_row for place in chosen},
+        )
         matched = {
             place: arm.confidence.learn(row, plan.ranked[place], emitted[place].tokens)
             for place, row in rows.items()
