@@ -198,9 +198,8 @@ class Enumeration:
         """Probability of what the answer holds after the step, the first token left out; ended ones marked by None."""
         self._rng: Rng = _First(0, 0)
         self._verify = stepping.verify
-        options = dict(case.variant.options)
+        options = {"adaptive": case.controlled, **case.variant.options}
         if case.controlled:
-            options["adaptive"] = True
             patch.setattr(drafting, "policy_for", _policy_for)
         self.llm = LLM(
             toy(),

@@ -107,8 +107,8 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def config(self, rule: str | None = None) -> dict[str, Any]:
-        """As `LLM` takes it."""
-        return {"method": self.method, "rule": rule, **self.options}
+        """As `LLM` takes it: the same draft at every step, unless the options, or `auto`, say otherwise."""
+        return {"method": self.method, "rule": rule, "adaptive": self.method == "auto", **self.options}
 
     def __str__(self) -> str:
         return f"{self.method}-{self.label}"

@@ -38,8 +38,10 @@ class SpeculativeConfig:
     """Most drafted tokens on one path; None takes the method's own default."""
     rule: str | None = None
     """A verification rule by name; None takes the best for how the draft was drawn."""
-    adaptive: bool | None = None
-    """Let the policy decide how much to draft, or nothing; None: for the method ``auto`` alone."""
+    adaptive: bool = True
+    """Let the policy decide at every step how much to draft, or nothing, up to `num_speculative_tokens`. False drafts
+    the same at every step; so does a drafter that samples, for sampled requests that have a seed: their text repeats.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
 
@@ -68,14 +70,9 @@ class SpeculativeConfig:
             method=method,
             num_speculative_tokens=tokens,
             rule=_RULE_ALIASES.get(rule, rule),
-            adaptive=_adaptive(values.pop("adaptive", None), method),
+            adaptive=_adaptive(values.pop("adaptive", True), method),
             options=values,
         )
-
-    @property
-    def controlled(self) -> bool:
-        """Whether the policy decides."""
-        return self.method == AUTO if self.adaptive is None else self.adaptive
 
     @property
     def drafter_options(self) -> dict[str, Any]:
@@ -90,8 +87,8 @@ class SpeculativeConfig:
         return f"{self.method}:{json.dumps(options, sort_keys=True)}"
 
 
-def _adaptive(value: Any, method: str) -> bool | None:
-    if value is not None and not isinstance(value, bool):
+def _adaptive(value: Any, method: str) -> bool:
+    if not isinstance(value, bool):
         raise ArgumentError(f"adaptive is true or false, got {value!r}")
     if value is False and method == AUTO:
         raise ArgumentError(f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step")

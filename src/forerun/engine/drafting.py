@@ -17,6 +17,7 @@ from forerun.core.rules import check_fits, rule_named
 from forerun.core.sampling import Sampler
 from forerun.core.step import Emitted, Group, Row, context_for
 from forerun.core.tree import TokenTree
+from forerun.drafters import AUTO
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
@@ -52,6 +53,16 @@ class _Active:
     def drafter(self) -> Drafter:
         """The one drafter, or the first."""
         return self.drafters[0][1]
+
+    def repeats(self, row: Row) -> bool:
+        """Whether the same is to be drafted for a row at every step: what is sampled shows in the text, which shall be
+        the same for the same seed. `auto` drafts deterministically for such rows instead."""
+        seeded = row.sampler.params.seed is not None and self.config.method != AUTO
+        return seeded and self.drafter.kind(row.sampler).sampled
+
+    def group(self, nodes: int) -> Group:
+        """The drafter, with no rows yet."""
+        return Group(name=self.config.method, drafter=self.drafter, members=(), depths=(), nodes=nodes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +118,7 @@ class DrafterPool:
 
     def _built(self, config: SpeculativeConfig) -> _Active:
         depth = config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
-        if config.controlled:
+        if config.adaptive:
             policy = policy_for(config, self._setup, nodes=self._nodes, costs=self._costs)
             drafters = [(arm.name, arm.drafter) for arm in policy.arms]
             return _Active(config=config, drafters=drafters, policy=policy, depth=depth)
@@ -137,20 +148,18 @@ class DrafterPool:
         for key in dict.fromkeys(key for key in keys if key is not None):
             active = self._active[key]
             members = [index for index, other in enumerate(keys) if other == key]
-            limits = [self.depth(key, depths[index]) for index in members]
-            if active.policy is not None:
-                groups += active.policy.plan(rows, members, limits, awaited=awaited)
+            fixed = [index for index in members if active.policy is None or active.repeats(rows[index])]
+            planned = list[Group]()
+            if active.policy is not None and len(fixed) < len(members):
+                free = [index for index in members if index not in fixed]
+                limits = [self.depth(key, depths[index]) for index in free]
+                planned = active.policy.plan(rows, free, limits, awaited=awaited)
                 self._planned.append(active.policy)
-                continue
-            groups.append(
-                Group(
-                    name=active.config.method,
-                    drafter=active.drafter,
-                    members=members,
-                    depths=limits,
-                    nodes=self._nodes,
-                )
-            )
+            if fixed:  # a drafter proposes once in a step: with the rows that the policy drafts for, if there are any
+                group = planned.pop() if planned else active.group(self._nodes)
+                limits = [self.depth(key, depths[index]) for index in fixed]
+                planned.append(replace(group, members=[*group.members, *fixed], depths=[*group.depths, *limits]))
+            groups += planned
         return groups
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
@@ -248,4 +257,4 @@ class DrafterPool:
 
 
 def _key(config: SpeculativeConfig) -> str:
-    return f"{config.key}:controlled" if config.controlled else config.key
+    return f"{config.key}:adaptive" if config.adaptive else config.key
