@@ -79,23 +79,18 @@ def _add_guards(app: FastAPI, session: Session) -> None:
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
     """`messages`: whether the log may say what unexpected errors say."""
 
-    async def of_api(http: Request, error: Exception) -> JSONResponse:
+    async def answer(http: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            error = from_validation(error.errors())
+        elif isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail))
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
         return refusal_of(http.scope, error)
 
-    async def of_validation(http: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return refusal_of(http.scope, from_validation(error.errors()))
-
-    async def of_http(http: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return refusal_of(http.scope, ApiError(error.status_code, str(error.detail)))
-
-    app.add_exception_handler(ApiError, of_api)
-    app.add_exception_handler(RequestValidationError, of_validation)
-    app.add_exception_handler(HTTPException, of_http)
+    for kind in (ApiError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
 
 
 def _add_completions(app: FastAPI, session: Session) -> None:

@@ -24,13 +24,7 @@ _PATH = re.compile(
 )
 """A path from the root with two names at least, or a place in a source file. Not a JSON pointer (``#/a/b``), no URL."""
 _PANIC = re.compile(r"panicked at|PanicException")
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):

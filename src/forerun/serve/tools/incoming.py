@@ -133,7 +133,8 @@ class Incoming:
         too."""
         first = yield from self.next()
         if first not in ('"', "{", "["):
-            yield from self._pass_scalar()
+            if scalar := (yield from self.matching(_SCALAR)):
+                yield Piece(Kind.ARGUMENTS, scalar)
             return
         scan = _Scan()
         while not scan.done:
@@ -152,11 +153,6 @@ class Incoming:
             return str(json.loads(raw, strict=False))
         except ValueError:
             return None
-
-    def _pass_scalar(self) -> Steps[None]:
-        scalar = yield from self.matching(_SCALAR)
-        if scalar:
-            yield Piece(Kind.ARGUMENTS, scalar)
 
     def _pass(self, end: int, kind: Kind) -> Steps[None]:
         if end > self.at:
