@@ -15,7 +15,7 @@ from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
-from forerun.engine.core import BLOCK, RowContents, PrefixCache, PrefixQuery
+from forerun.engine.core import BLOCK, PrefixCache, PrefixQuery, RowContents
 from forerun.types import LAST_HIDDEN, RequestOutput
 
 pytestmark = pytest.mark.thorough
