@@ -57,7 +57,7 @@ class Scores:
         """(B, N, V), raw."""
         self.trees = tuple(row_trees)
         self._rows = rows
-        self._places: Sequence[int] = range(len(rows))
+        self._indices: Sequence[int] = range(len(rows))
         self._lengths = [len(row.tokens) for row in rows]
         self._argmax: list[list[int]] | None = None
         self._ladder: Ladder | None = None
@@ -66,7 +66,7 @@ class Scores:
 
     def row(self, index: int) -> HostRow | LadderRow:
         """One row's distributions, as a rule sees them."""
-        return HostRow(self, index) if self._ladder is None else self._ladder.row(self._places[index])
+        return HostRow(self, index) if self._ladder is None else self._ladder.row(self._indices[index])
 
     def of(self, members: Sequence[int]) -> Scores:
         """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members.
@@ -77,7 +77,7 @@ class Scores:
         if list(members) == list(range(len(self._rows))):
             return some
         some._rows, some.trees = [self._rows[i] for i in members], tuple([self.trees[i] for i in members])
-        some._lengths, some._places = [self._lengths[i] for i in members], [self._places[i] for i in members]
+        some._lengths, some._indices = [self._lengths[i] for i in members], [self._indices[i] for i in members]
         some.logits = rows_of(self.logits, members)
         some._argmax = None if self._argmax is None else [self._argmax[i] for i in members]
         return some
@@ -99,7 +99,7 @@ class Scores:
     def raw_argmax(self, index: int, node: int) -> int:
         """Argmax of the raw logits, for the whole batch at the first call."""
         if self._argmax is None:
-            self._argmax = _largest(self.logits) if self._ladder is None else self._ladder.raw_argmax(self._places)
+            self._argmax = _largest(self.logits) if self._ladder is None else self._ladder.raw_argmax(self._indices)
         found = self._argmax[index][node]
         if found == _NONE:
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
@@ -110,7 +110,7 @@ class Scores:
         `Drafter.top_ids`."""
         if self._ladder is None:
             return top_ids(self.logits, k).numpy()
-        found = self._ladder.top_ids(self._places, k)
+        found = self._ladder.top_ids(self._indices, k)
         return top_ids(self.logits, k).cpu().numpy() if found is None else found
 
     def _formed(self, rules: Sequence[str], top: int) -> Ladder:

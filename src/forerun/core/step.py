@@ -56,14 +56,14 @@ def score_roots_again(
     lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
     if not lost:
         return lost
-    places = list(lost)
-    for index in places:
+    indices = list(lost)
+    for index in indices:
         row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
-    alone = [row_trees[index] for index in places]
-    again = target.score([rows[index].cache_row for index in places], alone, signals=scored.signals.keys())
-    scored.logits[places, 0] = again.logits[:, 0]
+    alone = [row_trees[index] for index in indices]
+    again = target.score([rows[index].cache_row for index in indices], alone, signals=scored.signals.keys())
+    scored.logits[indices, 0] = again.logits[:, 0]
     for signal, states in scored.signals.items():
-        states[places, 0] = again.signals[signal][:, 0]
+        states[indices, 0] = again.signals[signal][:, 0]
     return lost
 
 
@@ -80,7 +80,7 @@ __all__ = [
 
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
-"""Of each emitted token, and of the likeliest at its place."""
+"""Of each emitted token, and of the likeliest at its position."""
 
 
 class Verified(NamedTuple):

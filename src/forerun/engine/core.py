@@ -163,17 +163,17 @@ class PrefixCache:
         return Allocation(row=row, shared=shared, drafter=kept.drafter, known=known)
 
     def _quiet(self, busy: Mapping[int, object]) -> int:
-        def place(row: int) -> tuple[int, int, int]:
+        def spread(row: int) -> tuple[int, int, int]:
             span = max((*busy, row)) - min((*busy, row))
             return span, self._free[row].used, row
 
-        return min(self._free, key=place)
+        return min(self._free, key=spread)
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
     """Whole blocks of the common beginning, in tokens; its last token is no part of them: its state is needed anew."""
     pairs = enumerate(zip(held, wanted, strict=False))
-    length = next((place for place, (left, right) in pairs if left != right), min(len(held), len(wanted)))
+    length = next((index for index, (left, right) in pairs if left != right), min(len(held), len(wanted)))
     return max(0, length - 1) // BLOCK * BLOCK
 
 
@@ -417,14 +417,14 @@ class Engine:
         done = [text for text in texts if text.finished]
         self._prefilling = [text for text in self._prefilling if not text.finished]
         self._prefilled += done
-        beginning = [(place, answer) for place, text in enumerate(texts) if text in done for answer in text.answers]
-        beginning = [(place, answer) for place, answer in beginning if not answer.tokens]
+        beginning = [(index, answer) for index, text in enumerate(texts) if text in done for answer in text.answers]
+        beginning = [(index, answer) for index, answer in beginning if not answer.tokens]
         ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
-        beginning = [(place, answer) for place, answer in beginning if answer.row.room]
+        beginning = [(index, answer) for index, answer in beginning if answer.row.room]
         if not beginning:
             return ended
-        rows, places = [answer.row for _, answer in beginning], [place for place, _ in beginning]
-        emitted = first_tokens(rows, logits[places], isolate=True)
+        rows, indices = [answer.row for _, answer in beginning], [index for index, _ in beginning]
+        emitted = first_tokens(rows, logits[indices], isolate=True)
         return ended + [answer.append(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
 
     def _decode(self, answers: Sequence[Completion]) -> list[StreamChunk]:
@@ -449,9 +449,9 @@ class Engine:
         new_sequences = defaultdict[str, list[NewSequence]](list)
         for text in self._prefilled:
             states = text.signals()
-            for place, answer in enumerate(text.answers):
+            for index, answer in enumerate(text.answers):
                 if answer.drafter is not None:
-                    known = text.known if place == 0 else 0
+                    known = text.known if index == 0 else 0
                     new_sequences[answer.drafter].append(NewSequence(row=answer.row, known=known, states=states))
                     answer.introduced = True
         self._prefilled.clear()
@@ -460,11 +460,11 @@ class Engine:
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
         """The chunks, each finished request's last one carrying its whole output."""
-        last = {chunk.request_id: place for place, chunk in enumerate(chunks)}
+        last = {chunk.request_id: index for index, chunk in enumerate(chunks)}
         closed = []
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             request = self._requests[chunk.request_id]
-            ends = request.finished and last[chunk.request_id] == place
+            ends = request.finished and last[chunk.request_id] == index
             closed.append(request.closing(chunk) if ends else chunk)
         for request_id in last:
             if self._requests[request_id].finished:

@@ -187,13 +187,13 @@ class AdaptedDrafter(Drafter):
             self._roll_back()
         if self.failed:
             return
-        places = [place for place, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
-        if not places:
+        indices = [index for index, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
+        if not indices:
             return
         try:
             with self._throttle.paced():
-                kept = [verdicts[place] for place in places]
-                self._collector.observe(context.of(places), kept, scores.of(places))
+                kept = [verdicts[index] for index in indices]
+                self._collector.observe(context.of(indices), kept, scores.of(indices))
         except Exception as error:
             self.failed = True
             log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)
