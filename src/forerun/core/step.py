@@ -387,9 +387,9 @@ def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
 def _verified(row: Row, scores: Scores, index: int, name: str) -> Verified:
     tree, target = scores.trees[index], scores.row(index)
     verdict = rule_named(name).verify(tree, target, row.rng())
-    for kept, node in enumerate(verdict.path):
+    for length, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:
-            verdict = Verdict(path=verdict.path[:kept], next_token=tree.tokens[node], kind=Source.DRAFT)
+            verdict = Verdict(path=verdict.path[:length], next_token=tree.tokens[node], kind=Source.DRAFT)
             break
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     nodes = _traced_nodes(tree, target, set(verdict.path)) if row.traced else ()
