@@ -6,7 +6,7 @@ Knows rows and trees; no rule by name and no drafter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from forerun.core.sampling import Edits, Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
-from forerun.model.kernels import native
 from forerun.types import TokenLogprob
 
-_NONE = -1
+Largest = Callable[[Tensor], list[list[int]]]
+"""Ids of the largest of (B, N, V) on a CPU, the first of equals; `NONE` where there is NaN."""
+NONE = -1
 """Stands for the largest of logits that hold NaN."""
 _BLOCK = 64
 """Logits of which the largest is taken before any are sorted."""
@@ -41,6 +42,7 @@ class Scores:
         rows: B sequences.
         row_trees: of each.
         rules: of each, by name.
+        largest: finds the ids of the largest logits on a CPU.
         top: so many ids a node `top_ids` will be asked for; 0: none.
     """
 
@@ -51,8 +53,10 @@ class Scores:
         row_trees: Sequence[TokenTree],
         rules: Sequence[str],
         *,
+        largest: Largest,
         top: int = 0,
     ) -> None:
+        self._largest = largest
         self.logits = logits
         """(B, N, V), raw."""
         self.trees = tuple(row_trees)
@@ -99,9 +103,10 @@ class Scores:
     def raw_argmax(self, index: int, node: int) -> int:
         """Argmax of the raw logits, for the whole batch at the first call."""
         if self._argmax is None:
-            self._argmax = _largest(self.logits) if self._ladder is None else self._ladder.raw_argmax(self._indices)
+            ladder = self._ladder
+            self._argmax = self._largest(self.logits) if ladder is None else ladder.raw_argmax(self._indices)
         found = self._argmax[index][node]
-        if found == _NONE:
+        if found == NONE:
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
         return found
 
@@ -172,21 +177,6 @@ class HostRow:
 
     def _logits(self, node: int) -> Tensor:
         return self._scores.logits[self._index, node]
-
-
-def _largest(logits: Tensor) -> list[list[int]]:
-    """Ids of the largest of (B, N, V), the first of equals; `_NONE` where there is NaN.
-
-    On a CPU our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
-    """
-    if native.takes_states(logits):
-        nodes, ids = logits.shape[1], native.argmax(logits)
-        return [ids[start : start + nodes] for start in range(0, len(ids), nodes)]
-    flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
-    best = flat.argmax(-1)
-    best[np.isnan(flat[np.arange(len(flat)), best])] = _NONE
-    found: list[list[int]] = best.reshape(logits.shape[:2]).tolist()
-    return found
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:

@@ -22,7 +22,7 @@ from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
-from forerun.model import Scored, Target
+from forerun.model import Scored, Target, largest
 from forerun.types import (
     Budget,
     DraftKind,
@@ -181,11 +181,11 @@ def step(
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, signals=signals)
     top = max((group.drafter.top_ids for group in groups), default=0)
-    scores = Scores(scored.logits, rows, trees, rules, top=top)
+    scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     lost = score_roots_again(target, rows, scored, trees)
     if lost:
-        scores = Scores(scored.logits, rows, trees, rules, top=top)
+        scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
     for index, error in lost.items():
         if index in names:
             _failed(rows[index], names[index], "to draft what can be scored", error)
@@ -208,7 +208,7 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     """
     clock = _Clock()
     rules = _rules(rows, [])
-    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
+    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules, largest=largest)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     raise_unless(isolate, rows)
     for _ in range(3):

@@ -58,7 +58,7 @@ class Watch:
 
     @property
     def acceptance(self) -> float:
-        """Share of verified tokens that were accepted, over the last `WINDOW` of them under the same weights; 0 of none."""
+        """Share of verified tokens that were accepted, over the last `WINDOW` under the same weights; 0 of none."""
         return self._accepted / self._verified if self._verified else 0.0
 
     @property
