@@ -235,13 +235,13 @@ class DrafterPool:
         """Add a finished answer's counts; warn once where acceptance is at the level of chance."""
         active = self._active[key]
         active.stats.add(stats)
-        if active.policy is None and not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
+        if active.config.method != AUTO and not active.warned and active.stats.num_spec_steps >= _CHANCE_STEPS:
             rate = active.stats.acceptance_per_depth[0]
             if rate < _CHANCE_RATE:
                 active.warned = True
                 log.warning(
                     "drafter %r is at the level of chance: %.1f %% of its first drafted tokens were accepted in %d "
-                    "steps. Was it trained for this target and tokenizer? The output is right, plain decoding is faster.",
+                    "steps. Was it trained for this target and tokenizer? The output is right, but nothing is gained.",
                     active.config.method,
                     100 * rate,
                     active.stats.num_spec_steps,
