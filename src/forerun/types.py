@@ -110,7 +110,7 @@ class TracedNode:
     parent: int
     """Node id; 0 is the root."""
     draft_prob: float | None
-    """Probability under the drafter's distribution, or its confidence; None where it has neither."""
+    """Of a sampled node, under the distribution it was drawn from; of a deterministic one the confidence stated."""
     target_prob: float | None
     """Probability under the target's processed distribution; None where no rule asked for that distribution."""
     accepted: bool

@@ -115,7 +115,7 @@ def test_weights_that_draft_worse_go_again() -> None:
     def answer() -> list[list[int]]:
         return tokens_of(llm.generate(as_prompts(PROMPTS * 8), params))
 
-    while drafter.watch._judged < 1500:
+    while drafter.watch._verified < 1500:
         answer()
     good = drafter.watch.acceptance
     bad = {name: torch.randn_like(value) for name, value in before.items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.scores import _largest
+from forerun.model import largest
 from forerun.model.kernels import native
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
@@ -43,7 +43,7 @@ def negative_nan(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("shift", [0.0, -50.0, 50.0])
 def test_the_first_of_the_largest(dtype: torch.dtype, vocabulary: int, shift: float) -> None:
     logits = (4 * torch.randn(3, 5, vocabulary, generator=torch.Generator().manual_seed(1)) + shift).round().to(dtype)
-    assert _largest(logits) == expected(logits)
+    assert largest(logits) == expected(logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,7 +61,7 @@ def test_the_first_of_the_largest(dtype: torch.dtype, vocabulary: int, shift: fl
 )
 def test_zeros_infinities_and_small_numbers(dtype: torch.dtype, row: list[float]) -> None:
     logits = torch.tensor([[row, [1.0, 3.0, 2.0]]], dtype=dtype)
-    assert _largest(logits) == expected(logits)
+    assert largest(logits) == expected(logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,15 +71,15 @@ def test_zeros_infinities_and_small_numbers(dtype: torch.dtype, row: list[float]
 def test_nan_of_either_sign_is_seen_in_its_row_alone(dtype: torch.dtype, sign: int, place: int, rest: float) -> None:
     logits = torch.full((2, 2, 3), rest, dtype=dtype)
     logits[1, 0, place] = math.nan if sign > 0 else negative_nan(dtype)
-    assert _largest(logits) == expected(logits) == [[0, 0], [-1, 0]]
+    assert largest(logits) == expected(logits) == [[0, 0], [-1, 0]]
 
 
 def test_part_of_a_larger_tensor() -> None:
     logits = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :4]
-    assert _largest(logits) == expected(logits)
+    assert largest(logits) == expected(logits)
 
 
 def test_many_at_once() -> None:
     """More than one thread's share."""
     logits = torch.randn(3, 40, 9001, generator=torch.Generator().manual_seed(3)).bfloat16()
-    assert _largest(logits) == logits.float().argmax(-1).tolist()
+    assert largest(logits) == logits.float().argmax(-1).tolist()

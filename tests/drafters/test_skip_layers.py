@@ -25,7 +25,7 @@ from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter, Th
 from forerun.drafters.skipping.file import SkipFile, structure_hash
 from forerun.drafters.skipping.sublayers import every, names, parse
 from forerun.errors import ArgumentError, DataError
-from forerun.model import Target
+from forerun.model import Target, largest
 from forerun.types import Budget
 from llamas import tiny_llama
 
@@ -213,7 +213,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
         )
         for row in range(2)
     ]
-    scores = Scores(logits, rows, [tree, other], ["argmax_walk"] * 2)
+    scores = Scores(logits, rows, [tree, other], ["argmax_walk"] * 2, largest=largest)
     assert [agreement(scores, index) for index in range(2)] == [(1, 2), (1, 1)]
 
 

@@ -15,7 +15,7 @@ from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
-from forerun.engine.core import BLOCK, Busy, Prefixes, Wish
+from forerun.engine.core import BLOCK, PrefixCache, PrefixQuery, RowContents
 from forerun.types import LAST_HIDDEN, RequestOutput
 
 pytestmark = pytest.mark.thorough
@@ -176,14 +176,14 @@ def test_beginnings_are_shared_in_whole_blocks(checkpoint: Path) -> None:
 
 def test_rows_are_chosen_by_text_then_by_their_neighbours_then_by_age(checkpoint: Path) -> None:
     target = engine(checkpoint, max_num_seqs=5).target
-    prefixes, texts = Prefixes(target, enabled=True), [list(range(row, row + 30)) for row in range(5)]
+    prefixes, texts = PrefixCache(target, enabled=True), [list(range(row, row + 30)) for row in range(5)]
     for _ in range(5):
-        prefixes.seat(Wish(tokens=()), {})
+        prefixes.acquire(PrefixQuery(tokens=()), {})
     assert len(prefixes) == 0
     for row in (3, 0, 4, 1, 2):
-        prefixes.release(row, Busy(tokens=texts[row]), None)
-    assert prefixes.seat(Wish(tokens=[*texts[4], 99]), {}).row == 4
-    assert prefixes.seat(Wish(tokens=[99] * 30), {}).row == 3, "the oldest"
-    busy = {3: Busy(tokens=[]), 4: Busy(tokens=[])}
-    assert prefixes.seat(Wish(tokens=[*texts[0][:BLOCK], 99]), busy).row == 2, "next to the busy ones"
+        prefixes.release(row, RowContents(tokens=texts[row]), None)
+    assert prefixes.acquire(PrefixQuery(tokens=[*texts[4], 99]), {}).row == 4
+    assert prefixes.acquire(PrefixQuery(tokens=[99] * 30), {}).row == 3, "the oldest"
+    busy = {3: RowContents(tokens=[]), 4: RowContents(tokens=[])}
+    assert prefixes.acquire(PrefixQuery(tokens=[*texts[0][:BLOCK], 99]), busy).row == 2, "next to the busy ones"
     assert prefixes.drop(40) == [] and prefixes.held == 30, "the older one goes"

@@ -203,13 +203,13 @@ def toy_drafter(distributions: Distributions, shape: Shape, drawing: Drawing) ->
 
     def draw(rng: Rng) -> TokenTree:
         tree = TokenTree(root=0)
-        places: list[tuple[int, tuple[int, ...], Shape]] = [(0, (), shape)]
-        for node, prefix, below in places:
+        waiting: list[tuple[int, tuple[int, ...], Shape]] = [(0, (), shape)]
+        for node, prefix, below in waiting:
             if not below:
                 continue
             children = _draw_children(tree, node, (distributions[prefix], drawing, len(below)), rng)
             for child, next_shape in zip(children, below, strict=False):
-                places.append((child, (*prefix, tree.tokens[child]), next_shape))
+                waiting.append((child, (*prefix, tree.tokens[child]), next_shape))
         return tree
 
     return draw

@@ -140,13 +140,13 @@ class Ladder:
         levels = self._levels()
         height = max((len(level.rungs) for level in levels), default=0)
         parents, tokens = self._parents()
-        places, times, own = self._times(size)
+        entries, times, own = self._times(size)
         settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=self._wide)
         weighted = [row.reads.weighted for row in self.rows for _ in range(self.nodes)]
-        host = [settings, times, torch.tensor(places), torch.tensor(parents), torch.tensor(tokens)]
-        drafts, draft_places = self._drafts(size)
-        host += [torch.tensor(weighted), draft_places, *(part for level in levels for part in level.ints())]
-        settings, times, place_at, parent_at, token_at, is_weighted, draft_at, *ints = sent(host, device)
+        host = [settings, times, torch.tensor(entries), torch.tensor(parents), torch.tensor(tokens)]
+        drafts, draft_entries = self._drafts(size)
+        host += [torch.tensor(weighted), draft_entries, *(part for level in levels for part in level.ints())]
+        settings, times, time_at, parent_at, token_at, is_weighted, draft_at, *ints = sent(host, device)
 
         def drawn_from(at: Tensor) -> Tensor | None:
             """(M, V) what the sampled children of the flat nodes `at` (M,) were drawn from."""
@@ -173,7 +173,7 @@ class Ladder:
         for level in levels:
             at, ints = ints[0], ints[1:]
             state = _Rungs.of(probs.index_select(0, at), drawn_from(at), weights.index_select(0, at))
-            clock, kind = times.index_select(0, place_at.index_select(0, at)), is_weighted.index_select(0, at)
+            clock, kind = times.index_select(0, time_at.index_select(0, at)), is_weighted.index_select(0, at)
             for rung in range(len(level.rungs) + 1):
                 if rung:
                     children, asked, given, removed, *ints = ints
@@ -183,9 +183,9 @@ class Ladder:
                     steps[rung - 1].index_copy_(1, at, numbers)
                     weights.index_copy_(0, children, below)
                 drawn[rung].index_copy_(0, at, first_of(state.left, clock))
-                for place, node in enumerate(level.nodes[: len(at)]):
+                for position, node in enumerate(level.nodes[: len(at)]):
                     if node // self.nodes in own:
-                        self._vectors[node, rung] = state.left[place]
+                        self._vectors[node, rung] = state.left[position]
         self._made |= {"steps": steps, "drawn": drawn}
 
     def _levels(self) -> list[Level]:
@@ -228,17 +228,17 @@ class Ladder:
         """For each flat node the entry of its random numbers, these (P, T), and the rows whose rng has none."""
         entries, numbers, own = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
         for index, row in enumerate(self.rows):
-            places = dict[int, int]()
+            by_depth = dict[int, int]()
             for node in range(0 if row.reads.argmax else row.tree.size + 1):
                 depth = row.tree.depths[node]
-                if depth not in places and index not in own:
+                if depth not in by_depth and index not in own:
                     found = row.rng.times(depth, vocabulary)
                     if found is None:
                         own.add(index)
                         continue
-                    places[depth] = len(numbers)
+                    by_depth[depth] = len(numbers)
                     numbers.append(found)
-                entries[index * self.nodes + node] = places.get(depth, 0)
+                entries[index * self.nodes + node] = by_depth.get(depth, 0)
         if not numbers:
             numbers.append(Rng(0, 0).exponentials(0, vocabulary))
         made = torch.from_numpy(np.stack(numbers)).to(self._wide)
@@ -310,8 +310,8 @@ class Ladder:
     def logprobs(self, index: int, node: int, token: int) -> tuple[TokenLogprob, Mapping[int, TokenLogprob]]:
         """Of `token` after `node`, one that a rule can have chosen, and of the likeliest there."""
         found = {name: self._read[f"{name} {index}"][node] for name in ("tokens", "own", "ranks", "best", "best_own")}
-        place = found["tokens"].index(token)
-        chosen = TokenLogprob(logprob=found["own"][place], rank=found["ranks"][place])
+        position = found["tokens"].index(token)
+        chosen = TokenLogprob(logprob=found["own"][position], rank=found["ranks"][position])
         best = enumerate(zip(found["best"], found["best_own"], strict=True), start=1)
         return chosen, {token: TokenLogprob(logprob=value, rank=rank) for rank, (token, value) in best}
 

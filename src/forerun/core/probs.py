@@ -104,9 +104,9 @@ class HostProbs:
     @cached_property
     def child(self) -> int | None:
         """The next child to ask, see `Probs`."""
-        for place, child in enumerate(self._waiting):
+        for position, child in enumerate(self._waiting):
             if self._given(child) or float(self._drawn_from()[0][self._tree.tokens[child]]) > 0:
-                self._waiting = self._waiting[place:]
+                self._waiting = self._waiting[position:]
                 return child
         return None
 

@@ -26,7 +26,7 @@ from forerun.types import LogitsProcessor, SamplingParams
 
 
 class BadWords:
-    """Words by the token before their last: a place in a text looks only at those that may end there.
+    """Words by the token before their last: a position in a text looks only at those that may end there.
 
     Args:
         words: token ids, none of them empty.
@@ -170,10 +170,10 @@ def first_of(probs: Tensor, times: Tensor) -> Tensor:
     return token
 
 
-def _uniforms(word: int, places: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """(N,) in (0, 1): those at the `places` (N,) of SplitMix64 started at `word`."""
+def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """(N,) in (0, 1): those at the `counters` (N,) of SplitMix64 started at `word`."""
     with np.errstate(over="ignore"):
-        bits = np.uint64(word) + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        bits = np.uint64(word) + (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)

@@ -6,7 +6,7 @@ Knows rows and trees; no rule by name and no drafter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from forerun.core.sampling import Edits, Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
-from forerun.model.kernels import native
 from forerun.types import TokenLogprob
 
-_NONE = -1
+Largest = Callable[[Tensor], list[list[int]]]
+"""Ids of the largest of (B, N, V) on a CPU, the first of equals; `NONE` where there is NaN."""
+NONE = -1
 """Stands for the largest of logits that hold NaN."""
 _BLOCK = 64
 """Logits of which the largest is taken before any are sorted."""
@@ -41,6 +42,7 @@ class Scores:
         rows: B sequences.
         row_trees: of each.
         rules: of each, by name.
+        largest: finds the ids of the largest logits on a CPU.
         top: so many ids a node `top_ids` will be asked for; 0: none.
     """
 
@@ -51,13 +53,15 @@ class Scores:
         row_trees: Sequence[TokenTree],
         rules: Sequence[str],
         *,
+        largest: Largest,
         top: int = 0,
     ) -> None:
+        self._largest = largest
         self.logits = logits
         """(B, N, V), raw."""
         self.trees = tuple(row_trees)
         self._rows = rows
-        self._places: Sequence[int] = range(len(rows))
+        self._indices: Sequence[int] = range(len(rows))
         self._lengths = [len(row.tokens) for row in rows]
         self._argmax: list[list[int]] | None = None
         self._ladder: Ladder | None = None
@@ -66,7 +70,7 @@ class Scores:
 
     def row(self, index: int) -> HostRow | LadderRow:
         """One row's distributions, as a rule sees them."""
-        return HostRow(self, index) if self._ladder is None else self._ladder.row(self._places[index])
+        return HostRow(self, index) if self._ladder is None else self._ladder.row(self._indices[index])
 
     def of(self, members: Sequence[int]) -> Scores:
         """The scores of some of the rows, in that order: what a drafter may see of the rows that are its members.
@@ -77,7 +81,7 @@ class Scores:
         if list(members) == list(range(len(self._rows))):
             return some
         some._rows, some.trees = [self._rows[i] for i in members], tuple([self.trees[i] for i in members])
-        some._lengths, some._places = [self._lengths[i] for i in members], [self._places[i] for i in members]
+        some._lengths, some._indices = [self._lengths[i] for i in members], [self._indices[i] for i in members]
         some.logits = rows_of(self.logits, members)
         some._argmax = None if self._argmax is None else [self._argmax[i] for i in members]
         return some
@@ -99,9 +103,10 @@ class Scores:
     def raw_argmax(self, index: int, node: int) -> int:
         """Argmax of the raw logits, for the whole batch at the first call."""
         if self._argmax is None:
-            self._argmax = _largest(self.logits) if self._ladder is None else self._ladder.raw_argmax(self._places)
+            ladder = self._ladder
+            self._argmax = self._largest(self.logits) if ladder is None else ladder.raw_argmax(self._indices)
         found = self._argmax[index][node]
-        if found == _NONE:
+        if found == NONE:
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
         return found
 
@@ -110,7 +115,7 @@ class Scores:
         `Drafter.top_ids`."""
         if self._ladder is None:
             return top_ids(self.logits, k).numpy()
-        found = self._ladder.top_ids(self._places, k)
+        found = self._ladder.top_ids(self._indices, k)
         return top_ids(self.logits, k).cpu().numpy() if found is None else found
 
     def _formed(self, rules: Sequence[str], top: int) -> Ladder:
@@ -172,21 +177,6 @@ class HostRow:
 
     def _logits(self, node: int) -> Tensor:
         return self._scores.logits[self._index, node]
-
-
-def _largest(logits: Tensor) -> list[list[int]]:
-    """Ids of the largest of (B, N, V), the first of equals; `_NONE` where there is NaN.
-
-    On a CPU our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
-    """
-    if native.takes_states(logits):
-        nodes, ids = logits.shape[1], native.argmax(logits)
-        return [ids[start : start + nodes] for start in range(0, len(ids), nodes)]
-    flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
-    best = flat.argmax(-1)
-    best[np.isnan(flat[np.arange(len(flat)), best])] = _NONE
-    found: list[list[int]] = best.reshape(logits.shape[:2]).tolist()
-    return found
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:

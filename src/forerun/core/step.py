@@ -22,7 +22,7 @@ from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
-from forerun.model import Scored, Target
+from forerun.model import Scored, Target, largest
 from forerun.types import (
     Budget,
     DraftKind,
@@ -56,14 +56,14 @@ def score_roots_again(
     lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
     if not lost:
         return lost
-    places = list(lost)
-    for index in places:
+    indices = list(lost)
+    for index in indices:
         row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
-    alone = [row_trees[index] for index in places]
-    again = target.score([rows[index].cache_row for index in places], alone, signals=scored.signals.keys())
-    scored.logits[places, 0] = again.logits[:, 0]
+    alone = [row_trees[index] for index in indices]
+    again = target.score([rows[index].cache_row for index in indices], alone, signals=scored.signals.keys())
+    scored.logits[indices, 0] = again.logits[:, 0]
     for signal, states in scored.signals.items():
-        states[places, 0] = again.signals[signal][:, 0]
+        states[indices, 0] = again.signals[signal][:, 0]
     return lost
 
 
@@ -80,7 +80,7 @@ __all__ = [
 
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
-"""Of each emitted token, and of the likeliest at its place."""
+"""Of each emitted token, and of the likeliest at its position."""
 
 
 class Verified(NamedTuple):
@@ -181,11 +181,11 @@ def step(
     signals = frozenset[Signal]().union(*(group.drafter.requires for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, signals=signals)
     top = max((group.drafter.top_ids for group in groups), default=0)
-    scores = Scores(scored.logits, rows, trees, rules, top=top)
+    scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     lost = score_roots_again(target, rows, scored, trees)
     if lost:
-        scores = Scores(scored.logits, rows, trees, rules, top=top)
+        scores = Scores(scored.logits, rows, trees, rules, largest=largest, top=top)
     for index, error in lost.items():
         if index in names:
             _failed(rows[index], names[index], "to draft what can be scored", error)
@@ -208,7 +208,7 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     """
     clock = _Clock()
     rules = _rules(rows, [])
-    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
+    scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules, largest=largest)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     raise_unless(isolate, rows)
     for _ in range(3):
@@ -387,9 +387,9 @@ def raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
 def _verified(row: Row, scores: Scores, index: int, name: str) -> Verified:
     tree, target = scores.trees[index], scores.row(index)
     verdict = rule_named(name).verify(tree, target, row.rng())
-    for kept, node in enumerate(verdict.path):
+    for length, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:
-            verdict = Verdict(path=verdict.path[:kept], next_token=tree.tokens[node], kind=Source.DRAFT)
+            verdict = Verdict(path=verdict.path[:length], next_token=tree.tokens[node], kind=Source.DRAFT)
             break
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     nodes = _traced_nodes(tree, target, set(verdict.path)) if row.traced else ()

@@ -151,7 +151,7 @@ class TokenTree:
     def only(self, nodes: Iterable[int]) -> TokenTree:
         """The tree of the root and these nodes alone; the parent of each is among them."""
         kept = [0, *sorted(nodes)]
-        new = {node: place for place, node in enumerate(kept)}
+        new = {node: position for position, node in enumerate(kept)}
         made = TokenTree(self.tokens[0])
         for name in _COLUMNS:
             column = getattr(self, name)
@@ -249,14 +249,14 @@ def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
     submitted. Probe nodes come last, as far as there is room.
     """
     whole, fixed = base.copy(), base.size
-    places = [graft(whole, other, 0, since=fixed) for other in others]
+    mappings = [graft(whole, other, 0, since=fixed) for other in others]
     likely = whole.survival()
     rest = sorted(range(fixed + 1, whole.size + 1), key=lambda node: (-likely[node], node))
     kept = [*range(fixed + 1), *sorted(rest[: max(0, nodes - fixed)])]
-    tree, new = whole.only(kept[1:]), {node: place for place, node in enumerate(kept)}
+    tree, new = whole.only(kept[1:]), {node: position for position, node in enumerate(kept)}
     tree.resume = base.resume
-    for other, place in zip(others, places, strict=True):
-        where = {node: new[twin] for node, twin in place.items() if twin in new}
+    for other, mapped in zip(others, mappings, strict=True):
+        where = {node: new[twin] for node, twin in mapped.items() if twin in new}
         for node in sorted(other.probes):
             if tree.size < nodes and other.parents[node] in where:
                 where[node] = tree.add(other.tokens[node], where[other.parents[node]], probe=True)
@@ -273,18 +273,18 @@ def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[
     for node in range(1, tree.size + 1):
         if node not in tree.probes:
             there.setdefault((tree.parents[node], tree.tokens[node]), node)
-    place = {0: below}
+    mapped = {0: below}
     for node in range(1, other.size + 1):
         parent, token = other.parents[node], other.tokens[node]
-        if parent not in place or node in other.probes or other.drawn[node] is not Drawn.DETERMINISTIC:
+        if parent not in mapped or node in other.probes or other.drawn[node] is not Drawn.DETERMINISTIC:
             continue
-        confidence, twin = other.confidence[node], there.get((place[parent], token))
+        confidence, twin = other.confidence[node], there.get((mapped[parent], token))
         if twin is None:
-            twin = there[place[parent], token] = tree.add(token, place[parent], confidence=confidence)
+            twin = there[mapped[parent], token] = tree.add(token, mapped[parent], confidence=confidence)
         elif twin > since:
             tree.confidence[twin] = max(tree.confidence[twin], confidence)
-        place[node] = twin
-    return place
+        mapped[node] = twin
+    return mapped
 
 
 def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:

@@ -36,7 +36,7 @@ far a guess at another one is right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
+class _FreeRow:
     """A free row."""
 
     tokens: Sequence[int] = ()
@@ -52,8 +52,8 @@ class _Kept:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
-    """What is to be read, and what may serve it."""
+class PrefixQuery:
+    """What is to be prefilled, and whose rows may serve it."""
 
     tokens: Sequence[int]
     salt: str | None = None
@@ -65,8 +65,8 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """A row for an answer."""
+class Allocation:
+    """A row of the cache for a sequence."""
 
     row: int
     shared: int = 0
@@ -79,7 +79,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Busy:
+class RowContents:
     """A row that is in use."""
 
     tokens: Sequence[int]
@@ -88,12 +88,12 @@ class Busy:
     """Isolation domain of that."""
 
 
-class Prefixes:
+class PrefixCache:
     """The free rows of a target."""
 
     def __init__(self, target: Target, *, enabled: bool) -> None:
         self._target, self.enabled = target, enabled
-        self._free = {row: _Kept() for row in range(target.rows)}
+        self._free = {row: _FreeRow() for row in range(target.rows)}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -104,12 +104,12 @@ class Prefixes:
         """Tokens kept in free rows."""
         return sum(len(kept.tokens) for kept in self._free.values())
 
-    def release(self, row: int, held: Busy, drafter: str | None) -> None:
+    def release(self, row: int, held: RowContents, drafter: str | None) -> None:
         """A row becomes free; its slots hold what they held, and so does the state of `drafter`, where one is named."""
         self._clock += 1
         self._target.truncate([row], [0])
         writes = self._target.writes[row]
-        self._free[row] = _Kept(
+        self._free[row] = _FreeRow(
             tokens=list(held.tokens), salt=held.salt, drafter=drafter, writes=writes, used=self._clock
         )
 
@@ -119,61 +119,61 @@ class Prefixes:
         for row, kept in sorted(self._free.items(), key=lambda entry: entry[1].used):
             if self.held <= most:
                 break
-            self._free[row] = _Kept(used=kept.used)
+            self._free[row] = _FreeRow(used=kept.used)
             if kept.drafter is not None:
                 forgotten.append((row, kept.drafter))
         return forgotten
 
-    def seat(self, wish: Wish, running: Mapping[int, Busy]) -> Seat:
+    def acquire(self, query: PrefixQuery, running: Mapping[int, RowContents]) -> Allocation:
         """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
 
         Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
         of several such rows the one that was used least recently.
 
         Args:
-            wish: at least one token of it is left to be read.
+            query: at least one token of it is left to be read.
             running: what the busy rows hold.
         """
-        shared = {row: self._shared(row, wish) for row in self._free}
+        shared = {row: self._shared(row, query) for row in self._free}
         best = max(shared, key=lambda row: shared[row])
-        lenders = {row: busy for row, busy in running.items() if busy.salt == wish.salt and not wish.needs_drafter}
-        copied = {row: _common(busy.tokens, wish.tokens) for row, busy in lenders.items()}
+        lenders = {row: busy for row, busy in running.items() if busy.salt == query.salt and not query.needs_drafter}
+        copied = {row: _common(busy.tokens, query.tokens) for row, busy in lenders.items()}
         source = max(copied, key=lambda row: copied[row], default=None)
         if source is not None and self.enabled and copied[source] > shared[best]:
-            seat = self._take(self._quiet(running), 0, wish)
-            self._target.copy_row(source, seat.row, copied[source])
-            return Seat(row=seat.row, shared=copied[source], drafter=seat.drafter)
+            found = self._take(self._quiet(running), 0, query)
+            self._target.copy_row(source, found.row, copied[source])
+            return Allocation(row=found.row, shared=copied[source], drafter=found.drafter)
         if shared[best]:
-            return self._take(best, shared[best], wish)
-        return self._take(self._quiet(running), 0, wish)
+            return self._take(best, shared[best], query)
+        return self._take(self._quiet(running), 0, query)
 
-    def _shared(self, row: int, wish: Wish) -> int:
+    def _shared(self, row: int, query: PrefixQuery) -> int:
         kept = self._free[row]
-        if kept.salt != wish.salt:
+        if kept.salt != query.salt:
             return 0
-        if kept.writes != self._target.writes[row] or (wish.needs_drafter and kept.drafter != wish.drafter):
+        if kept.writes != self._target.writes[row] or (query.needs_drafter and kept.drafter != query.drafter):
             return 0
-        return _common(kept.tokens, wish.tokens)
+        return _common(kept.tokens, query.tokens)
 
-    def _take(self, row: int, shared: int, wish: Wish) -> Seat:
+    def _take(self, row: int, shared: int, query: PrefixQuery) -> Allocation:
         kept = self._free.pop(row)
-        self._target.lengths[row] = shared  # Its slots still hold them: see `_Kept.writes`.
+        self._target.lengths[row] = shared  # Its slots still hold them: see `_FreeRow.writes`.
         self._target.clear(row)
-        known = shared + 1 if shared and kept.drafter == wish.drafter else 0
-        return Seat(row=row, shared=shared, drafter=kept.drafter, known=known)
+        known = shared + 1 if shared and kept.drafter == query.drafter else 0
+        return Allocation(row=row, shared=shared, drafter=kept.drafter, known=known)
 
     def _quiet(self, busy: Mapping[int, object]) -> int:
-        def place(row: int) -> tuple[int, int, int]:
+        def spread(row: int) -> tuple[int, int, int]:
             span = max((*busy, row)) - min((*busy, row))
             return span, self._free[row].used, row
 
-        return min(self._free, key=place)
+        return min(self._free, key=spread)
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
     """Whole blocks of the common beginning, in tokens; its last token is no part of them: its state is needed anew."""
     pairs = enumerate(zip(held, wanted, strict=False))
-    length = next((place for place, (left, right) in pairs if left != right), min(len(held), len(wanted)))
+    length = next((index for index, (left, right) in pairs if left != right), min(len(held), len(wanted)))
     return max(0, length - 1) // BLOCK * BLOCK
 
 
@@ -232,10 +232,10 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Completion] = []
         self._running: list[Completion] = []
-        self._reading: list[Prefill] = []
-        self._unread: list[Prefill] = []
-        self._prefixes = Prefixes(target, enabled=self.scheduling.enable_prefix_caching)
-        self._read_last = False
+        self._prefilling: list[Prefill] = []
+        self._prefilled: list[Prefill] = []
+        self._prefixes = PrefixCache(target, enabled=self.scheduling.enable_prefix_caching)
+        self._prefilled_last = False
 
     @property
     def busy(self) -> bool:
@@ -284,17 +284,17 @@ class Engine:
     def step(self) -> list[StreamChunk]:
         """One pass: over prompts, or over the next tokens of all that have been read. One chunk an answer.
 
-        While there are both, they take turns: a long prompt delays the others by a piece, and never its own first
+        While there are both, they take turns: a long prompt delays the others by a chunk, and never its own first
         token by a decoding step. Answers whose time is up end first, with what there is of them.
         """
         chunks = self._expire()
-        self._make_room()
+        self._preempt()
         self._admit()
-        reading = {answer for text in self._reading for answer in text.answers}
+        reading = {answer for text in self._prefilling for answer in text.answers}
         decoding = [answer for answer in self._running if answer not in reading]
-        self._read_last = bool(reading) and not (decoding and self._read_last)
-        if self._read_last:
-            chunks += self._read()
+        self._prefilled_last = bool(reading) and not (decoding and self._prefilled_last)
+        if self._prefilled_last:
+            chunks += self._prefill()
         elif decoding:
             chunks += self._decode(decoding)
         self._retire()
@@ -308,18 +308,18 @@ class Engine:
             if not self._fits([*self._running, answer]):
                 break
             self._waiting.remove(answer)
-            self._seat(answer)
+            self._allocate(answer)
             self._running.append(answer)
         self._running.sort(key=lambda answer: answer.row.cache_row)
         self._drop_prefixes()
 
-    def _seat(self, answer: Completion) -> None:
-        """Give the answer a row, and what it lacks there to whoever reads the same prompt just now, or to itself."""
+    def _allocate(self, answer: Completion) -> None:
+        """Give the answer a row; what it lacks there is prefilled with an answer to the same prompt, or by itself."""
         request = answer.request
-        same = [text for text in self._reading if text.begins and text.answers[0].request is request]
+        same = [text for text in self._prefilling if text.begins and text.answers[0].request is request]
         if same and not answer.tokens:
             same[0].answers.append(answer)
-            answer.row.cache_row = self._take(Wish(tokens=(), salt=answer.row.cache_salt)).row
+            answer.row.cache_row = self._take(PrefixQuery(tokens=(), salt=answer.row.cache_salt)).row
             return
         requires = self.drafting.requires(answer.drafter)
         text = Prefill.of(answer, requires)
@@ -327,46 +327,46 @@ class Engine:
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
         wanted = () if whole else text.tokens
         salt, drafter = answer.row.cache_salt, answer.drafter
-        seat = self._take(Wish(tokens=wanted, salt=salt, drafter=drafter, needs_drafter=bool(requires)))
-        answer.row.cache_row, text.done, text.known = seat.row, seat.shared, seat.known
-        self._reading.append(text)
+        found = self._take(PrefixQuery(tokens=wanted, salt=salt, drafter=drafter, needs_drafter=bool(requires)))
+        answer.row.cache_row, text.done, text.known = found.row, found.shared, found.known
+        self._prefilling.append(text)
         if self.scheduling.enable_prefix_caching and not answer.preemptions:
             self.prefix_queries += len(text.tokens)
-            self.prefix_hits += seat.shared
-            request.cached_tokens = max(request.cached_tokens, seat.shared)
+            self.prefix_hits += found.shared
+            request.cached_tokens = max(request.cached_tokens, found.shared)
 
-    def _take(self, wish: Wish) -> Seat:
-        seat = self._prefixes.seat(wish, {answer.row.cache_row: self._held(answer) for answer in self._running})
-        if seat.drafter is not None:
-            self.drafting.forget(seat.drafter, [seat.row], [seat.known])
-        return seat
+    def _take(self, query: PrefixQuery) -> Allocation:
+        found = self._prefixes.acquire(query, {answer.row.cache_row: self._held(answer) for answer in self._running})
+        if found.drafter is not None:
+            self.drafting.forget(found.drafter, [found.row], [found.known])
+        return found
 
-    def _held(self, answer: Completion) -> Busy:
+    def _held(self, answer: Completion) -> RowContents:
         row = answer.row
-        return Busy(tokens=row.tokens[: self.target.lengths[row.cache_row]], salt=row.cache_salt)
+        return RowContents(tokens=row.tokens[: self.target.lengths[row.cache_row]], salt=row.cache_salt)
 
-    def _leave(self, answer: Completion, *, keep: bool) -> None:
+    def _release(self, answer: Completion, *, keep: bool) -> None:
         """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
         row, drafter = answer.row, answer.drafter
         keep = keep and self._prefixes.enabled
-        held = self._held(answer) if keep else Busy(tokens=())
+        held = self._held(answer) if keep else RowContents(tokens=())
         remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
         if drafter is not None and not remembers:
             self.drafting.forget(drafter, [row.cache_row], [0])
         self._prefixes.release(row.cache_row, held, drafter if remembers else None)
         self._running.remove(answer)
-        for text in [*self._reading, *self._unread]:
+        for text in [*self._prefilling, *self._prefilled]:
             if answer in text.answers:
                 text.answers.remove(answer)
-        self._reading = [text for text in self._reading if text.answers]
-        self._unread = [text for text in self._unread if text.answers]
+        self._prefilling = [text for text in self._prefilling if text.answers]
+        self._prefilled = [text for text in self._prefilled if text.answers]
         answer.introduced, row.cache_row = False, -1
 
     def _retire(self) -> None:
         """Free the rows of answers that ended."""
         self._waiting = [answer for answer in self._waiting if answer.finish_reason is None]
         for answer in [answer for answer in self._running if answer.finish_reason is not None]:
-            self._leave(answer, keep=not answer.failed)
+            self._release(answer, keep=not answer.failed)
             if answer.drafter is not None:
                 self.drafting.watch(answer.drafter, answer.stats)
 
@@ -380,11 +380,11 @@ class Engine:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Before a pass: what the running answers may hold after it fits, or the youngest gives way."""
+    def _preempt(self) -> None:
+        """Before a pass: what the running answers may hold after it fits, or the youngest is preempted."""
         while not self._fits(self._running):
             answer = youngest(self._running)
-            self._leave(answer, keep=False)
+            self._release(answer, keep=False)
             answer.preemptions += 1
             self.preemptions += 1
             self._waiting.append(answer)
@@ -409,22 +409,22 @@ class Engine:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def _read(self) -> list[StreamChunk]:
-        """The next pieces of prompts, and the first tokens of those that have been read to the end."""
+    def _prefill(self) -> list[StreamChunk]:
+        """The next chunks of prompts, and the first tokens of those that have been read to the end."""
         limits = self.scheduling
-        texts = pass_of(self._reading, limits.chunk, limits.max_num_batched_tokens)
+        texts = pass_of(self._prefilling, limits.chunk, limits.max_num_batched_tokens)
         logits = run_prefills(self.target, texts, limits.chunk)
         done = [text for text in texts if text.finished]
-        self._reading = [text for text in self._reading if not text.finished]
-        self._unread += done
-        beginning = [(place, answer) for place, text in enumerate(texts) if text in done for answer in text.answers]
-        beginning = [(place, answer) for place, answer in beginning if not answer.tokens]
+        self._prefilling = [text for text in self._prefilling if not text.finished]
+        self._prefilled += done
+        beginning = [(index, answer) for index, text in enumerate(texts) if text in done for answer in text.answers]
+        beginning = [(index, answer) for index, answer in beginning if not answer.tokens]
         ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
-        beginning = [(place, answer) for place, answer in beginning if answer.row.room]
+        beginning = [(index, answer) for index, answer in beginning if answer.row.room]
         if not beginning:
             return ended
-        rows, places = [answer.row for _, answer in beginning], [place for place, _ in beginning]
-        emitted = first_tokens(rows, logits[places], isolate=True)
+        rows, indices = [answer.row for _, answer in beginning], [index for index, _ in beginning]
+        emitted = first_tokens(rows, logits[indices], isolate=True)
         return ended + [answer.append(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
 
     def _decode(self, answers: Sequence[Completion]) -> list[StreamChunk]:
@@ -434,7 +434,7 @@ class Engine:
         configs = [answer.request.speculative for answer in answers]
         depths = [config.num_speculative_tokens if config is not None else None for config in configs]
         keys = [answer.drafter for answer in answers]
-        groups = self.drafting.groups(rows, keys, depths, awaited=bool(self._reading))
+        groups = self.drafting.groups(rows, keys, depths, awaited=bool(self._prefilling))
 
         def admit(trees: list[TokenTree]) -> list[TokenTree]:
             return permitted(self.drafting.admit(trees), rows)
@@ -447,24 +447,24 @@ class Engine:
     def _introduce(self) -> None:
         """Show drafters the prompts of rows that came in since; after their first tokens, so that these never wait."""
         new_sequences = defaultdict[str, list[NewSequence]](list)
-        for text in self._unread:
+        for text in self._prefilled:
             states = text.signals()
-            for place, answer in enumerate(text.answers):
+            for index, answer in enumerate(text.answers):
                 if answer.drafter is not None:
-                    known = text.known if place == 0 else 0
+                    known = text.known if index == 0 else 0
                     new_sequences[answer.drafter].append(NewSequence(row=answer.row, known=known, states=states))
                     answer.introduced = True
-        self._unread.clear()
+        self._prefilled.clear()
         for key, found in new_sequences.items():
             self.drafting.introduce(key, found)
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
         """The chunks, each finished request's last one carrying its whole output."""
-        last = {chunk.request_id: place for place, chunk in enumerate(chunks)}
+        last = {chunk.request_id: index for index, chunk in enumerate(chunks)}
         closed = []
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             request = self._requests[chunk.request_id]
-            ends = request.finished and last[chunk.request_id] == place
+            ends = request.finished and last[chunk.request_id] == index
             closed.append(request.closing(chunk) if ends else chunk)
         for request_id in last:
             if self._requests[request_id].finished:

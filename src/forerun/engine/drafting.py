@@ -240,8 +240,8 @@ class DrafterPool:
             if rate < _CHANCE_RATE:
                 active.warned = True
                 log.warning(
-                    "drafter %r is at the level of chance: %.1f %% of its first drafted tokens were kept in %d steps. "
-                    "Was it trained for this target and tokenizer? The output is right, but plain decoding is faster.",
+                    "drafter %r is at the level of chance: %.1f %% of its first drafted tokens were accepted in %d "
+                    "steps. Was it trained for this target and tokenizer? The output is right, plain decoding is faster.",
                     active.config.method,
                     100 * rate,
                     active.stats.num_spec_steps,

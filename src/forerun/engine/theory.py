@@ -38,7 +38,7 @@ def expected_tokens_per_pass(alpha: float, k: int) -> float:
     """Leviathan's E: (1 - alpha^(k+1)) / (1 - alpha) tokens a pass, bonus or recovered token included.
 
     Args:
-        alpha: probability that a drafted token is accepted, independent of its place.
+        alpha: probability that a drafted token is accepted, independent of its position.
         k: drafted tokens per pass.
     """
     return tokens_of(geometric(alpha, k))
@@ -170,7 +170,7 @@ def tree_depth(parents: Sequence[int]) -> int:
 
 
 def tree_survival(parents: Sequence[int], acceptance: RankAcceptance) -> list[float]:
-    """Survival of every drafted node; its rank is its place among its siblings."""
+    """Survival of every drafted node; its rank is its index among its siblings."""
     check_ranks(acceptance)
     depths, survival, born = [0], [1.0], [0] * (len(parents) + 1)
     for node, parent in enumerate(parents, start=1):

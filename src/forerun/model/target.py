@@ -67,11 +67,11 @@ class Gathered:
         if self._all_logits:
             self._put(active, slice(start, start + states.shape[1]), self._head(states))
             return
-        places = [place for place, index in enumerate(active) if self._counts[index] <= start + states.shape[1]]
-        if places:
-            ending = [active[place] for place in places]
+        ended = [entry for entry, index in enumerate(active) if self._counts[index] <= start + states.shape[1]]
+        if ended:
+            ending = [active[entry] for entry in ended]
             index = [self._counts[index] - start - 1 for index in ending]
-            last = states[sent_ints(places, states.device), sent_ints(index, states.device)]
+            last = states[sent_ints(ended, states.device), sent_ints(index, states.device)]
             self._put(ending, slice(0, 1), self._head(last.unsqueeze(1)))
 
     def scored(self) -> Scored:

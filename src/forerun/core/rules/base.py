@@ -82,7 +82,7 @@ def _loaded(where: str) -> Rule:
 
 
 def ending(tree: TokenTree, node: int) -> Source:
-    """What the token after `node` is, if `node` is the last one kept: TARGET, BONUS or RECOVERED."""
+    """What the token after `node` is, if `node` is the last one accepted: TARGET, BONUS or RECOVERED."""
     if tree.size == len(tree.probes):
         return Source.TARGET
     return Source.RECOVERED if tree.children[node] else Source.BONUS

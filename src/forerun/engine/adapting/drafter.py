@@ -24,15 +24,15 @@ from forerun.engine.adapting.replay import Collector
 from forerun.model.kernels.packing import Weights, exchange
 from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 
-# Whether drafts are really kept as often since the last swap as before it. Counts only; knows no weights.
+# Whether drafts are really accepted as often since the last swap as before it. Counts only; knows no weights.
 
 
 WINDOW = 2000
-"""Judged drafted tokens that speak for the weights before a swap."""
+"""Verified drafted tokens that speak for the weights before a swap."""
 LOOKS = (250, 500, 1000)
-"""Judged drafted tokens after a swap at which it is looked whether acceptance fell; after the last it stays."""
+"""Verified drafted tokens after a swap at which it is looked whether acceptance fell; after the last it stays."""
 LEAST_BEFORE = 100
-"""Fewer judged tokens before a swap can tell nothing about it."""
+"""Fewer verified tokens before a swap can tell nothing about it."""
 SIGNIFICANT = 3.0
 """Standard errors by which acceptance must have fallen. Tokens of an answer are not independent, hence so many."""
 
@@ -47,19 +47,19 @@ class Sentence(Enum):
 
 
 class Watch:
-    """Accepted and judged drafted tokens. A draft's tokens behind its first rejected one are not judged."""
+    """Accepted and verified drafted tokens. A draft's tokens behind its first rejected one are not verified."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, int]] = deque()
-        self._accepted = self._judged = 0
+        self._accepted = self._verified = 0
         self._before: tuple[int, int] | None = None
         self._after = (0, 0)
         self._looks = 0
 
     @property
     def acceptance(self) -> float:
-        """Share of judged tokens that were kept, over the last `WINDOW` of them under the same weights; 0 of none."""
-        return self._accepted / self._judged if self._judged else 0.0
+        """Share of verified tokens that were accepted, over the last `WINDOW` under the same weights; 0 of none."""
+        return self._accepted / self._verified if self._verified else 0.0
 
     @property
     def pending(self) -> bool:
@@ -69,20 +69,20 @@ class Watch:
     def saw(self, verdicts: Sequence[Verdict]) -> Sentence:
         """Count a step; after WORSE the former weights must come back, and `rolled_back` be called."""
         accepted = sum(len(verdict.path) + (verdict.kind is Source.DRAFT) for verdict in verdicts)
-        judged = accepted + sum(verdict.kind is Source.RECOVERED for verdict in verdicts)
-        self._recent.append((accepted, judged))
-        self._accepted, self._judged = self._accepted + accepted, self._judged + judged
-        while self._judged - self._recent[0][1] >= WINDOW:
+        verified = accepted + sum(verdict.kind is Source.RECOVERED for verdict in verdicts)
+        self._recent.append((accepted, verified))
+        self._accepted, self._verified = self._accepted + accepted, self._verified + verified
+        while self._verified - self._recent[0][1] >= WINDOW:
             oldest = self._recent.popleft()
-            self._accepted, self._judged = self._accepted - oldest[0], self._judged - oldest[1]
+            self._accepted, self._verified = self._accepted - oldest[0], self._verified - oldest[1]
         if self._before is None:
             return Sentence.KEPT
-        self._after = (self._after[0] + accepted, self._after[1] + judged)
+        self._after = (self._after[0] + accepted, self._after[1] + verified)
         return self._look()
 
     def swapped(self) -> None:
         """Other weights serve from now on, and are watched if there is something to compare them with."""
-        self._before = (self._accepted, self._judged) if self._judged >= LEAST_BEFORE else None
+        self._before = (self._accepted, self._verified) if self._verified >= LEAST_BEFORE else None
         self._forget()
 
     def rolled_back(self) -> None:
@@ -92,7 +92,7 @@ class Watch:
 
     def _forget(self) -> None:
         self._recent.clear()
-        self._accepted = self._judged = self._looks = 0
+        self._accepted = self._verified = self._looks = 0
         self._after = (0, 0)
 
     def _look(self) -> Sentence:
@@ -187,13 +187,13 @@ class AdaptedDrafter(Drafter):
             self._roll_back()
         if self.failed:
             return
-        places = [place for place, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
-        if not places:
+        indices = [index for index, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
+        if not indices:
             return
         try:
             with self._throttle.paced():
-                kept = [verdicts[place] for place in places]
-                self._collector.observe(context.of(places), kept, scores.of(places))
+                kept = [verdicts[index] for index in indices]
+                self._collector.observe(context.of(indices), kept, scores.of(indices))
         except Exception as error:
             self.failed = True
             log.warning("adaptation stopped, drafting goes on: what a step taught could not be written down: %r", error)

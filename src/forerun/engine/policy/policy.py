@@ -443,14 +443,14 @@ class Policy:
         its trials, which take their time, and not to a noisy estimate. Where copies yield more, its time is dear.
         """
         arm, curves = self.arms[index], dict[int, Sequence[float]]()
-        for place, row in plan.rows.items():
-            limit, trying = min(arm.limit, plan.limits[place]), arm.trials.trying(row.cache_row)
+        for member, row in plan.rows.items():
+            limit, trying = min(arm.limit, plan.limits[member]), arm.trials.trying(row.cache_row)
             if limit > 0 and (trying or arm.trials.on(row.cache_row)):
-                curves[place] = guessed(limit) if trying else arm.survival.curve(row.cache_row, limit)
+                curves[member] = guessed(limit) if trying else arm.survival.curve(row.cache_row, limit)
         unread = {
-            place: arm.drafter.unread(plan.rows[place].cache_row, len(plan.rows[place].tokens)) for place in curves
+            member: arm.drafter.unread(plan.rows[member].cache_row, len(plan.rows[member].tokens)) for member in curves
         }
-        readings = {place: self.costs.reading_ms(arm.key, tokens) for place, tokens in unread.items()}
+        readings = {member: self.costs.reading_ms(arm.key, tokens) for member, tokens in unread.items()}
         if any(readings.values()):
             curves = self._repaying(plan, arm, curves, readings)
         if not curves:
@@ -458,13 +458,13 @@ class Policy:
         depth, ratio, added = self._depth(plan, arm, curves)
         least = plan.batch * added / plan.times[0] / len(curves) + SETTINGS.tie_tokens * ratio
         nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
-        for place, curve in curves.items():
-            cache_row = plan.rows[place].cache_row
+        for member, curve in curves.items():
+            cache_row = plan.rows[member].cache_row
             hoped = sum(curve[:depth]) + optimism(curve[:depth], arm.survival.evidence(cache_row), self.steps)
             more = SETTINGS.trial_tokens if arm.trials.trying(cache_row) else 0.0
-            bids[place] = Bid(index, nodes, max(hoped, least) + more)
+            bids[member] = Bid(index, nodes, max(hoped, least) + more)
         ms = self.costs.draft_ms(arm.key, depth, plan.batch)
-        return Offer(arm=index, depth=depth, ms=ms, bids=bids, unread={place: unread[place] for place in curves})
+        return Offer(arm=index, depth=depth, ms=ms, bids=bids, unread={member: unread[member] for member in curves})
 
     def _depth(self, plan: _StepPlan, arm: Arm, curves: Mapping[int, Sequence[float]]) -> tuple[int, float, float]:
         """How deep to draft for these rows, times plain decoding, and what that adds to a plain step, ms."""
@@ -492,8 +492,8 @@ class Policy:
         depth, _, added = self._depth(plan, arm, curves)
         unaided, found = self.goodput("unaided"), dict[int, Sequence[float]]()
         per_ms = unaided / plan.times[0]
-        for place, curve in curves.items():
-            row, reading = plan.rows[place], readings[place]
+        for member, curve in curves.items():
+            row, reading = plan.rows[member], readings[member]
             if plan.awaited and reading and len(row.tokens) - row.prompt_length <= SETTINGS.first_tokens:
                 continue
             accepted = sum(curve[:depth])
@@ -503,7 +503,7 @@ class Policy:
             )
             due = self.steps - arm.read >= reading / plan.times[0] / SETTINGS.trial_share
             if reading == 0.0 or arm.trials.trying(row.cache_row) or due or repays:
-                found[place] = curve
+                found[member] = curve
                 arm.read = self.steps if reading else arm.read
         return found
 
@@ -515,8 +515,8 @@ class Policy:
         if plan is None:
             return
         # What the text went on with tells of every deterministic node whether it was right, submitted or not.
-        for place, ranking in plan.merged.items():
-            self.agreement.learn(plan.rows[place].cache_row, ranking, emitted[place].tokens)
+        for member, ranking in plan.merged.items():
+            self.agreement.learn(plan.rows[member].cache_row, ranking, emitted[member].tokens)
         for arm in self.arms:
             if not arm.copies:
                 arm.survival.age()
@@ -528,7 +528,7 @@ class Policy:
         used, size = plan.used(), self.costs.shape.size(plan.counts)
         ms = plan.times[size] + sum(offer.ms for offer in used)
         if self.measure:
-            ms = self._learn_times(plan, size, next(iter(emitted[place] for place in plan.rows)))
+            ms = self._learn_times(plan, size, next(iter(emitted[member] for member in plan.rows)))
         tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), ms / plan.times[0]
         self._goodput.learn("all", tokens, cost)
         if not used:
@@ -539,12 +539,12 @@ class Policy:
         arm, shape, rows = (
             self.arms[offer.arm],
             self.costs.shape,
-            {place: plan.rows[place].cache_row for place in chosen},
+            {member: plan.rows[member].cache_row for member in chosen},
         )
         matched = {
-            place: arm.confidence.learn(row, plan.ranked[place], emitted[place].tokens)
-            for place, row in rows.items()
-            if place in plan.ranked
+            member: arm.confidence.learn(row, plan.ranked[member], emitted[member].tokens)
+            for member, row in rows.items()
+            if member in plan.ranked
         }
         if arm.drafter.drafter.failed:
             arm.drafter.drafter.failed = False
@@ -555,26 +555,26 @@ class Policy:
             cost_for_all = self._row_cost(plan, offer, max(len(chosen), arm.trials.waiting))
             reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
             arm.trials.spend((cost - 1) * len(chosen) / plan.batch + reading)
-        nodes = shape.nodes(shape.size([plan.counts[place] for place in chosen]), len(chosen))
+        nodes = shape.nodes(shape.size([plan.counts[member] for member in chosen]), len(chosen))
         before = arm.nodes.setdefault(offer.depth, nodes)
         arm.nodes[offer.depth] = before + SETTINGS.latest * (nodes - before)
-        for place, row in rows.items():
-            step = emitted[place]
-            if step.tokens[-1] in plan.rows[place].stop_ids:
+        for member, row in rows.items():
+            step = emitted[member]
+            if step.tokens[-1] in plan.rows[member].stop_ids:
                 continue
             # A drafter that stopped short of what it was allowed has not survived there. Of deterministic nodes that
             # were taken away the text still tells, as far as it goes, what would have been accepted.
-            allowed = min(offer.depth, arm.limit, plan.limits[place])
+            allowed = min(offer.depth, arm.limit, plan.limits[member])
             accepted, drafted = len(step.trace.path), min(allowed, step.depth + 1)
-            if place in plan.pruned:
-                accepted, drafted = matched[place], min(allowed, len(step.tokens))
+            if member in plan.pruned:
+                accepted, drafted = matched[member], min(allowed, len(step.tokens))
             arm.survival.record(row, accepted=accepted, drafted=drafted)
             if arm.trials.trying(row):
                 passed = arm.trials.tried(row, accepted=accepted, drafted=drafted, cost=cost_for_all)
                 if passed is not None:
                     arm.survival.renew(row, passed)
             else:
-                hoped = sum(arm.survival.curve(row, offer.depth)) if plan.counts[place] else 0.0
+                hoped = sum(arm.survival.curve(row, offer.depth)) if plan.counts[member] else 0.0
                 arm.trials.drafted(row, (1 + hoped) / cost)
 
     def _row_cost(self, plan: _StepPlan, offer: Offer, rows: int) -> float:
