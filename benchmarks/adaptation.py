@@ -49,7 +49,7 @@ def stream(llm: LLM, kind: str, count: int, context: int) -> list[list[int]]:
 
 def run(options: argparse.Namespace, adapt: dict[str, Any] | None) -> Ran:
     """Answer the whole stream."""
-    drafter = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}
+    drafter = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4, "adaptive": False}
     llm = LLM("demo", speculative_config=drafter, adapt=adapt, max_num_seqs=4, max_model_len=512, dtype=options.dtype)
     params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens, seed=0, ignore_eos=True)
     ran, began = Ran(), time.perf_counter()

@@ -101,6 +101,7 @@ def work(options: argparse.Namespace) -> None:
         told = ARMS[name]
         if isinstance(told, Mapping):
             told = {key: paths.get(value, value) if isinstance(value, str) else value for key, value in told.items()}
+            told["adaptive"] = name == "auto"
         run = ForerunArm(name, llm, told).run(prompt, ids, setting, seed=prompt)
         say({"seconds": run.decode_s, "tokens": run.decode_tokens, "steps": len(run.trace)})
 

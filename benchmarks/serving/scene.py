@@ -42,13 +42,13 @@ def models() -> dict[str, Path]:
 
 
 def configs(paths: Mapping[str, Path]) -> dict[str, Configs]:
-    """What each engine is told: vLLM the setup of its documentation, forerun the same drafter under control."""
+    """What each engine is told: vLLM the setup of its documentation, forerun the same drafter, which adapts."""
     theirs = {
         "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
         "draft_model": {"method": "draft_model", "model": str(paths["draft"]), "num_speculative_tokens": 5},
         "eagle3": {"method": "eagle3", "model": str(paths["head"]), "num_speculative_tokens": 5},
     }
-    found = {name: Configs(ours={**config, "adaptive": True}, theirs=config) for name, config in theirs.items()}
+    found = {name: Configs(ours=dict(config), theirs=config) for name, config in theirs.items()}
     found["ngram"].ours["num_speculative_tokens"] = 16
     return found
 

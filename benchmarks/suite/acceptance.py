@@ -478,11 +478,11 @@ def sampled_ways(who: Contestants, dynamic: Mapping[str, Any]) -> list[Way]:
 def _chains(who: Contestants, temperature: float) -> list[Way]:
     rule = {"rule": "block"} if temperature > 0 else {}
     configs: dict[str, Mapping[str, Any]] = {
-        f"ngram chain of {who.lookup}": {"method": "ngram", "num_speculative_tokens": who.lookup}
+        f"ngram chain of {who.lookup}": {"method": "ngram", "num_speculative_tokens": who.lookup, "adaptive": False}
     }
     if who.draft is not None:
-        drafted = {"method": "draft_model", "model": who.draft, "num_speculative_tokens": CHAIN, **rule}
-        configs[f"draft_model chain of {CHAIN}"] = drafted
+        drafted = {"method": "draft_model", "model": who.draft, "num_speculative_tokens": CHAIN, "adaptive": False}
+        configs[f"draft_model chain of {CHAIN}"] = drafted | rule
     configs[f"eagle3 chain of {CHAIN}"] = _head(who, num_speculative_tokens=CHAIN, **rule)
     return [
         Way(label=label, method=config["method"], form="chain", temperature=temperature, config=config)
@@ -491,7 +491,7 @@ def _chains(who: Contestants, temperature: float) -> list[Way]:
 
 
 def _head(who: Contestants, **options: Any) -> dict[str, Any]:
-    return {"method": "eagle3", "model": who.head, **options}
+    return {"method": "eagle3", "model": who.head, "adaptive": False, **options}
 
 
 def _sampled(label: str, form: str, config: Mapping[str, Any]) -> Way:

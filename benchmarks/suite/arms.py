@@ -178,20 +178,25 @@ TREE_TOP_K = 4
 def forerun_arms(llm: LLM, draft: Any | None, *, chain: int, lookup: int, head: EagleHead | None = None) -> list[Arm]:
     """forerun plain and `ngram`; with a draft model a chain of `chain` tokens and a tree of the same depth.
 
-    With a head, in the target's dtype, the same of `eagle3`, whose tree is dynamic.
+    With a head, in the target's dtype, the same of `eagle3`, whose tree is dynamic. All draft the same at every step.
     """
     arms: list[Arm] = [
         ForerunArm("forerun plain", llm, False),
-        ForerunArm("forerun ngram", llm, {"method": "ngram", "num_speculative_tokens": lookup}),
+        ForerunArm("forerun ngram", llm, {"method": "ngram", "num_speculative_tokens": lookup, "adaptive": False}),
     ]
     if draft is not None:
-        common = {"method": "draft_model", "model": str(draft)}
+        common = {"method": "draft_model", "model": str(draft), "adaptive": False}
         arms += [
             ForerunArm("forerun draft_model", llm, common | {"num_speculative_tokens": chain}),
             ForerunArm("forerun draft_model tree", llm, common | {"shape": (2, 2, *[1] * (chain - 2))}),
         ]
     if head is not None:
-        trained: dict[str, Any] = {"method": "eagle3", "model": head, "num_speculative_tokens": chain}
+        trained: dict[str, Any] = {
+            "method": "eagle3",
+            "model": head,
+            "num_speculative_tokens": chain,
+            "adaptive": False,
+        }
         arms += [
             ForerunArm("forerun eagle3", llm, trained),
             ForerunArm("forerun eagle3 tree", llm, trained | {"top_k": TREE_TOP_K, "nodes": TREE_NODES}),

@@ -49,8 +49,7 @@ def burdens(useless: Any | None) -> dict[str, Mapping[str, Any]]:
     """Name -> configuration: the policy with a draft model that is no use, and its own choice of free drafters."""
     found: dict[str, Mapping[str, Any]] = {"auto": {"method": "auto"}}
     if useless is not None:
-        model = {"method": "draft_model", "model": useless, "num_speculative_tokens": 5}
-        found["useless draft_model"] = {**model, "adaptive": True}
+        found["useless draft_model"] = {"method": "draft_model", "model": useless, "num_speculative_tokens": 5}
     return found
 
 

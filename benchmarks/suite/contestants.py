@@ -80,7 +80,7 @@ def trained(field: Field) -> dict[str, Mapping[str, Any]]:
 
 
 def contestants(llm: LLM, work: Workload, field: Field, costs: Mapping[str, DraftCost]) -> list[Contestant]:
-    """Plain decoding, every drafter, and `auto`, which chooses among the free ones and the trained ones.
+    """Plain decoding, every drafter, which drafts the same at every step, and `auto`, which chooses among all of them.
 
     Args:
         costs: of drafters by name, for those whose speed-up is to be predicted.
@@ -93,7 +93,10 @@ def contestants(llm: LLM, work: Workload, field: Field, costs: Mapping[str, Draf
     configs["auto"] = {"method": "auto", "drafters": candidates}
     return [
         Contestant(PLAIN, llm, False, work),
-        *(Contestant(f"forerun {name}", llm, config, work, cost=costs.get(name)) for name, config in configs.items()),
+        *(
+            Contestant(f"forerun {name}", llm, {"adaptive": name == "auto", **config}, work, cost=costs.get(name))
+            for name, config in configs.items()
+        ),
     ]
 
 

@@ -70,7 +70,7 @@ def count_tokens(
     plain = [output.outputs[0].token_ids for output in llm.generate(requests, params, speculative=False)]
     counts = []
     for name, config in drafters.items():
-        outputs = llm.generate(requests, params, speculative=config)
+        outputs = llm.generate(requests, params, speculative={**config, "adaptive": False})
         answers = [output.outputs[0].token_ids for output in outputs]
         pairs = list(zip(plain, answers, strict=True))
         first = [first_difference(one, other) for one, other in pairs]

@@ -64,7 +64,7 @@ class Fickle(AdaptedDrafter):
 
 def engine(drafts: Any, cls: type[AdaptedDrafter], *, rows: int = 8, **options: Any) -> tuple[LLM, AdaptedDrafter]:
     """The tiny target with a drafter that adapts, but for the thread."""
-    config = {"method": "draft_model", "model": drafts, "num_speculative_tokens": 3, **options}
+    config = {"method": "draft_model", "model": drafts, "num_speculative_tokens": 3, "adaptive": False, **options}
     llm = LLM(
         model(),
         tokenizer=False,
@@ -192,7 +192,7 @@ def test_a_worse_candidate_is_thrown_away(
 
 
 def adapting(target: Path, drafts: Path | str, folder: Path) -> LLM:
-    drafter = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 4}
+    drafter = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 4, "adaptive": False}
     adapt = {"share": 1.0, "learning_rate": 1e-3, "fresh_pieces": 2, "round_pieces": 8, "directory": folder}
     return LLM(str(target), dtype="float32", speculative_config=drafter, max_num_seqs=4, max_model_len=200, adapt=adapt)
 
@@ -298,7 +298,7 @@ def test_a_reused_row_is_computed_anew_after_a_swap(draft: LlamaForCausalLM) -> 
 def test_the_policys_drafters_adapt_inside() -> None:
     setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
     drafting = DrafterPool(setup, costs=Nominal())
-    config = SpeculativeConfig.parse({"method": "draft_model", "model": copy.deepcopy(relative()), "adaptive": True})
+    config = SpeculativeConfig.parse({"method": "draft_model", "model": copy.deepcopy(relative())})
     key, seen = drafting.ensure(config) or "", list[Drafter]()
 
     def around(drafter: Drafter) -> Drafter:

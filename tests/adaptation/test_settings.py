@@ -88,7 +88,7 @@ def test_a_server_that_may_learn_from_nobody_does_not_start(forerun: Any, keys: 
 
 
 def test_metrics(checkpoint: Path, draft_checkpoint: Path) -> None:
-    drafter = {"method": "draft_model", "model": str(draft_checkpoint)}
+    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "adaptive": False}
 
     def load(**more: Any) -> AsyncLLM:
         return AsyncLLM(str(checkpoint), speculative_config=drafter, dtype="float32", max_model_len=200, **more)

@@ -84,7 +84,8 @@ def test_greedy_drafts_are_the_small_heads(source_tied: Path, scaled: ScaledMode
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     found = []
     for folder, checkpoint in ((source_tied, small), (scaled.path, scale_head(small, scaled))):
-        config = {"method": "eagle3", "model": checkpoint.build().eval(), "num_speculative_tokens": 4, **shape}
+        drafts = {"num_speculative_tokens": 4, "adaptive": False, **shape}
+        config = {"method": "eagle3", "model": checkpoint.build().eval(), **drafts}
         llm = LLM(str(folder), tokenizer=False, max_num_seqs=1, max_model_len=96, dtype="float32")
         output = llm.generate([{"prompt_token_ids": PROMPT}], params, speculative=config, trace=True)[0].outputs[0]
         found.append((output.token_ids, [[(n.token, n.parent) for n in step.nodes] for step in output.trace]))

@@ -6,13 +6,15 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from cli.conftest import Ran
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, SpeculativeConfig
+from forerun.cli import serve, session
 from forerun.drafters import methods
+from forerun.errors import ArgumentError
 
 Forerun = Callable[..., Ran]
 PROMPT = "the cat sat on the mat and the cat sat on the"
@@ -38,7 +40,9 @@ def test_every_verb_has_help(forerun: Forerun, verb: str) -> None:
 
 
 def test_generate_prints_the_text_and_nothing_else(forerun: Forerun, checkpoint: Path, expected: Any) -> None:
-    ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--drafter", "ngram", "--show-draft")
+    ran = forerun(
+        "generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--drafter", "ngram", "--no-adaptive", "--show-draft"
+    )
     assert ran.code == 0 and ran.out == expected.text + "\n"
     assert "tokens per target pass" in ran.err and "accepted draft" in ran.err and "\x1b" not in ran.out + ran.err
 
@@ -46,10 +50,12 @@ def test_generate_prints_the_text_and_nothing_else(forerun: Forerun, checkpoint:
 def test_generate_json_with_every_way_to_name_a_drafter(
     forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, expected: Any
 ) -> None:
-    config = json.dumps({"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3})
+    config = json.dumps(
+        {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3, "adaptive": False}
+    )
     ways: list[list[object]] = [
         ["--speculative-config", config],
-        ["--drafter", "draft_model", "--drafter-model", draft_checkpoint, "-k", 3],
+        ["--drafter", "draft_model", "--drafter-model", draft_checkpoint, "-k", 3, "--no-adaptive"],
     ]
     for way in ways:
         ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0, "-n", 24, "--json", "--show-draft", *way)
@@ -60,6 +66,28 @@ def test_generate_json_with_every_way_to_name_a_drafter(
         speculation = answer["speculation"]
         assert speculation["steps"] > 0 and len(speculation["acceptance_per_depth"]) == 3
         assert speculation["mean_acceptance_length"] > 1 and speculation["accepted"] <= speculation["drafted"]
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+@pytest.mark.parametrize(
+    ("words", "adaptive"), [([], True), (["--adaptive"], True), (["--no-adaptive"], False), (["-k", 3], True)]
+)
+def test_a_drafter_adapts_unless_it_is_told_not_to(
+    forerun: Forerun, monkeypatch: pytest.MonkeyPatch, verb: str, words: list[object], adaptive: bool
+) -> None:
+    asked = list[SpeculativeConfig | None]()
+
+    def load(model: str, speculative: dict[str, Any]) -> NoReturn:
+        asked.append(SpeculativeConfig.parse(speculative))
+        raise ArgumentError("nothing is loaded here")
+
+    monkeypatch.setattr(session, "load", lambda model, _, speculative, **more: load(model, speculative))
+    monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
+    monkeypatch.setattr(serve, "_load", lambda model, speculative, *_: load(model, speculative))
+    more = ["-p", PROMPT] if verb == "generate" else ["--port", 0]
+    assert forerun(verb, "somewhere", *more, "--drafter", "ngram", *words).code in (1, 2)
+    (config,) = asked
+    assert config is not None and config.adaptive is adaptive
 
 
 def test_generate_reads_a_pipe_and_the_chat_template(

@@ -30,7 +30,7 @@ def short_question(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(checkpoint: Path, draft: Path, temperature: float = 0) -> list[object]:
-    drafting = ["--drafter", "draft_model", "--drafter-model", draft, "-k", 3]
+    drafting = ["--drafter", "draft_model", "--drafter-model", draft, "-k", 3, "--no-adaptive"]
     return ["demo", checkpoint, *drafting, "-t", temperature, "-n", 16, "--repeats", 1]
 
 
@@ -71,7 +71,8 @@ def test_sampled_drafts_give_another_text_and_the_report_says_so(
 
 
 def test_no_run_copies_an_earlier_one(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, speculative_config={"method": "suffix"}, dtype="float32", max_num_seqs=1)
+    config = {"method": "suffix", "adaptive": False}
+    llm = LLM(checkpoint, speculative_config=config, dtype="float32", max_num_seqs=1)
     params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=0)
     found = demo.race(llm, "the cat", params, repeats=2, show=demo._Quiet())
     drafted = [run.outputs[0].speculation.num_accepted_draft_tokens for run in found.speculative]

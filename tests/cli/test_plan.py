@@ -28,7 +28,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Passes take made-up times; the list is who was timed."""
     timed: list[tuple[int, int, int]] = []
 
-    def run(_target: object, _rows: object, point: tuple[int, int, int], _drafts: object) -> float:
+    def run(_target: object, _rows: object, point: tuple[int, int, int]) -> float:
         timed.append(point)
         return 0.010 + 0.0005 * point[1] * point[2]
 
@@ -95,6 +95,7 @@ def test_a_drafter_measured_on_prompts(
     assert found["k"] == 3 and len(found["acceptance_per_position"]) == 3 and measured["drafter"] == "draft_model"
     assert found["expected_tokens_per_pass"] == pytest.approx(measured["tokens_per_pass"])
     assert 1 < measured["tokens_per_pass"] <= 4 and measured["level_ms"] > 0
+    assert measured["drafting_steps"] > 0.8, "whatever that costs: what is measured drafts at every step"
     count = len(instant)
     again = record(forerun("plan", *common, "--drafter", "ngram"))
     assert len(instant) == count > 0, "passes are measured once"

@@ -24,6 +24,7 @@ def _wrong(how: str) -> dict[str, Any]:
     return {"method": "misbehaving", "how": how}
 
 
+FIXED = {"adaptive": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SELDOM = {"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 6}
 MODEL = {"method": "draft_model", "model": relative(), "num_speculative_tokens": 2}
@@ -38,8 +39,8 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
         "method": "first_of",
         "drafters": [{"method": "merge", "drafters": [{**CASCADE, "inner": _wrong(how)}, NGRAM]}, MODEL],
     },
-    "adaptive": lambda how: {**_wrong(how), "adaptive": True},
-    "adaptive-copying": lambda how: {**_wrong(how), "method": "miscopying", "adaptive": True},
+    "adaptive": _wrong,
+    "adaptive-copying": lambda how: {**_wrong(how), "method": "miscopying"},
     "auto": lambda how: {"method": "auto", "drafters": [_wrong(how)]},
 }
 
@@ -92,17 +93,18 @@ def tried(place: str, hows: Sequence[str]) -> Outcome:
     bias, allowed = {3: 1.0}, list(range(VOCABULARY))
     greedy = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=bias, allowed_token_ids=allowed, logprobs=1)
     innocent: list[tuple[str, Any, SamplingParams]] = [
-        ("ngram", NGRAM, greedy),
+        ("ngram", FIXED | NGRAM, greedy),
         ("plain", False, greedy),
-        ("model", MODEL, greedy),
-        ("seeded", NGRAM, SAMPLED),
+        ("model", FIXED | MODEL, greedy),
+        ("seeded", FIXED | NGRAM, SAMPLED),
     ]
     expected = {"seeded": engine.generate(as_prompts(PROMPTS[2:3]), SAMPLED, speculative=False)[0].outputs[0].token_ids}
     wished: list[tuple[str, Any, int, SamplingParams]] = []
     for how in hows:
-        wished += [(how, PLACES[place](how), 0, greedy), (how, PLACES[place](how), 1, replace(greedy, max_tokens=5))]
-        name, config, params = innocent[len(wished) // 2 % len(innocent)]
-        wished.append((name, config, 2, params))
+        config = PLACES[place](how) | ({} if place in CHOSEN else FIXED)
+        wished += [(how, config, 0, greedy), (how, config, 1, replace(greedy, max_tokens=5))]
+        name, own, params = innocent[len(wished) // 2 % len(innocent)]
+        wished.append((name, own, 2, params))
     ids = [
         engine.submit({"prompt_token_ids": PROMPTS[prompt]}, params, speculative=config)
         for _, config, prompt, params in wished

@@ -30,11 +30,12 @@ from contract.harness import (
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
+from forerun.drafters.base import DraftContext
 from forerun.engine import drafting
 from forerun.engine.costs import DraftCost
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.policy.policy import policy_for
-from forerun.types import Drawn
+from forerun.types import Budget, Drawn, RequestOutput
 
 
 class Moody:
@@ -195,3 +196,53 @@ def test_a_known_cost_is_looked_up_by_the_drafters_key() -> None:
     known = {active.config.key: DraftCost(fixed_ms=0.5, level_ms=0.25)}
     made = policy_for(active.config, engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
     assert made.costs.draft_ms(made.arms[0].key, 2, 1) == 1.0
+
+
+@pytest.mark.parametrize(("method", "label"), [("draft_model", "chain"), ("draft_model", "tree"), ("eagle3", "chain")])
+def test_a_seed_repeats_its_text_whatever_was_learned(method: str, label: str) -> None:
+    """Beside rows without a seed, for which the policy drafts now this much, now that: one proposal a step for all."""
+    fixed = next(variant for variant in VARIANTS[method] if variant.label == label)
+    seeded, free = replace(SAMPLED, max_tokens=24, seed=5), replace(SAMPLED, max_tokens=36, seed=None)
+    [wanted] = llm(fixed).generate(as_prompts([PROMPT]), seeded)
+    engine, proposals = llm(adaptive(method, label)), list[tuple[int, ...]]()
+    (active,) = engine.engine.drafting._active.values()
+    (guarded,) = active.guarded()
+    propose = guarded.propose
+
+    def counted(context: DraftContext, budget: Budget) -> list[TokenTree]:
+        proposals.append(tuple(budget.depth))
+        return propose(context, budget)
+
+    guarded.propose = counted  # type: ignore[method-assign]
+    depths = set[tuple[int, ...]]()
+    for _ in range(4):
+        mine = engine.submit(as_prompts([PROMPT])[0], seeded)
+        others = [engine.submit(prompt, free) for prompt in as_prompts(PROMPTS[1:3])]
+        outputs = dict[str, RequestOutput]()
+        while engine.engine.busy:
+            proposals.clear()
+            outputs |= {chunk.request_id: chunk.output for chunk in engine.engine.step() if chunk.output is not None}
+            assert len(proposals) <= 1
+            depths.update(proposals)
+        found = outputs[mine].outputs[0]
+        assert found.token_ids == wanted.outputs[0].token_ids
+        assert found.speculation == wanted.outputs[0].speculation
+        assert all(outputs[other].outputs[0].speculation.num_draft_tokens for other in others)
+    assert {len(asked) for asked in depths} == {1, 2, 3}, "the policy drafted for the others now and then"
+
+
+def test_a_useless_drafter_is_switched_off_by_default(costs: Costs) -> None:
+    """It costs half a pass a token, and a random head is right once in twelve times."""
+    costs.draft = DraftCost(fixed_ms=0.0, level_ms=0.5)
+    config = {"method": "eagle3", "model": eagle_head(3), "num_speculative_tokens": 3}
+    engine, prompts = llm(None, rows=1), as_prompts(PROMPTS * 3)
+    params = replace(NEUTRAL, max_tokens=40)
+    plain = tokens_of(engine.generate(prompts, params, speculative=False))
+    drafted = list[int]()
+    for own in (config, {**config, "adaptive": False}):
+        outputs = engine.generate(prompts, params, speculative=own)
+        assert tokens_of(outputs) == plain
+        stats = [output.outputs[0].speculation for output in outputs]
+        assert sum(one.num_spec_steps + one.num_plain_steps for one in stats) > 400
+        drafted.append(sum(one.num_draft_tokens for one in stats))
+    assert drafted[0] < 0.1 * drafted[1]

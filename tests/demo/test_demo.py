@@ -50,7 +50,8 @@ def test_what_ships() -> None:
 def test_the_shipped_head_is_what_the_target_needs() -> None:
     head = read_head(demo.resolve("demo-eagle3"), num_layers=TargetFacts.read("demo").num_layers)
     assert head.config.target_hidden_size == TargetFacts.read("demo").hidden_size
-    llm = LLM("demo", speculative_config={"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5})
+    drafter = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5, "adaptive": False}
+    llm = LLM("demo", speculative_config=drafter)
     prompts = [prompt.text[:600] for prompt in demo.prompts()[:6]]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     stats = SpeculationStats()

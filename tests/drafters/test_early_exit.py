@@ -25,8 +25,8 @@ from forerun.types import RequestOutput
 from model.families import SHARING, make, random_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-CHAIN: dict[str, Any] = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 3}
-TREE: dict[str, Any] = {"method": "early_exit", "exit_layer": 1, "shape": (3, 2, 1)}
+CHAIN: dict[str, Any] = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 3, "adaptive": False}
+TREE: dict[str, Any] = {"method": "early_exit", "exit_layer": 1, "shape": (3, 2, 1), "adaptive": False}
 
 
 def engine(weights: Any, config: Mapping[str, Any] | None, **options: Any) -> LLM:
@@ -125,7 +125,7 @@ def test_rows_of_other_drafters_and_plain_rows_beside() -> None:
     params = replace(GREEDY, max_tokens=20)
     for first, second in ((TREE, TREE), (CHAIN, {**CHAIN, "num_speculative_tokens": 1})):
         with resumes() as seen:
-            outputs = mixed(params, [{"method": "ngram"}, first, None, second])
+            outputs = mixed(params, [{"method": "ngram", "adaptive": False}, first, None, second])
         assert tokens_of(outputs) == [plain_greedy(prompt, params) for prompt in PROMPTS[:4]]
         assert any(len(counts) == 4 and counts[0] == counts[2] == 0 < min(counts[1], counts[3]) for counts in seen)
 
@@ -134,7 +134,8 @@ def test_a_drafter_that_reads_lower_layers_makes_the_pass_whole() -> None:
     params = replace(GREEDY, max_tokens=20)
     with resumes() as seen:
         llm = engine(model(), None)
-        for prompt, config in zip(PROMPTS, (CHAIN, {"method": "eagle3", "model": eagle_head()}), strict=False):
+        head = {"method": "eagle3", "model": eagle_head(), "adaptive": False}
+        for prompt, config in zip(PROMPTS, (CHAIN, head), strict=False):
             llm.submit(as_prompts([prompt])[0], params, speculative=config)
         seen.clear()
         outputs = []

@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
 
 
 def engine(made: Any, **options: Any) -> LLM:
-    config = {"method": "eagle3", "model": made, **options}
+    config = {"method": "eagle3", "model": made, "adaptive": False, **options}
     return LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
 
 

@@ -68,7 +68,7 @@ def traced(work: Work, inputs: tuple[Tensor, ...]) -> Work:
 
 def engine(options: dict[str, Any], recordings: Recordings, made: dict[str, Any]) -> tuple[LLM, list[Any]]:
     """An engine whose head, `made` so, records so, and all that it will have drafted."""
-    config = {"method": "eagle3", "model": head(**made), **options}
+    config = {"method": "eagle3", "model": head(**made), "adaptive": False, **options}
     llm = LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=3)
     llm.generate({"prompt_token_ids": tokens(3)}, SamplingParams(temperature=0, max_tokens=1, detokenize=False))
     (active,) = llm.engine.drafting._active.values()

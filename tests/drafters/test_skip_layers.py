@@ -218,7 +218,8 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
 
 
 def swift(**options: Any) -> LLM:
-    config = {"method": "skip_layers", "search": "swift", "skip_ratio": 0.3, "search_window": 6, **options}
+    search = {"search": "swift", "skip_ratio": 0.3, "search_window": 6}
+    config = {"method": "skip_layers", "adaptive": False, **search, **options}
     return LLM(deep(), tokenizer=False, speculative_config=config, max_model_len=64, max_num_seqs=3, check=True)
 
 

@@ -280,7 +280,7 @@ def test_text_with_directories(tmp_path: Path) -> None:
     for name, tokenizer, seed in (("target", words, 0), ("draft", theirs, 5)):
         byte_llama(seed, tokenizer).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    config = {"method": "slem", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4}
+    config = {"method": "slem", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4, "adaptive": False}
     engine = LLM(tmp_path / "target", speculative_config=config, max_model_len=96)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     found = engine.generate("the dog — né", params)[0].outputs[0]
@@ -289,7 +289,8 @@ def test_text_with_directories(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_knows_the_text_is_accepted() -> None:
-    config = {"method": "slem", "model": round_of(TRIPLES, 3), "tokenizer": triples(), "num_speculative_tokens": 4}
+    draft = {"model": round_of(TRIPLES, 3), "tokenizer": triples(), "num_speculative_tokens": 4}
+    config = {"method": "slem", "adaptive": False, **draft}
     engine = LLM(round_of(PAIRS, 2), tokenizer=tongue(PAIRS), speculative_config=config, max_model_len=100)
     params = SamplingParams(temperature=0.0, max_tokens=48)
     found = engine.generate([{"prompt_token_ids": pairs("ab")}], params)[0].outputs[0]

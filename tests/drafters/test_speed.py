@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -71,11 +71,11 @@ def test_the_contract() -> None:
         test_cache.test_the_cache_is_that_of_a_fresh_prefill(SPEED, params)
 
 
-def engine(weights: Any, config: Mapping[str, Any] | None, **options: Any) -> LLM:
+def engine(weights: Any, tokens: int, **options: Any) -> LLM:
     return LLM(
         weights,
         tokenizer=False,
-        speculative_config=config,
+        speculative_config={"method": "speed", "num_speculative_tokens": tokens, "adaptive": False},
         max_num_seqs=4,
         max_model_len=64,
         self_check=False,
@@ -87,7 +87,7 @@ def engine(weights: Any, config: Mapping[str, Any] | None, **options: Any) -> LL
 def test_families_with_repeated_layers(name: str, block: int) -> None:
     changes = {"first_k_dense_replace": 4} if name == "deepseek_v3" else {}
     weights = tie(make(name, **changes), block)
-    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 5})
+    llm = engine(weights, 5)
     prompts = as_prompts([random_tokens(count, count) for count in (1, 9, 17)])
     drafted = llm.generate(prompts, GREEDY)
     assert tokens_of(drafted) == tokens_of(llm.generate(prompts, GREEDY, speculative=False))
@@ -100,7 +100,7 @@ def test_a_full_pipeline_finishes_a_token_a_pass() -> None:
     with torch.no_grad():
         weights.model.layers[0].self_attn.o_proj.weight.zero_()
         weights.model.layers[0].mlp.down_proj.weight.zero_()
-    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 6})
+    llm = engine(weights, 6)
     widths: list[int] = []
     for layer in weights.model.layers:
         layer.register_forward_pre_hook(lambda _m, args: widths.append(args[0].shape[0] * args[0].shape[1]))
@@ -113,7 +113,7 @@ def test_a_full_pipeline_finishes_a_token_a_pass() -> None:
 def test_a_flush_ends_a_step_early() -> None:
     """An exit that is mostly wrong takes little more than the passes of plain decoding."""
     weights = tie(make("llama"), 1)
-    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 8})
+    llm = engine(weights, 8)
     passes: list[int] = []
     for layer in weights.model.layers:
         layer.register_forward_pre_hook(lambda _m, args: passes.append(args[0].shape[0]))
@@ -125,7 +125,7 @@ def test_a_flush_ends_a_step_early() -> None:
 
 def test_reproducible_in_bfloat16() -> None:
     weights = tie(make("llama", dtype=torch.bfloat16), 2)
-    llm = engine(weights, {"method": "speed", "num_speculative_tokens": 4}, reproducible=True)
+    llm = engine(weights, 4, reproducible=True)
     prompts = as_prompts([random_tokens(count, count) for count in (1, 9, 17)])
     drafted = tokens_of(llm.generate(prompts, GREEDY))
     assert drafted == tokens_of(llm.generate(prompts, GREEDY, speculative=False))

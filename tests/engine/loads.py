@@ -36,13 +36,13 @@ def eagle_head() -> EagleHead:
 
 
 def drafter(name: str, draft_checkpoint: Path) -> dict[str, Any]:
-    """A `speculative_config`."""
+    """A `speculative_config` that drafts the same at every step."""
     options: dict[str, dict[str, Any]] = {
         "ngram": {},
         "draft_model": {"model": str(draft_checkpoint)},
         "eagle3": {"model": eagle_head()},
     }
-    return {"method": name, "num_speculative_tokens": 3, **options[name]}
+    return {"method": name, "num_speculative_tokens": 3, "adaptive": False, **options[name]}
 
 
 def engine(checkpoint: Path, config: dict[str, Any] | None = None, **more: Any) -> LLM:

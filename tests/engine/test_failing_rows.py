@@ -113,7 +113,7 @@ async def test_a_processor_that_raises_costs_the_others_not_even_a_draft(
 ) -> None:
     """What they are told under a seed depends on what is drafted for them. With few tokens to choose from, a draw
     hardly ever falls where the rounding of a batch decides."""
-    speculative = {**drafter, "model": str(draft_checkpoint)}
+    speculative = {**drafter, "model": str(draft_checkpoint), "adaptive": False}
     good = SamplingParams(temperature=1.0, top_k=8, max_tokens=14, ignore_eos=True, seed=5)
     alone = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
     expected = [alone.generate(prompt, good, speculative=speculative)[0].outputs[0] for prompt in PROMPTS]
@@ -142,7 +142,7 @@ async def test_a_draft_model_that_fails_for_one_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That one goes on without a draft, and it is counted; the others keep theirs."""
-    speculative = {**drafter, "model": str(draft_checkpoint)}
+    speculative = {**drafter, "model": str(draft_checkpoint), "adaptive": False}
     good = SamplingParams(temperature=temperature, max_tokens=14, ignore_eos=True, seed=5)
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3, speculative_config=speculative)
     expected = [output.outputs[0] for output in llm.generate(PROMPTS, good)]

@@ -15,7 +15,7 @@ from forerun.errors import ArgumentError, ForerunError
 from forerun.types import Source
 
 PROMPTS = ["the cat sat on the", "the dog and the dog and the", "log", "on the mat the cat on the mat the"]
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -31,7 +31,7 @@ def ngram(checkpoint: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def drafted(checkpoint: Path, draft_checkpoint: Path) -> LLM:
-    config = {"model": str(draft_checkpoint), "num_speculative_tokens": 3}
+    config = {"model": str(draft_checkpoint), "num_speculative_tokens": 3, "adaptive": False}
     return LLM(str(checkpoint), max_num_seqs=3, dtype="float32", speculative_config=config, check=True)
 
 
@@ -101,7 +101,7 @@ def test_a_request_may_switch_speculation_off_or_bring_its_own(ngram: LLM, draft
     off = ngram.generate(PROMPTS[1], GREEDY, speculative=False)[0].outputs[0]
     assert off.speculation.num_spec_steps == 0
     assert {token.source for token in off.tokens} == {Source.TARGET}
-    own = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 2}
+    own = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 2, "adaptive": False}
     other = ngram.generate(PROMPTS[1], GREEDY, speculative=own)[0].outputs[0]
     assert other.token_ids == off.token_ids
     assert len(other.speculation.drafted_per_depth) == 2
@@ -340,7 +340,8 @@ def test_acceptance_at_the_level_of_chance_is_said_once(
     tokenizer = tiny_tokenizer()
     byte_llama(99, tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    llm = LLM(str(checkpoint), dtype="float32", speculative_config={"model": str(tmp_path)}, max_num_seqs=8)
+    config = {"model": str(tmp_path), "adaptive": False}
+    llm = LLM(str(checkpoint), dtype="float32", speculative_config=config, max_num_seqs=8)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -18,7 +18,7 @@ PROMPT = "the cat"
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> LLM:
-    return LLM(checkpoint, speculative_config={"method": "prediction"}, max_num_seqs=3)
+    return LLM(checkpoint, speculative_config={"method": "prediction", "adaptive": False}, max_num_seqs=3)
 
 
 @pytest.fixture(scope="module")

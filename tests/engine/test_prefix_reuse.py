@@ -77,7 +77,7 @@ def test_a_head_that_does_not_hold_the_row_sees_the_whole_prompt(checkpoint: Pat
 def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_signals:_Listener", summary="listens"))
     _Listener.heard.clear()
-    llm = engine(checkpoint, {"method": "listener"}, max_num_batched_tokens=7)
+    llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_batched_tokens=7)
     [first] = llm.generate(TEXT[:60], greedy())
     [second] = llm.generate(next_turn(first), greedy())
     text = [*second.prompt_token_ids, *second.outputs[0].token_ids]

@@ -8,7 +8,7 @@ from forerun import LLM, SamplingParams
 
 
 def test_fewer_tokens_need_no_drafter_of_their_own(checkpoint: Path, draft_checkpoint: Path) -> None:
-    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4}
+    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4, "adaptive": False}
     llm = LLM(str(checkpoint), dtype="float32", speculative_config=config)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     texts, depths = set(), []

@@ -123,8 +123,8 @@ def with_template(checkpoint: Path, folder: Path, template: str) -> Path:
 
 @pytest.fixture(scope="session")
 def live(checkpoint: Path, draft_checkpoint: Path) -> Iterator[Live]:
-    """A server with a draft model."""
-    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4}
+    """A server with a draft model that drafts the same at every step."""
+    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4, "adaptive": False}
     limits = {"max_queue": 32, "max_n": 3, "max_tokens": 64, "stream_buffer": 64}
     with serving(checkpoint, speculative=drafter, allow_traces=True, **limits) as running:
         yield running

@@ -80,6 +80,14 @@ class TestChat:
         assert counts[0]["num_spec_steps"] == 0
         assert counts[1]["num_draft_tokens"] == counts[1]["num_spec_steps"] > 0
 
+    def test_the_servers_own_drafter_adapts_if_the_server_was_told_so(self, live: Live, client: OpenAI) -> None:
+        """This one was told not to, and requests with fewer tokens are served by the same; other drafters adapt."""
+        for wish in ({"num_speculative_tokens": 2}, {"drafter": "draft_model"}, {"drafter": "ngram"}):
+            client.completions.create(model=NAME, prompt="the cat", max_tokens=4, extra_body={"speculative": wish})
+        active = live.session.engine.llm.engine.drafting._active.values()
+        found = {(one.config.method, one.policy is not None) for one in active}
+        assert found >= {("draft_model", False), ("ngram", True)} and ("draft_model", True) not in found
+
     def test_the_trace_of_an_answer(self, client: OpenAI) -> None:
         body = {"return_speculation_trace": True, "ignore_eos": True}
         answer = client.chat.completions.create(model=NAME, messages=ASK, temperature=0, max_tokens=9, extra_body=body)

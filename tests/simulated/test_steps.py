@@ -177,7 +177,8 @@ def test_a_device_without_float64_does_it_too(
 
 
 def named(name: str) -> dict[str, dict[str, Any]]:
-    """Configurations with a draft model by its name, and of drafters made of the target that is loaded by name."""
+    """Configurations with a draft model by its name, and of drafters made of the target that is loaded by name; all but
+    `auto` draft at every step."""
     ngram, draft_model = {"method": "ngram"}, {"method": "draft_model", "model": name}
     return {
         "draft_model": draft_model,
@@ -205,7 +206,7 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
         made.append(self)
 
     monkeypatch.setattr(Target, "__init__", noted)
-    config = named(str(draft_checkpoint))[method]
+    config = {"adaptive": method == "auto"} | named(str(draft_checkpoint))[method]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
     def answered(place: str) -> list[int]:

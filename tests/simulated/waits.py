@@ -119,6 +119,8 @@ def loaded(name: str) -> torch.nn.Module:
 def engine(arm: str, rows: int) -> LLM:
     """The arm with the demo target on the device, which is open."""
     config = ARMS[arm]
+    if config is not None:
+        config = {"adaptive": arm == "auto", **config}
     if config is not None and config.get("model") == "demo-draft":
         config = config | {"model": moved(loaded("demo-draft"))}
     tokenizer = AutoTokenizer.from_pretrained(demo.resolve("demo"))

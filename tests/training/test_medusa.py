@@ -104,7 +104,7 @@ def test_the_default_tree_holds_the_likeliest_ranks() -> None:
 
 
 def engine(made: MedusaHead, **options: Any) -> LLM:
-    config = {"method": "medusa", "model": made, **options}
+    config = {"method": "medusa", "model": made, "adaptive": False, **options}
     return LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
 
 

@@ -18,10 +18,12 @@ from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.training.loop.distributed import Parallel
-from forerun.training.recipe import read_recipe
-from forerun.training.run import load_target
+from forerun.training.recipe import EvaluationSettings, read_recipe
+from forerun.training.run import Evaluation, load_target
+from forerun.types import SpeculationStats
 from ports import free_ports
 from training.conftest import words
+from training.ttt import head, model, tokens
 
 pytestmark = pytest.mark.thorough
 
@@ -40,13 +42,27 @@ def test_training_makes_a_head_that_drafts_and_resumes(
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert any("eval/tree_t1" in line for line in log)
 
-    llm = LLM(str(target), speculative_config={"method": "eagle3", "model": late["head"], "top_k": 2, "nodes": 6})
+    config = {"method": "eagle3", "model": late["head"], "top_k": 2, "nodes": 6, "adaptive": False}
+    llm = LLM(str(target), speculative_config=config)
     params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
     prompt = {"prompt_token_ids": [3, 7]}
     drafted = llm.generate(prompt, params)[0].outputs[0]
     plain = llm.generate(prompt, params, speculative=False)[0].outputs[0]
     assert drafted.token_ids == plain.token_ids
     assert drafted.speculation.mean_acceptance_length > 1.2
+
+
+def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that does not pay: what is asked is how often the head is right."""
+    measured, stats = list[SpeculationStats](), Evaluation._stats
+    monkeypatch.setattr(Evaluation, "_stats", lambda *given: measured.append(stats(*given)) or measured[-1])
+    prompts, settings = [tokens(3), tokens(5)], EvaluationSettings(max_tokens=24, num_speculative_tokens=3, nodes=6)
+    found = Evaluation(model(), prompts, settings)(head())
+    assert {"chain_t0", "tree_t0", "chain_t1", "tree_t1", "acceptance_0", "acceptance_2"} <= found.keys()
+    assert len(measured) == 4
+    for one in measured:
+        assert one.num_plain_steps <= len(prompts), "an answer's last token needs no draft"
+        assert one.num_spec_steps > 20 and one.drafted_per_depth[0] == one.num_spec_steps
 
 
 def test_a_dry_run_trains_nothing(

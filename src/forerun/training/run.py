@@ -331,7 +331,7 @@ class Evaluation:
         longest = max(map(len, self.prompts)) + self.settings.max_tokens
         llm = LLM(self.model, tokenizer=False, max_num_seqs=self.settings.rows, max_model_len=longest, self_check=False)
         depth = min(self.settings.num_speculative_tokens, head.config.max_depth or self.settings.num_speculative_tokens)
-        base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth}
+        base = {"method": head.config.kind, "model": drafting, "num_speculative_tokens": depth, "adaptive": False}
         tree = {"top_k": self.settings.top_k, "nodes": self.settings.nodes}
         shapes = {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
         found: dict[str, float] = {}

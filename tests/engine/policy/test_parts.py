@@ -378,7 +378,7 @@ def test_tokens_and_states_are_put_aside_until_the_drafter_is_asked() -> None:
 def test_what_auto_is_made_of(tmp_path: Path) -> None:
     def parsed(**options: Any) -> list[SpeculativeConfig]:
         config = SpeculativeConfig.parse({"method": "auto", **options})
-        assert config is not None and config.controlled
+        assert config is not None and config.adaptive
         return arms_of(config)
 
     free = [arm.method for arm in parsed()]
@@ -422,6 +422,24 @@ def test_auto_is_no_drafter_and_cannot_be_unadaptive() -> None:
         SpeculativeConfig.parse({"method": "auto", "adaptive": False})
     with pytest.raises(ArgumentError, match="true or false"):
         SpeculativeConfig.parse({"method": "ngram", "adaptive": 1})
+
+
+@pytest.mark.parametrize("given", [{"method": "ngram"}, {"method": "auto"}, '{"model": "somewhere"}'])
+def test_every_drafter_is_under_the_policy_unless_it_is_told_not_to_be(given: Any) -> None:
+    config = SpeculativeConfig.parse(given)
+    assert config is not None and config.adaptive
+
+
+@pytest.mark.parametrize(("more", "policy"), [({}, True), ({"adaptive": True}, True), ({"adaptive": False}, False)])
+def test_what_is_not_adaptive_has_no_policy(more: dict[str, bool], policy: bool) -> None:
+    """And shares no drafter with what is."""
+    engine = LLM(model(), tokenizer=False, max_model_len=64, self_check=False)
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative={**config, **more})
+    (active,) = engine.engine.drafting._active.values()
+    assert (active.policy is not None) == policy
+    engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative={**config, "adaptive": not policy})
+    assert [one.policy is not None for one in engine.engine.drafting._active.values()] == [policy, not policy]
 
 
 class Failing(Drafter):
