@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.draft_model import DraftModelConfig
+from forerun.drafters.draft_models.draft_model import DraftModelConfig
 from forerun.drafters.heads.drafting import HeadDrafterConfig
 from forerun.errors import ArgumentError
 from forerun.sampling import distribution_of

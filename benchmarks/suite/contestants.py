@@ -16,8 +16,8 @@ from benchmarks.suite.contest import PLAIN, Contestant, TransformersContestant, 
 from benchmarks.suite.speed import Progress
 from forerun import LLM
 from forerun.demo import prompts
-from forerun.drafters import datastore
 from forerun.drafters.heads.eagle import EagleHead
+from forerun.drafters.lookup import datastore
 from forerun.engine.costs import DraftCost
 from forerun.training.data.store import TokenizerIdentity
 

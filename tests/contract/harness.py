@@ -31,9 +31,9 @@ from forerun import LLM, SamplingParams
 from forerun.certify.checks import Plan, draws_for
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.datastore import write as write_datastore
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+from forerun.drafters.lookup.datastore import write as write_datastore
 from forerun.sampling import Sampler
 from forerun.training.data.store import TokenizerIdentity
 from forerun.tree import TokenTree

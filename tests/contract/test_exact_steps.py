@@ -17,7 +17,8 @@ from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
 from contract.harness import SAMPLED, Variant, kind_for, variants, without_unlikely
 from contract.tongues import retold, tongue
 from forerun import step as stepping
-from forerun.drafters import first_of, levels, merge
+from forerun.drafters import levels
+from forerun.drafters.combined import first_of, merge
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.levels import FixedTree, Grown

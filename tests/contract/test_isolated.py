@@ -28,8 +28,8 @@ from forerun import SamplingParams
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.ngram import NgramConfig
-from forerun.drafters.suffix import SuffixDrafter
+from forerun.drafters.lookup.ngram import NgramConfig
+from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.tree import TokenTree
 from forerun.types import Budget
 

@@ -14,8 +14,8 @@ from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, 
 from forerun import LLM, SamplingParams
 from forerun.drafters import DRAFTERS, Entry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.cascade import CascadeDrafter, DraftTarget
-from forerun.drafters.first_of import FirstOfConfig
+from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
+from forerun.drafters.combined.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng, Sampler

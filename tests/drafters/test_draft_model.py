@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.drafters.base import DraftContext
-from forerun.drafters.ngram import NgramConfig, NgramDrafter
+from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree
 from forerun.types import Budget

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.recycling import (
+from forerun.drafters.lookup.recycling import (
     RecyclingConfig,
     RecyclingDrafter,
     SuccessorMatrix,

@@ -12,8 +12,8 @@ import pytest
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext
-from forerun.drafters.datastore import build, write
-from forerun.drafters.rest import RestConfig, RestDrafter
+from forerun.drafters.lookup.datastore import build, write
+from forerun.drafters.lookup.rest import RestConfig, RestDrafter
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data.store import TokenizerIdentity
 from forerun.tree import TokenTree

@@ -16,8 +16,8 @@ from drafters.tongues import byte_level, sentencepiece, unigram
 from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.slem import SlemConfig, SlemDrafter
-from forerun.drafters.translation import Spelling
+from forerun.drafters.draft_models.slem import SlemConfig, SlemDrafter
+from forerun.drafters.draft_models.translation import Spelling
 from forerun.errors import ArgumentError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target

@@ -25,7 +25,7 @@ from contract.harness import (
     tokens_of,
 )
 from contract.test_greedy import NEUTRAL
-from forerun.drafters.draft_model import Ending, Stop, Stopping, stopping_named
+from forerun.drafters.draft_models.draft_model import Ending, Stop, Stopping, stopping_named
 from forerun.drafters.growth import Children
 from forerun.errors import ArgumentError
 

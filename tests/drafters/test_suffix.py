@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
-from forerun.drafters.copying.automaton import SEPARATOR
-from forerun.drafters.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
+from forerun.drafters.lookup.copying.automaton import SEPARATOR
+from forerun.drafters.lookup.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree

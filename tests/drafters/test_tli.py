@@ -16,10 +16,10 @@ from contract.tongues import OTHERS, WORDS, retold, tongue
 from drafters.tongues import byte_level, unigram
 from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters import tli
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
-from forerun.drafters.tli import TliConfig, TliDrafter
+from forerun.drafters.draft_models import tli
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.draft_models.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.sampling import Rng, Sampler
 from forerun.target import Target

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from contract.tongues import OTHERS, WORDS, tongue
 from drafters.tongues import CORPUS, TEXT, byte_level, sentencepiece, unigram, wordpiece, words
-from forerun.drafters.translation import (
+from forerun.drafters.draft_models.translation import (
     Dictionary,
     Encoder,
     Intersection,
@@ -27,7 +27,7 @@ from forerun.drafters.translation import (
     target_tokenizer,
     whole_characters,
 )
-from forerun.drafters.translation.spelling import byte_letters
+from forerun.drafters.draft_models.translation.spelling import byte_letters
 from forerun.errors import ArgumentError, VocabularyMismatchError
 
 LOSSLESS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "unigram": unigram}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.composing.seeds import Seeds
+from forerun.drafters.combined.composing.seeds import Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.sampling import Sampler
 from forerun.step import Scores
