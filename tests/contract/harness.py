@@ -33,9 +33,9 @@ from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.lookup.datastore import write as write_datastore
+from forerun.manifests import TokenizerIdentity
 from forerun.sampling import Sampler
-from forerun.training.data.store import TokenizerIdentity
+from forerun.training.data.datastore import write as write_datastore
 from forerun.tree import TokenTree
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
 from forerun.verify.base import RULES, default_rule, rule_named

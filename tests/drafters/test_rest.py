@@ -12,10 +12,10 @@ import pytest
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext
-from forerun.drafters.lookup.datastore import build, write
 from forerun.drafters.lookup.rest import RestConfig, RestDrafter
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.datastore import build, write
 from forerun.tree import TokenTree
 from forerun.types import Budget
 

@@ -45,7 +45,7 @@ def build(
         A JSON object on stdout instead of words.
     """
     from forerun.cli import session
-    from forerun.drafters.lookup import datastore as stores
+    from forerun.training.data import datastore as stores
     from forerun.training.data.prepare import BadRecords
 
     name = tokenizer or target

@@ -26,7 +26,7 @@ from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
 from forerun.tree import TokenTree
 from forerun.types import Budget, Verdict
 from forerun.writing import written

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.datastore import Datastore
-from forerun.drafters.lookup.datastore.format import SEPARATOR, SORTED_TOKENS
+from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
 from forerun.tree import TokenTree
 from forerun.types import Budget
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.datastore.format import (
+from forerun.drafters.lookup.datastore import (
     ITEM,
+    KIND,
     MOST_ITEMS,
     SEPARATOR,
     SORTED_TOKENS,
@@ -18,12 +20,10 @@ from forerun.drafters.lookup.datastore.format import (
     TOKENS,
     Manifest,
     StoredFile,
-    write_manifest,
 )
 from forerun.errors import ArgumentError, DataError
-from forerun.manifests import digest_of
+from forerun.manifests import TokenizerIdentity, digest_of
 from forerun.training.data.prepare import BadRecords, Record, read_records
-from forerun.training.data.store import TokenizerIdentity
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def write(
             files={name: StoredFile.of(folder / name) for name in (TOKENS, SUFFIXES)},
             sources=tuple(sources),
         )
-        write_manifest(folder, manifest)
+        KIND.write(folder, asdict(manifest))
     return manifest
 
 

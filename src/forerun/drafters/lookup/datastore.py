@@ -1,4 +1,6 @@
-"""What a datastore directory holds, and when it is refused.
+"""Datastores for `rest`: a corpus as token ids with a sorted index of positions, memory-mapped.
+
+A directory holds
 
 * ``tokens.bin``, uint32 little endian: `SEPARATOR`, then every document followed by `SEPARATOR`.
 * ``suffixes.bin``, uint32 little endian: places in ``tokens.bin``, those that have a token of their document before
@@ -6,13 +8,14 @@
   reversed text. All places that follow the same words stand together, for any number of words.
 * ``manifest.json``: version, tokenizer, counts, and for both files the bytes and the sha256.
 
-Knows files. Does not know how the order is made or searched.
+`training.data.datastore` writes one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import DataError, VocabularyMismatchError
-from forerun.manifests import ManifestKind, digest_of
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import ManifestKind, TokenizerIdentity, digest_of
 
 KIND = ManifestKind(
     format="forerun-datastore", version=2, what="a datastore", remedy="make one with: forerun datastore build"
@@ -94,12 +96,7 @@ class Manifest:
             )
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json``."""
-    KIND.write(folder, asdict(manifest))
-
-
-def read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> Manifest:
     """Read ``manifest.json`` and compare the lengths of the files with it.
 
     Raises:
@@ -113,22 +110,6 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def mapped(folder: Path, name: str) -> NDArray[np.uint32]:
-    """One of the files, read-only and memory-mapped. A plain array: indexing a `np.memmap` costs several times more."""
-    return np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r"))
-
-
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Read both files and compare them with the manifest's hashes: slow, finds bits that have changed.
-
-    Raises:
-        DataError: a file is not what was written.
-    """
-    for name, stored in manifest.files.items():
-        if StoredFile.of(folder / name) != stored:
-            raise DataError(f"{folder / name} has changed since it was written; {KIND.remedy}")
-
-
 def _check_lengths(folder: Path, manifest: Manifest) -> None:
     items = {TOKENS: manifest.tokens + manifest.documents + 1, SUFFIXES: manifest.places}
     for name, count in items.items():
@@ -140,3 +121,97 @@ def _check_lengths(folder: Path, manifest: Manifest) -> None:
             raise DataError(f"{path} holds {found:,} bytes where {expected:,} were written; {KIND.remedy}")
     if manifest.places == 0:
         raise DataError(f"the datastore in {folder} is empty; {KIND.remedy}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """The places that follow the longest stretch of the text's end that occurs in the datastore."""
+
+    length: int
+    """Tokens that match."""
+    start: int
+    """The first of the places, as an index into the sorted ones."""
+    stop: int
+    """One beyond the last."""
+
+    @property
+    def hits(self) -> int:
+        """How many places there are."""
+        return self.stop - self.start
+
+
+class Datastore:
+    """A datastore directory, memory-mapped: of files of any size only what is looked at is read. Use `open`."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, tokens: NDArray[np.uint32], places: NDArray[np.uint32]
+    ) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.tokens = tokens
+        """(N,) uint32, see the top of this file."""
+        self.places = places
+        """(places,) uint32, see the top of this file."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Datastore:
+        """Open a directory that `forerun datastore build` wrote.
+
+        Raises:
+            DataError: no datastore, another version, an empty one, or files cut short.
+        """
+        folder = Path(folder).expanduser()
+        manifest = _read_manifest(folder)
+        # Plain arrays: indexing a `np.memmap` costs several times more.
+        tokens, places = (np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r")) for name in (TOKENS, SUFFIXES))
+        return cls(folder, manifest, tokens, places)
+
+    def verify(self) -> None:
+        """Compare every byte with the manifest's hashes: slow. DataError if one has changed."""
+        for name, stored in self.manifest.files.items():
+            if StoredFile.of(self.folder / name) != stored:
+                raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
+
+    def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
+        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does.
+
+        Places are sorted by the tokens before them read backwards, so those that match one token more are a part of
+        those that match so far: one interval, narrowed token by token, O(log(places)) for each.
+        """
+        start, stop, length = 0, len(self.places), 0
+        for back, token in enumerate(reversed(text[-longest:]), start=1):
+            narrower = self._narrowed(start, stop, back, token)
+            if narrower[0] == narrower[1]:
+                break
+            (start, stop), length = narrower, back
+        return Match(length=length, start=start, stop=stop) if length >= shortest else None
+
+    def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
+        """Those of the places ``start:stop`` that have `token` `back` tokens before them.
+
+        All of them match ``back - 1`` tokens, none a separator, so the index stays within the file.
+        """
+        tokens, places = self.tokens, self.places
+
+        def before(place: int) -> int:
+            return int(tokens[place - back])
+
+        left = bisect_left(places, token, start, stop, key=before)
+        if left == stop or before(int(places[left])) != token:
+            return left, left
+        return left, bisect_right(places, token, left, stop, key=before)
+
+    def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
+        """What followed: (H, length) uint32, ended early by a separator where a document ends.
+
+        Args:
+            match: of this datastore.
+            length: tokens of each continuation.
+            most: largest H; of more places every so manieth is taken, spread evenly over all.
+        """
+        if match.hits > most:
+            chosen = self.places[match.start + np.arange(most) * match.hits // most]
+        else:
+            chosen = self.places[match.start : match.stop]
+        grid = chosen.astype(np.int64)[:, None] + np.arange(length)
+        found: NDArray[np.uint32] = self.tokens[np.minimum(grid, len(self.tokens) - 1)]
+        return found
