@@ -13,9 +13,8 @@ import torch
 from contract.harness import PROMPT, PROMPTS, VOCABULARY, Variant, as_prompts, llm
 from forerun import SamplingParams
 from forerun.drafters.base import DraftContext
-from forerun.drafters.self_drafting.jacobi import JacobiConfig, JacobiDrafter
+from forerun.drafters.self_drafting.jacobi import JacobiConfig, JacobiDrafter, Window
 from forerun.drafters.self_drafting.lookahead import LookaheadConfig, LookaheadDrafter, Pool
-from forerun.drafters.self_drafting.looking_ahead.window import Window
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree, ancestor_mask
 from forerun.types import Budget, Source, Verdict

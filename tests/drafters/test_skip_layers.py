@@ -19,8 +19,7 @@ from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, to
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement
-from forerun.drafters.self_drafting.skipping.file import SkipFile, structure_hash
-from forerun.drafters.self_drafting.skipping.sublayers import every, names, parse
+from forerun.drafters.self_drafting.skipping import SkipFile, every, names, parse, structure_hash
 from forerun.errors import ArgumentError, DataError
 from forerun.sampling import Rng, Sampler
 from forerun.step import Row, Scores

@@ -10,11 +10,17 @@ from transformers import LlamaForCausalLM
 from drafters.test_skip_layers import LAYERS, TEXT, deep
 from forerun import SamplingParams
 from forerun.drafters.self_drafting.skip_layers import GOOD_ENOUGH, OnlineSearch
-from forerun.drafters.self_drafting.skipping.gaussian import GaussianProcess, expected_improvement
-from forerun.drafters.self_drafting.skipping.measure import Costs, Probe, worth
-from forerun.drafters.self_drafting.skipping.search import Search, Space
-from forerun.drafters.self_drafting.skipping.sublayers import SkipSet, evenly, every, names
-from forerun.drafters.self_drafting.skipping.tuning import tune
+from forerun.drafters.self_drafting.skipping import (
+    GaussianProcess,
+    Search,
+    SkipSet,
+    Space,
+    evenly,
+    every,
+    expected_improvement,
+    names,
+)
+from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
 from forerun.errors import ArgumentError
 from forerun.target import Target
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
-from forerun.drafters.lookup.copying.automaton import SEPARATOR
+from forerun.drafters.lookup.automaton import SEPARATOR
 from forerun.drafters.lookup.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from forerun.sampling import Rng, Sampler
 from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, Verdict
 
-log = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun.scores import Scores
     from forerun.target import Target
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,3 +213,36 @@ class Drafter:
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds, weights and caches."""
         return 0
+
+
+class Seeds:
+    """Keeps the greedy twin of each sampler.
+
+    Args:
+        hide: off, every context is shown as it is.
+    """
+
+    def __init__(self, *, hide: bool) -> None:
+        self._hide = hide
+        self._greedy = WeakKeyDictionary[Sampler, Sampler]()
+
+    def hidden(self, context: DraftContext) -> DraftContext:
+        """The context as a drafter is to see it when it proposes."""
+        seen = [self.seen(sampler) for sampler in context.samplers]
+        same = all(one is other for one, other in zip(seen, context.samplers, strict=True))
+        return context if same else replace(context, samplers=seen)
+
+    def seen(self, sampler: Sampler) -> Sampler:
+        """The sampler as a drafter is to see it."""
+        if not self._hide or _free(sampler):
+            return sampler
+        if sampler not in self._greedy:
+            params = replace(sampler.params, temperature=0.0)
+            banned, words = sampler.banned_until_min, sampler.bad_words
+            self._greedy[sampler] = Sampler(params, sampler.prompt, banned_until_min=banned, bad_words=words)
+        return self._greedy[sampler]
+
+
+def _free(sampler: Sampler) -> bool:
+    """Whether nobody asked for the same text again, or it is the same whatever is drafted."""
+    return sampler.greedy or sampler.params.seed is None

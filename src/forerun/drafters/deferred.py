@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.combined.composing.seeds import Seeds
+from forerun.drafters.base import DraftContext, Drafter, Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.sampling import Sampler
 from forerun.step import Scores

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.combined.composing.members import Composed, Spec, check_specs
+from forerun.drafters.combined.members import Composed, Spec, check_specs
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree, join
 from forerun.types import Budget

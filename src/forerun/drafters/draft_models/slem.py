@@ -21,26 +21,25 @@ from forerun.acceptance import Acceptance, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_models.draft_model import run_missing
-from forerun.drafters.draft_models.translation import (
+from forerun.drafters.draft_models.token_bytes import (
     Encoder,
     Span,
-    Spelling,
-    TextReading,
-    draft_tokenizer,
+    TokenBytes,
     opening_of,
     rendering,
-    target_tokenizer,
+    starts_character,
     whole_characters,
 )
-from forerun.drafters.draft_models.translation.encoding import starts_character
 from forerun.drafters.levels import Submitted
-from forerun.drafters.vocabulary import resolved
+from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.target import Target
 from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Drawn
 
+_WORDS = 4
+"""So many times the look-behind a word is searched for; a text without spaces is taken up at any token."""
 _ROOM = 2
 """The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
 
@@ -69,17 +68,113 @@ class SlemConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TextAlignment:
+    """One row's text, tokenised again near its end whenever it has grown."""
+
+    encoder: Encoder
+    """The draft model's."""
+    shown: Sequence[bytes]
+    """Of each target token id what the draft model is shown (`rendering`)."""
+    look_behind: int
+    """Tokens before the new text that are tokenised again with it."""
+    opening: Sequence[int] = ()
+    silent: int | None = None
+    """A target token that is not shown at the very beginning."""
+    data: bytearray = field(default_factory=bytearray)
+    """The text."""
+    ids: list[int] = field(default_factory=list)
+    """Draft tokens of the text, the opening not counted."""
+    agreed: int = 0
+    """Draft tokens that have not changed since the reader last set this."""
+    _ends: list[int] = field(default_factory=list)
+    """Byte behind each draft token."""
+    _marks: list[int] = field(default_factory=list)
+    """Byte behind each target token."""
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The draft tokens, opening included, of a text that begins with what was followed before."""
+        for place in range(len(self._marks), len(tokens)):
+            token = tokens[place]
+            if token < len(self.shown) and (place or token != self.silent):
+                self.data += self.shown[token]
+            self._marks.append(len(self.data))
+        if self.covered < len(self.data):
+            self._tokenise()
+        return [*self.opening, *self.ids]
+
+    def shrink(self, length: int) -> None:
+        """Forget all but the first `length` target tokens; of a draft token that is cut, the rest is read anew."""
+        if length >= len(self._marks):
+            return
+        del self._marks[length:]
+        del self.data[self._marks[-1] if self._marks else 0 :]
+        self._keep(sum(end <= len(self.data) for end in self._ends))
+
+    @property
+    def covered(self) -> int:
+        """Bytes up to the end of the last draft token: the rest could not be written in draft tokens alone."""
+        return self._ends[-1] if self._ends else 0
+
+    def _word_begins(self, place: int) -> bool:
+        return self.data[place : place + 1].isspace() and not self.data[place - 1 : place].isspace()
+
+    def _keep(self, count: int) -> None:
+        del self._ends[count:]
+        del self.ids[count:]
+        self.agreed = min(self.agreed, count)
+
+    def _tokenise(self) -> None:
+        """Tokens from a little before the new text on; farther back until old and new tokens meet."""
+        back = self.look_behind
+        while True:
+            start = max(0, len(self.ids) - back)
+            while start and not starts_character(self.data, self._ends[start - 1]):
+                start -= 1
+            if self._splice(start, words=back <= _WORDS * self.look_behind):
+                return
+            back *= 2
+
+    def _splice(self, start: int, *, words: bool) -> bool:
+        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place.
+
+        Args:
+            words: old and new tokens must meet where a word begins: tokenizers hardly look farther back than that.
+        """
+        base = self._ends[start - 1] if start else 0
+        spans = self.encoder.encode(bytes(self.data[base:]), opening=not start)
+        meeting = 0
+        if start:  # the window begins inside a text, and its first token perhaps inside a word
+            old = {(self.ids[place], self._ends[place]): place for place in range(start, len(self.ids))}
+            keys = [(span.id, base + span.end) for span in spans]
+            met = [place for place, key in enumerate(keys) if place and key in old]
+            meeting = next((place + 1 for place in met if not words or self._word_begins(keys[place][1])), 0)
+            if not meeting:
+                return False
+            start = old[keys[meeting - 1]] + 1
+        same = 0
+        for span, token, end in zip(spans[meeting:], self.ids[start:], self._ends[start:], strict=False):
+            if (span.id, base + span.end) != (token, end):
+                break
+            same += 1
+        self._keep(start + same)
+        for span in spans[meeting + same :]:
+            self.ids.append(span.id)
+            self._ends.append(base + span.end)
+        return True
+
+
+@dataclass(kw_only=True, slots=True)
 class _Row:
     """One row as the draft model knows it."""
 
-    reading: TextReading
+    alignment: TextAlignment
     held: list[int] = field(default_factory=list)
     """Draft tokens in the cache: committed text, and behind it what was drafted last."""
     submitted: Submitted | None = None
 
     def common(self, ids: Sequence[int]) -> int:
         """How many tokens of the text as it is now stand in the cache; its last one is always run again."""
-        count, most = min(self.reading.agreed, len(self.held)), min(len(self.held), len(ids) - 1)
+        count, most = min(self.alignment.agreed, len(self.held)), min(len(self.held), len(ids) - 1)
         while count < most and self.held[count] == ids[count]:
             count += 1
         return min(count, most)
@@ -112,8 +207,8 @@ class SlemDrafter(Drafter):
 
     def __init__(self, config: SlemConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self._target = Spelling(target_tokenizer(self.name, config.target_tokenizer, setup))
-        self._draft = Spelling(draft_tokenizer(self.name, config.tokenizer, config.model))
+        self._target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
+        self._draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
         model = resolved(config.model) if isinstance(config.model, str) else config.model
         slots = _ROOM * setup.slots + config.num_speculative_tokens
         self.model = Target.load(
@@ -127,7 +222,7 @@ class SlemDrafter(Drafter):
         self._estimates = PerDomain(Acceptance)
         self._rows: dict[int, _Row] = {}
 
-    def reading(self, row_id: int) -> list[int]:
+    def known_ids(self, row_id: int) -> list[int]:
         """The draft model's token ids that stand in its cache for a row, what it drafted last included."""
         return self._rows[row_id].held
 
@@ -141,7 +236,7 @@ class SlemDrafter(Drafter):
         """Learn how the last draft fared. The text is read when a draft is wanted, not before."""
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             row, known = self._row(row_id), len(tokens) - fresh
-            row.reading.shrink(known)
+            row.alignment.shrink(known)
             if row.submitted is not None:
                 row.submitted.learn(tokens[known:])
             row.submitted = None
@@ -149,7 +244,7 @@ class SlemDrafter(Drafter):
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
             row = self._row(row_id)
-            row.reading.shrink(length)
+            row.alignment.shrink(length)
             row.submitted = None
             if length == 0:
                 self.model.truncate([row_id], [0])
@@ -170,20 +265,20 @@ class SlemDrafter(Drafter):
 
     def _row(self, row_id: int) -> _Row:
         if row_id not in self._rows:
-            reading = TextReading(
+            alignment = TextAlignment(
                 encoder=self._to_draft,
                 shown=self._shown,
                 look_behind=self.config.look_behind,
                 opening=self._opening,
                 silent=self._target.tokenizer.bos_token_id if self._opening else None,
             )
-            self._rows[row_id] = _Row(reading=reading)
+            self._rows[row_id] = _Row(alignment=alignment)
         return self._rows[row_id]
 
     def _open(self, context: DraftContext, index: int) -> _Written | None:
         """A row's text, read; None where it is empty, or leaves the draft model no room to write."""
         row = self._row(context.rows[index])
-        ids = row.reading.follow(context.tokens[index])
+        ids = row.alignment.follow(context.tokens[index])
         ids = [token if token < self.model.vocab_size else 0 for token in ids]
         room = min(self.model.max_length, self.model.slots) - self.config.num_speculative_tokens
         if not 0 < len(ids) <= room:
@@ -196,12 +291,12 @@ class SlemDrafter(Drafter):
         kept = [text.row.common(text.ids) for text in texts]
         for text, count in zip(texts, kept, strict=True):
             del text.row.held[count:]
-            text.row.reading.agreed = min(text.row.reading.agreed, count)
+            text.row.alignment.agreed = min(text.row.alignment.agreed, count)
         missing = [text.ids[count:] for text, count in zip(texts, kept, strict=True)]
         logits = run_missing(self.model, rows, kept, missing)
         for text in texts:
             text.row.held = list(text.ids)
-            text.row.reading.agreed = len(text.ids)
+            text.row.alignment.agreed = len(text.ids)
         going = list(zip(rows, texts, strict=True))
         for left in range(self.config.num_speculative_tokens - 1, -1, -1):
             chosen = self._choose(logits)
@@ -246,7 +341,7 @@ class SlemDrafter(Drafter):
 
     def _translate(self, text: _Written) -> tuple[list[Span], list[float], int] | None:
         """The target's tokens of what was written, a raw confidence for each, and the length of the text in bytes."""
-        tail = bytes(text.row.reading.data[text.row.reading.covered :])
+        tail = bytes(text.row.alignment.data[text.row.alignment.covered :])
         written = b"".join(text.pieces)
         if not written.startswith(tail):
             return None  # the draft model could not read the last bytes, and did not write them again either
@@ -261,12 +356,12 @@ class SlemDrafter(Drafter):
         return good, _attributed(good, [start - len(tail) for start in starts], text.probs), length
 
     def _before(self, tokens: Sequence[int]) -> bytes:
-        """The end of the committed text in the target's own spelling, from the beginning of a character on."""
+        """The end of the committed text as the target's tokens write it, from the beginning of a character on."""
         start = max(0, len(tokens) - self.config.look_behind)
-        data = self._target.spell(tokens[start:])
+        data = self._target.join(tokens[start:])
         while start and not starts_character(data, 0):
             start -= 1
-            data = self._target.piece(tokens[start]) + data
+            data = self._target.of(tokens[start]) + data
         return data
 
 

@@ -17,23 +17,119 @@ from torch import Tensor, nn
 
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
-from forerun.drafters.draft_models.translation import (
-    Dictionary,
-    Encoder,
-    Intersection,
-    Spelling,
-    TokenReading,
-    draft_tokenizer,
-    require,
-    target_tokenizer,
-)
+from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of
 from forerun.drafters.growth import DraftVocabulary
+from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.target.kernels.packing import PackedLinear, packable
 from forerun.target.layers import OutputHead
 
 if TYPE_CHECKING:
     from forerun.target.model import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intersection:
+    """Pairs of token ids that stand for the same bytes, and special tokens that mean the same; each id once."""
+
+    target_ids: Tensor
+    """(V',) int64, ascending."""
+    draft_ids: Tensor
+    """(V',) int64, the draft model's id of each."""
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+    @classmethod
+    def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
+        """What both spell.
+
+        Args:
+            target_size: token ids of the target's embedding; a tokenizer may hold more.
+            draft_size: the same of the draft model.
+        """
+        pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
+        taken = set[int]()
+        for ours, theirs in target.counterparts(draft).items():
+            if theirs not in taken:
+                pairs[ours] = theirs
+                taken.add(theirs)
+        kept = sorted((o, t) for o, t in pairs.items() if o < target_size and t < draft_size)
+        ids = torch.tensor(kept, dtype=torch.int64).view(-1, 2)
+        return cls(target_ids=ids[:, 0].contiguous(), draft_ids=ids[:, 1].contiguous())
+
+
+def require(shared: Intersection, least: float, target: TokenBytes, draft: TokenBytes) -> None:
+    """Refuse vocabularies that have too little in common.
+
+    Args:
+        least: below 1 a share of the smaller vocabulary, else a number of tokens.
+
+    Raises:
+        VocabularyMismatchError: naming both tokenizers, what they share and what was asked for.
+    """
+    smaller = min(len(target), len(draft))
+    needed = max(1, round(least * smaller) if least < 1 else round(least))
+    if len(shared) >= needed:
+        return
+    found = "no common tokens" if not len(shared) else f"{len(shared)} common tokens, fewer than {needed}"
+    remedy = "take --drafter slem, which compares text" + ("" if not len(shared) else ", or lower min_shared")
+    raise VocabularyMismatchError(
+        f"the tokenizers of target, {target!r}, and draft model, {draft!r}, have {found}; {remedy}"
+    )
+
+
+class Dictionary:
+    """Target token -> draft tokens: the shared one, else the draft tokenizer's encoding of what the token spells."""
+
+    def __init__(self, target: TokenBytes, encoder: Encoder, draft_size: int) -> None:
+        """`draft_size`: token ids that the draft model can embed."""
+        self._target, self._encoder, self._size = target, encoder, draft_size
+        self.opening = opening_of(encoder.token_bytes)
+        self.silent = {target.tokenizer.bos_token_id} if self.opening else set()
+        """Tokens that say at the beginning of a text what the opening says already."""
+        shared = target.counterparts(encoder.token_bytes)
+        self._known = {token: [shared[token]] if token in shared else [] for token in target.specials}
+
+    def __getitem__(self, token: int) -> list[int]:
+        """The draft tokens; none for a special token without counterpart, or bytes that the draft cannot write."""
+        if token not in self._known:
+            piece = self._target.of(token)
+            same = self._encoder.token_bytes.ordinary.get(piece)
+            found = [span.id for span in self._encoder.encode(piece, opening=False)] if same is None else [same]
+            self._known[token] = [known for known in found if known < self._size]
+        return self._known[token]
+
+
+class TokenAlignment:
+    """One row's text, token by token."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary = dictionary
+        self.ids: list[int] = list(dictionary.opening)
+        """Draft tokens."""
+        self._ends: list[int] = []
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The draft tokens of a text that begins with what was followed before."""
+        for place in range(len(self._ends), len(tokens)):
+            if place or tokens[place] not in self._dictionary.silent:
+                self.ids.extend(self._dictionary[tokens[place]])
+            self._ends.append(len(self.ids))
+        return self.ids
+
+    def span(self, length: int) -> int:
+        """Draft tokens that the first `length` target tokens take, of those that were followed."""
+        if length <= 0:
+            return 0
+        return self._ends[min(length, len(self._ends)) - 1] if self._ends else 0
+
+    def shrink(self, length: int) -> None:
+        """Forget all but the first `length` target tokens."""
+        if length < len(self._ends):
+            del self._ends[length:]
+            del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
+
 
 # An output head that computes the logits of some token ids only. Knows linear heads; any other is left as it is.
 
@@ -118,11 +214,11 @@ class TliDrafter(DraftModelDrafter):
 
     def __init__(self, config: TliConfig, setup: DrafterSetup) -> None:
         super().__init__(config, setup)
-        self._readings: dict[int, TokenReading] = {}
+        self._alignments: dict[int, TokenAlignment] = {}
 
-    def reading(self, row_id: int) -> list[int]:
+    def known_ids(self, row_id: int) -> list[int]:
         """What the draft model has read of a row: its own token ids, the first of which are in its cache."""
-        return self._reading(row_id).ids
+        return self._alignment(row_id).ids
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + (self._pruned or 0)
@@ -131,9 +227,9 @@ class TliDrafter(DraftModelDrafter):
         super().truncate(rows, lengths)
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
-                self._readings.pop(row_id, None)
+                self._alignments.pop(row_id, None)
             else:
-                self._reading(row_id).shrink(length)
+                self._alignment(row_id).shrink(length)
 
     def _load(self, setup: DrafterSetup, room: int = _ROOM) -> Any:
         return super()._load(setup, room)
@@ -141,8 +237,8 @@ class TliDrafter(DraftModelDrafter):
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
         """Find the shared tokens, and whether there are enough."""
         config = self.config
-        target = Spelling(target_tokenizer(self.name, config.target_tokenizer, setup))
-        draft = Spelling(draft_tokenizer(self.name, config.tokenizer, config.model))
+        target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
+        draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
         shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
         require(shared, config.min_shared, target, draft)
         widest = max(self._tree.shape.widths)
@@ -159,16 +255,16 @@ class TliDrafter(DraftModelDrafter):
         self._translated[self._shared.token_ids] = self._draft_ids
         self._pruned = prune_head(self.model, self._draft_ids)
 
-    def _reading(self, row_id: int) -> TokenReading:
-        return self._readings.setdefault(row_id, TokenReading(self._dictionary))
+    def _alignment(self, row_id: int) -> TokenAlignment:
+        return self._alignments.setdefault(row_id, TokenAlignment(self._dictionary))
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
-        return self._reading(row_id).follow(tokens)
+        return self._alignment(row_id).follow(tokens)
 
     def _span(self, row_id: int, length: int) -> int:
-        reading = self._reading(row_id)
-        reading.shrink(length)
-        return reading.span(length)
+        alignment = self._alignment(row_id)
+        alignment.shrink(length)
+        return alignment.span(length)
 
     def _known(self, ids: Tensor) -> Tensor:
         return self._translated[ids]

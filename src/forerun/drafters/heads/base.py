@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.heads.recompute import Angles
 from forerun.errors import ArgumentError, nearest
 from forerun.types import Signal
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines (B, N, D) of the positions."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from forerun.acceptance import Acceptance
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying.growth import Copied, by_match
+from forerun.drafters.lookup.copying import Copied, by_match
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler, check_token_ids
 from forerun.tree import TokenTree

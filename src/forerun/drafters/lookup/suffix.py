@@ -16,8 +16,8 @@ from typing import NamedTuple
 from forerun.acceptance import Acceptance
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
-from forerun.drafters.lookup.copying.growth import Branch, Copied, by_match, grow
+from forerun.drafters.lookup.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
+from forerun.drafters.lookup.copying import Branch, Copied, by_match, grow
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.tree import TokenTree

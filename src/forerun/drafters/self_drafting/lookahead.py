@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.self_drafting.looking_ahead.window import Window
+from forerun.drafters.self_drafting.jacobi import Window
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree
 from forerun.types import Budget, Drawn, Verdict

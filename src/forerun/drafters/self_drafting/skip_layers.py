@@ -1,7 +1,7 @@
 """The target without some of its attention and MLP sub-layers drafts for the whole target, on the target's own cache.
 
 Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
-skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `skipping.online`). Draft nodes see the prefix as
+skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `OnlineSearch`). Draft nodes see the prefix as
 the whole target left it; scoring runs them in full and overwrites what drafting wrote. No weights and no memory of its
 own. Output is lossless whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed
 may depend on what was decoded before, its distribution does not.
@@ -19,10 +19,17 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.self_drafting.skipping import file
-from forerun.drafters.self_drafting.skipping.gaussian import Floats, upper_bound
-from forerun.drafters.self_drafting.skipping.search import Space, Trial, propose
-from forerun.drafters.self_drafting.skipping.sublayers import SkipSet, evenly, every, parse
+from forerun.drafters.self_drafting.skipping import (
+    Floats,
+    SkipFile,
+    SkipSet,
+    Space,
+    Trial,
+    evenly,
+    every,
+    parse,
+    propose,
+)
 from forerun.drafters.tree_options import TreeOptions
 from forerun.errors import ArgumentError, nearest
 from forerun.step import Scores
@@ -73,8 +80,10 @@ class _Record:
         self.judged += judged
 
 
-def _optimism(mean: Floats, spread: Floats, _best: float) -> Floats:
-    return upper_bound(mean, spread, _KAPPA)
+def _upper_bound(mean: Floats, spread: Floats, _best: float) -> Floats:
+    """(m,) what a set might be worth."""
+    bound: Floats = mean + _KAPPA * spread
+    return bound
 
 
 class OnlineSearch:
@@ -105,7 +114,7 @@ class OnlineSearch:
         self.candidates = 0
         """Judged so far."""
         self._window, self._patience = window, patience
-        self._propose = partial(propose, self.space, random=np.random.default_rng(seed), acquisition=_optimism)
+        self._propose = partial(propose, self.space, random=np.random.default_rng(seed), acquisition=_upper_bound)
         self._random = np.random.default_rng(seed + 1)
         self._best = _Record(evenly(allowed, size))
         self._candidate: _Record | None = None
@@ -339,7 +348,7 @@ def _given(skip: Sequence[str] | str | None, setup: DrafterSetup) -> SkipSet:
     """The set that a list or a file names."""
     if isinstance(skip, str | Path):
         path = Path(skip)
-        found = file.read(path)
+        found = SkipFile.read(path)
         found.check(setup.target, path)
         return found.skip
     return parse(skip or (), setup.target.num_layers)

@@ -1,7 +1,7 @@
 """Public EAGLE-3 heads by target, as reported; nothing here was downloaded or measured by forerun. Imports no torch.
 
-The table (``heads.json``) holds what the SpecBundle dashboard, papers and pull requests name. Where a report names a
-head without its full hub id, `KnownHead.model` is None.
+The table (``catalogue.json``) holds what the SpecBundle dashboard, papers and pull requests name. Where a report names
+a head without its full hub id, `KnownHead.model` is None.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KnownHead:
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
     """The whole catalogue, by target."""
-    text = resources.files(__package__ or __name__).joinpath("heads.json").read_text(encoding="utf-8")
+    text = resources.files(__package__ or __name__).joinpath("catalogue.json").read_text(encoding="utf-8")
     heads = [_head(entry) for entry in json.loads(text)]
     return tuple(sorted(heads, key=lambda head: (head.target.casefold(), head.model is None)))
 

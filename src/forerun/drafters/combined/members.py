@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters import entry_named
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.combined.composing.seeds import Seeds
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
