@@ -20,7 +20,7 @@ from benchmarks.suite.workloads import loops
 from forerun import LLM, SamplingParams
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.growth import Draw
+from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.step import Group, Row, Scores, context_for, first_tokens, step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.acceptance import rejection_reach, transport_bound
-from forerun.drafters.growth import Draw
+from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
 from forerun.verify import rule_named
 from forerun.verify.enumeration import Drawing, branching, exact_distribution, toy_drafter

@@ -17,11 +17,11 @@ from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
 from contract.harness import SAMPLED, Variant, kind_for, variants, without_unlikely
 from contract.tongues import retold, tongue
 from forerun import step as stepping
-from forerun.drafters import levels
+from forerun.drafters import trees
 from forerun.drafters.combined import first_of, merge
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.levels import FixedTree, Grown
+from forerun.drafters.trees import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
@@ -214,7 +214,7 @@ def test_a_drafter_that_takes_back_what_it_drew(monkeypatch: Patch) -> None:
             last -= 1
         return cut(self, tree, grown, place, row, last, *a)
 
-    monkeypatch.setattr(levels.FixedTree, "_cut", likely_only)
+    monkeypatch.setattr(trees.FixedTree, "_cut", likely_only)
     assert _bias("draft_model-chain") > 0.01
 
 
@@ -253,7 +253,7 @@ def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
         grower = neutral(self, context, index)
         return replace(grower, sampler=Sampler(replace(grower.sampler.params, logits_processors=()), ()))
 
-    monkeypatch.setattr(levels.FixedTree, "_grower", ungrammatical)
+    monkeypatch.setattr(trees.FixedTree, "_grower", ungrammatical)
     assert _bias("draft_model-chain", grammar=True) < TOLERANCE
 
     def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:

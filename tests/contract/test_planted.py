@@ -33,8 +33,8 @@ from contract.test_greedy import NEUTRAL, PENALISED, reference
 from contract.test_recorded import watch
 from contract.wrong import Twins, Uniform
 from forerun import LLM, SamplingParams, step
-from forerun.drafters import growth
-from forerun.drafters.levels import Submitted
+from forerun.drafters import drawing
+from forerun.drafters.trees import Submitted
 from forerun.sampling import Rng, Stream
 from forerun.step import Scores
 from forerun.target import Target
@@ -160,12 +160,12 @@ def test_positions_that_are_off_by_one(monkeypatch: Patch) -> None:
 
 
 def test_a_distribution_recorded_before_processing(monkeypatch: Patch) -> None:
-    children = growth._children
+    children = drawing._children
 
-    def raw(logits: Tensor, *others: Any) -> growth.Siblings:
-        return replace(children(logits, *others), probs=logits.float().softmax(-1))
+    def raw(logits: Tensor, *others: Any) -> drawing.Children:
+        return replace(children(logits, *others), probs=logits.float().softmax(-1).view(1, 1, -1))
 
-    monkeypatch.setattr(growth, "_children", raw)
+    monkeypatch.setattr(drawing, "_children", raw)
     for label in ("chain", "tree"):
         assert watch(named(label), PROMPTS).problems
         assert distribution_is_off(named(label), draws=1000)

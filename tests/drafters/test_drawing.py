@@ -14,8 +14,8 @@ from torch import Tensor
 
 from contract.test_recorded import LoggedRng
 from forerun.drafters.base import DraftContext
-from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
-from forerun.drafters.levels import Draws, FixedTree
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Grower, Shape, grow
+from forerun.drafters.trees import Draws, FixedTree
 from forerun.sampling import Rng, Sampler
 from forerun.tree import TokenTree
 from forerun.types import Drawn, SamplingParams

@@ -26,7 +26,7 @@ from contract.harness import (
 )
 from contract.test_greedy import NEUTRAL
 from forerun.drafters.draft_models.draft_model import Ending, Stop, Stopping, stopping_named
-from forerun.drafters.growth import Children
+from forerun.drafters.drawing import Children
 from forerun.errors import ArgumentError
 
 pytestmark = pytest.mark.thorough

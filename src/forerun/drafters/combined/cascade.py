@@ -22,7 +22,7 @@ from forerun.acceptance import Acceptance, Evidence, by_draft_prob
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.combined.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.levels import Submitted
+from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, NumericError
 from forerun.sampling import Rng, Sampler

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.growth import Children, DraftVocabulary
-from forerun.drafters.levels import Grown, Submitted
-from forerun.drafters.tree_options import TreeOptions
+from forerun.drafters.drawing import Children, DraftVocabulary
+from forerun.drafters.trees import Grown, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Sampler

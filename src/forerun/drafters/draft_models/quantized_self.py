@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
-from forerun.drafters.tree_options import TreeOptions
+from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.target.kernels.packing import FusedLinear, PackedLinear
 from forerun.target.layers import base_name, base_of, layers_of, replaced, shallow

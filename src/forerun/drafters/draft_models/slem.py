@@ -30,7 +30,7 @@ from forerun.drafters.draft_models.token_bytes import (
     starts_character,
     whole_characters,
 )
-from forerun.drafters.levels import Submitted
+from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
 from forerun.errors import ArgumentError
 from forerun.sampling import Sampler

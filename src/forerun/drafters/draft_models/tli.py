@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of
-from forerun.drafters.growth import DraftVocabulary
+from forerun.drafters.drawing import DraftVocabulary
 from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.target.kernels.packing import PackedLinear, packable

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from forerun.devices import rows_of
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.dynamic import DynamicTree, Expanded, columns
-from forerun.drafters.growth import DraftVocabulary, Draw, Shape, constant
+from forerun.drafters.drawing import DraftVocabulary, Draw, Shape, constant
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Submitted, columns, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.sampling import Sampler

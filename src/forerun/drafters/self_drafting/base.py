@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.growth import Children, Shape
-from forerun.drafters.levels import FixedTree, Grown, Submitted
+from forerun.drafters.drawing import Children, Shape
+from forerun.drafters.trees import FixedTree, Grown, Submitted
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
 from forerun.tree import TokenTree

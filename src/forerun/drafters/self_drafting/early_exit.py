@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from forerun.devices import sent
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.tree_options import TreeOptions
+from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.target.inputs import Nodes
 from forerun.target.layers import base_of, norm_after_layers

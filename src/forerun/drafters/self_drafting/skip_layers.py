@@ -30,7 +30,7 @@ from forerun.drafters.self_drafting.skipping import (
     parse,
     propose,
 )
-from forerun.drafters.tree_options import TreeOptions
+from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, nearest
 from forerun.step import Scores
 from forerun.target import Plan

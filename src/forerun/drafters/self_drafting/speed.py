@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.growth import Shape, attempt
+from forerun.drafters.drawing import Shape, attempt
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.growth import Draw, Shape, likeliest, resolve, siblings
+from forerun.drafters.drawing import Draw, Shape, children_of, likeliest, on_host, resolve
 from forerun.errors import ArgumentError
 from forerun.types import Drawn
 
@@ -25,6 +26,24 @@ def scripted(*tokens: int) -> tuple[Callable[[Tensor, int], int], list[Tensor]]:
         return tokens[len(seen) - 1]
 
     return pick, seen
+
+
+@dataclass
+class Siblings:
+    """The children of one node on the host."""
+
+    tokens: list[int]
+    drawn: list[int]
+    confidence: list[float]
+    probs: Tensor | None
+
+
+def siblings(probs: Tensor, count: int, draw: Draw, pick: Callable[[Tensor, int], int]) -> Siblings:
+    """Those that are valid."""
+    found = children_of(probs.view(1, 1, -1), count, draw, on_host(pick))
+    valid = found.validity()[0, 0]
+    columns = [values[0, 0][valid].tolist() for values in (found.tokens, found.drawn, found.confidence)]
+    return Siblings(*columns, probs=None if found.probs is None else found.probs[0, 0])
 
 
 def test_given_children_are_the_likeliest_and_carry_their_probability() -> None:
