@@ -1,4 +1,4 @@
-"""What a drafter is and what it may look at. Knows no method, no rule and no engine."""
+"""What a drafter is and what it may look at."""
 
 from __future__ import annotations
 

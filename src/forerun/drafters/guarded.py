@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forerun.step import Scores
     from forerun.target import Target
 
-# What a tree must be before anybody works with it. Knows trees, budgets and the sizes of a model. Knows no drafter.
+# What a tree must be before anybody works with it.
 
 _ROUNDING = 1e-4
 """By how much a confidence, a quotient of probabilities in float32, may exceed 1."""

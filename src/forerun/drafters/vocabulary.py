@@ -1,4 +1,4 @@
-"""Whether two models speak the same tokens. Knows tokenizers, no model's weights."""
+"""Whether two models speak the same tokens."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Staged speculative decoding (Spector & Re, arXiv 2308.04623) and the vertical ca
 (Chen et al., 2312.11462): the draft model is the target of an inner drafter and writes its chain with the engine's own
 `step`. The inner level walks the draft model's own draws, so the chain is the one that the draft model would have
 drafted by itself, each token drawn from the recorded distribution; only its cost falls. `tail` is the horizontal
-cascade: the inner drafter goes on where the chain ends. Knows no rule of the outer level.
+cascade: the inner drafter goes on where the chain ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from forerun.types import Budget, DraftKind, Drawn, Signal
 
 # An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.
 #
-# What the inner level emits is the outer level's draft, so its draws are the outer level's draft draws. Knows the
-# step's rows and rng. Knows no drafter and no rule.
+# What the inner level emits is the outer level's draft, so its draws are the outer level's draft draws.
 
 
 class InnerRng(Rng):

@@ -1,7 +1,4 @@
-"""Drafters as members of another: built from their own configurations, taught together, each one's failure its own.
-
-Knows the drafters' protocol and the registry. Knows no method and no rule.
-"""
+"""Drafters as members of another: built from their own configurations, taught together, each one's failure its own."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Deterministic nodes with the same path become one, and the likeliest are kept. Sampled nodes come from one member only,
 whose tree goes in whole: neither merged nor pruned, since either, decided by a drawn value, would bias the answer.
-Deterministic nodes of the others may stand beside and below sampled ones; traversal verifies such trees. Knows no
-method and no rule.
+Deterministic nodes of the others may stand beside and below sampled ones; traversal verifies such trees.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed tokens but the last; the
 root and the nodes that were run stand behind them, and what the target kept of them is kept here too, so no token runs
-twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374). Knows no rule.
+twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #
 # Each looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
 # drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
-# last does not. Knows no model and no target.
+# last does not.
 
 
 class Stop(StrEnum):

@@ -3,7 +3,7 @@
 arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, ids are mapped both
 ways, and that distribution is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the
 committed text token by token: a token that it lacks is written in its own tokens, so its text and the target's differ
-in length. Acceptance is at most the mass that the target puts on the shared tokens. Knows no rule.
+in length. Acceptance is at most the mass that the target puts on the shared tokens.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TokenAlignment:
             del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
 
 
-# An output head that computes the logits of some token ids only. Knows linear heads; any other is left as it is.
+# An output head that computes the logits of some token ids only.
 
 
 _TOLERANCE = 0.02

@@ -1,6 +1,6 @@
 """What every draft head is: a shape that follows from its target, a module, and one of two ways to draft.
 
-Training and drafting run the same module. Knows no kind, no file format and no trainer.
+Training and drafting run the same module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
 
 The head is fed with the target's features as tokens are committed, so a proposal starts at the root's children with no
-catching up. Knows no rule, no file format and no kind of head.
+catching up.
 """
 
 from __future__ import annotations

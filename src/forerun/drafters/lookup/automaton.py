@@ -1,7 +1,7 @@
 """A suffix automaton over a growing text: every string that occurs in it, how often, and what followed.
 
-Blumer et al. 1985, as used by SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding
-(arXiv 2411.04975). Knows tokens as whole numbers from 0; nothing of models or drafts.
+Blumer et al. 1985, as used by SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv
+2411.04975).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Growing a draft from an index: a chain of the likeliest continuation, or a tree of the likeliest nodes.
-
-Knows neither the index nor what a place in it is.
-"""
+"""Growing a draft from an index: a chain of the likeliest continuation, or a tree of the likeliest nodes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row has an index from
 n-grams to the places where they ended, kept up to date token by token, so a proposal costs a few dictionary look-ups
-whatever the length of the text. All nodes are deterministic. Knows no model and no distribution.
+whatever the length of the text. All nodes are deterministic.
 """
 
 from __future__ import annotations

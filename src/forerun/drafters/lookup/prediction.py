@@ -1,7 +1,7 @@
 """Follows the answer that the client predicted: an edited file comes out mostly as it went in.
 
 What OpenAI's API calls Predicted Outputs. The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
-or, for all requests, with the drafter's options. All nodes are deterministic. Knows no model and no distribution.
+or, for all requests, with the drafter's options. All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 # Where an answer stands in a text that was predicted for it, found again after every edit.
-#
-# Knows two lists of tokens; nothing of drafts.
 
 
 _LONGEST = 4

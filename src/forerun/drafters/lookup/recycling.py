@@ -3,7 +3,7 @@
 arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest tokens the last time the
 target scored it, rejected nodes included: what a pass computed and threw away. A draft is a walk through the matrix
 from the root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). Deterministic: all nodes are
-given. Knows no model, and of the distributions only which raw logits were largest.
+given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forerun.writing import written
 if TYPE_CHECKING:
     from forerun.step import Scores
 
-# The matrix of likely successors of every token, in memory and in a file. Knows no tree and no model.
+# The matrix of likely successors of every token, in memory and in a file.
 
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,6 @@ def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 #
 # A tree is a set of paths (rank at depth 1, rank at depth 2, ...). A path survives with the product of its ranks'
 # rates, so the n likeliest paths are found greedily; the same argument as for DDTree's marginals (arXiv 2604.12989).
-# Knows numbers, no tokens and no model.
 
 
 _MEASURED = (

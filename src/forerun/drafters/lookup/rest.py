@@ -2,8 +2,7 @@
 
 The method of REST (arXiv 2311.08252): the longest end of the text that occurs in a datastore, all that followed it
 there, merged into a trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a
-temperature the target's own sample walks the tree, which is exact and optimal there. Knows no model and no
-distribution.
+temperature the target's own sample walks the tree, which is exact and optimal there.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from forerun.manifests import TokenizerIdentity
 from forerun.tree import TokenTree
 from forerun.types import Budget
 
-# Many continuations merged into one trie, of which the most frequent nodes are kept. Knows arrays, no files.
+# Many continuations merged into one trie, of which the most frequent nodes are kept.
 
 
 _LOW = 2**32 - 1

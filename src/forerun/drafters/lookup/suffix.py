@@ -2,7 +2,7 @@
 
 SuffixDecoding (arXiv 2411.04975) on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
 running request over its prompt and output, and a bounded store of past outputs. Each step drafts from where the
-expected number of kept tokens is largest. All nodes are deterministic. Knows no model and no distribution.
+expected number of kept tokens is largest. All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.types import Budget, DraftKind
 # Past outputs as one index of bounded size, and where a running text stands in it.
 #
 # SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs enter the younger; when
-# that is full, the older one is dropped and the younger takes its place. Knows tokens only.
+# that is full, the older one is dropped and the younger takes its place.
 
 
 class Cursor:

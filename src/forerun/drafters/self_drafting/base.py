@@ -2,7 +2,7 @@
 
 The prefix's keys and values are the target's own. The root and the drafted nodes are run level by level, behind the
 committed tokens, by whatever part of the target the method chooses; scoring overwrites these slots afterwards. So there
-is no second cache, nothing to catch up with and nothing to forget. Knows no rule.
+is no second cache, nothing to catch up with and nothing to forget.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ The drafted nodes run through layers 0 .. E in the slots in which they are score
 own, and their states at boundary E go along with the draft: scoring runs layers E .. L, and the first E only for the
 leaves, which nobody had to run to draft them. No second cache, no second set of weights. Source: LayerSkip (arXiv
 2404.16710), which also trains the target so that its early layers predict well; an untrained target drafts poorly.
-Knows no rule.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Santilli et al., arXiv 2305.10427. The target's argmax after each token of the chain is the next guess for the token
 behind it; what was guessed right is accepted, and the rest moves up. It is one row of lookahead decoding's window,
-submitted and not only probed. Deterministic at every temperature. Knows no distribution.
+submitted and not only probed. Deterministic at every temperature.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ last token, and these are ordinary given branches.
 Where this differs from the published code: the window begins as copies of the prompt and not at random, with all its
 rows; it moves by as many tokens as were emitted, so that every trajectory keeps its position; beginnings that guesses
 share are scored once. The window is rolled by the argmax of the raw logits at every temperature: it decides what is
-guessed and never what is accepted. Knows no distribution.
+guessed and never what is accepted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from forerun.step import Scores
 
 # The n-grams that a request has come across, by their first token; the least recently seen are forgotten.
-#
-# Knows no model and no window.
 
 
 Gram = tuple[int, ...]

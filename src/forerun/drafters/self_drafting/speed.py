@@ -7,8 +7,8 @@ likeliest than the exit did, what came in behind it is flushed. Source: SPEED (a
 
 What differs from the paper: a step ends in one verification, so the pipeline is drained at the end of each step (P - 1
 passes that take in nothing), and in a batch a row that was flushed waits for the others; drafts are greedy, and a
-sampled answer keeps them with the target's own probability; states are exact, nothing is approximated or retrained.
-All submitted nodes have run through all layers, so scoring is left with the final norm and the head. Knows no rule.
+sampled answer keeps them with the target's own probability; states are exact, nothing is approximated or retrained. All
+submitted nodes have run through all layers, so scoring is left with the final norm and the head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Tokens at different depths in one pass, for decoders whose layers share their weights.
 #
 # Where layer i + g has the weights of layer i, token k at block d and token k + 1 at block d - 1 need the same
-# matrices: one pass over both reads them once. Every token keeps its own layer in the cache. Knows no drafter.
+# matrices: one pass over both reads them once. Every token keeps its own layer in the cache.
 
 
 def shared_block(target: Target) -> int:
