@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from forerun.errors import ArgumentError
 from forerun.sampling import Rng, Sampler
 from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Signal, Verdict
@@ -92,6 +93,14 @@ class DraftContext:
             cache_salts=pick(self.cache_salts),
             adapt=pick(self.adapt),
         )
+
+
+def check_least(method: str, config: object, **least: int) -> None:
+    """Raise ArgumentError where a configuration's option is below its least value; None stands for no limit."""
+    for name, value in least.items():
+        given = getattr(config, name)
+        if given is not None and given < value:
+            raise ArgumentError(f"{method}: {name} must be at least {value}, got {given}")
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext
+from forerun.drafters.base import DraftContext, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, Shape, grow, kind_of, resolve
 from forerun.errors import ArgumentError, NumericError, nearest
@@ -265,10 +265,7 @@ class TreeOptions:
             raise ArgumentError(
                 f"{method}: draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"
             )
-        if self.num_speculative_tokens < 1:
-            raise ArgumentError(
-                f"{method}: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
-            )
+        check_least(method, self, num_speculative_tokens=1)
         if self.shape is not None and (not self.shape or min(self.shape) < 1):
             raise ArgumentError(f"{method}: shape needs at least one depth and one child a node, got {self.shape}")
         if self.tree is not None and (self.shape is not None or not self.tree or self.draw == Draw.GREEDY_K):

@@ -19,11 +19,11 @@ _REMEDY = (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
-def resolved(name: str | Path) -> str:
-    """The directory of a shipped model for its name; anything else unchanged."""
+def resolved(model: Any) -> Any:
+    """The directory of a shipped model for its name; any other name, or a loaded model, unchanged."""
     from forerun import demo
 
-    return str(demo.resolve(name))
+    return str(demo.resolve(model)) if isinstance(model, str | Path) else model
 
 
 def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
@@ -40,7 +40,7 @@ def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Refuse tokenizers that give a token id two meanings.
 
     Raises:
@@ -61,16 +61,22 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         )
 
 
-def check_sizes(target: int, draft: int) -> None:
-    """Where a tokenizer is missing the sizes must agree.
+def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
+    """Refuse a draft model of `size` token ids that mean something else than the target's.
+
+    Where a tokenizer is missing the sizes must agree.
 
     Raises:
-        VocabularyMismatchError: they do not.
+        VocabularyMismatchError: saying what differs.
     """
-    if target != draft:
+    theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
+    if setup.tokenizer is not None and theirs is not None:
+        _check_tokenizers(setup.tokenizer, theirs)
+    elif setup.target.vocab_size != size:
         raise VocabularyMismatchError(
-            f"the target has {target} token ids and the draft model {draft}; without both tokenizers nobody can tell "
-            f"whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside both models."
+            f"the target has {setup.target.vocab_size} token ids and the draft model {size}; without both tokenizers "
+            f"nobody can tell whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside "
+            "both models."
         )
 
 

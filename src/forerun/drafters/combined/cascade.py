@@ -12,19 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.acceptance import Acceptance, Evidence, by_draft_prob
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.combined.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.trees import Submitted
-from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
-from forerun.errors import ArgumentError, NumericError
+from forerun.drafters.vocabulary import check_vocabulary, resolved
+from forerun.errors import NumericError
 from forerun.sampling import Rng, Sampler
 from forerun.step import Group, Row, context_for, step
 from forerun.target import Scored, Target
@@ -142,9 +141,7 @@ class CascadeConfig:
 
     def __post_init__(self) -> None:
         options_of("cascade", self.inner)
-        for name, least in (("num_speculative_tokens", 1), ("tail", 0), ("inner_nodes", 1)):
-            if getattr(self, name) < least:
-                raise ArgumentError(f"cascade: {name} must be at least {least}, got {getattr(self, name)}")
+        check_least("cascade", self, num_speculative_tokens=1, tail=0, inner_nodes=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -363,15 +360,10 @@ def _extra(config: CascadeConfig) -> int:
 
 
 def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
-    named = isinstance(config.model, str | Path)
-    model = resolved(config.model) if named else config.model
+    model = resolved(config.model)
     slots = setup.slots + _extra(config)
     loaded = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model))
     assert isinstance(loaded, DraftTarget)
-    theirs = tokenizer_beside(model) if named else None
-    if setup.tokenizer is not None and theirs is not None:
-        check_tokenizers(setup.tokenizer, theirs)
-    else:
-        check_sizes(setup.target.vocab_size, loaded.vocab_size)
+    check_vocabulary(setup, model, loaded.vocab_size)
     loaded.speak(setup.target.vocab_size)
     return loaded

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.drawing import Children, DraftVocabulary
 from forerun.drafters.trees import Grown, Submitted, TreeOptions
-from forerun.drafters.vocabulary import check_sizes, check_tokenizers, resolved, tokenizer_beside
+from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
@@ -333,18 +332,12 @@ class DraftModelDrafter(Drafter):
         """The draft model with a cache of `room` times the engine's slots."""
         from forerun.target import Target
 
-        named = isinstance(self.config.model, str | Path)
-        model = resolved(self.config.model) if named else self.config.model
+        model = resolved(self.config.model)
         slots = room * setup.slots + self._tree.shape.size
         return Target.load(model, rows=setup.rows, slots=slots, dtype=self.config.dtype, device=setup.device_for(model))
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
-        named = isinstance(self.config.model, str | Path)
-        theirs = tokenizer_beside(resolved(self.config.model)) if named else None
-        if setup.tokenizer is not None and theirs is not None:
-            check_tokenizers(setup.tokenizer, theirs)
-        else:
-            check_sizes(setup.target.vocab_size, self.model.vocab_size)
+        check_vocabulary(setup, self.config.model, self.model.vocab_size)
 
 
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:

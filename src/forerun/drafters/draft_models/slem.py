@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from forerun.acceptance import Acceptance, by_draft_prob
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_models.draft_model import run_missing
 from forerun.drafters.draft_models.token_bytes import (
@@ -32,7 +32,6 @@ from forerun.drafters.draft_models.token_bytes import (
 )
 from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
-from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.target import Target
 from forerun.tree import TokenTree
@@ -62,9 +61,7 @@ class SlemConfig:
     """Of the weights: ``auto`` is what the checkpoint says."""
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "look_behind"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"slem: {name} must be at least 1, got {getattr(self, name)}")
+        check_least("slem", self, num_speculative_tokens=1, look_behind=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -209,7 +206,7 @@ class SlemDrafter(Drafter):
         self.config = config
         self._target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
         self._draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
-        model = resolved(config.model) if isinstance(config.model, str) else config.model
+        model = resolved(config.model)
         slots = _ROOM * setup.slots + config.num_speculative_tokens
         self.model = Target.load(
             model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model)

@@ -131,7 +131,7 @@ class TokenAlignment:
             del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
 
 
-# An output head that computes the logits of some token ids only.
+# An output head that computes the logits of some token ids only; one that is not linear is left as it is.
 
 
 _TOLERANCE = 0.02

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.acceptance import Acceptance
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.lookup.copying import Copied, by_match
 from forerun.errors import ArgumentError, nearest
@@ -43,9 +43,7 @@ class NgramConfig:
     """Earlier places that an n-gram must have to be copied from."""
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "max_branches", "min_hits"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"ngram: {name} must be at least 1, got {getattr(self, name)}")
+        check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if high < low:
             raise ArgumentError(f"ngram: prompt_lookup_max ({high}) is below prompt_lookup_min ({low})")

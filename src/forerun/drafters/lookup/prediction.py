@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.acceptance import Acceptance
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.lookup.copying import Copied, by_match
 from forerun.errors import ArgumentError
@@ -89,10 +89,7 @@ class PredictionConfig:
     """Prediction for requests that bring none: text, or token ids."""
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
-            raise ArgumentError(
-                f"prediction: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
-            )
+        check_least("prediction", self, num_speculative_tokens=1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from forerun.acceptance import Acceptance, Evidence, Proposal
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
@@ -270,9 +270,7 @@ class RecyclingConfig:
     held at the start, and what they teach is never written."""
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "nodes", "top_k"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                raise ArgumentError(f"recycling: {name} must be at least 1, got {given}")
+        check_least("recycling", self, num_speculative_tokens=1, nodes=1, top_k=1)
 
 
 @dataclass(kw_only=True, slots=True)

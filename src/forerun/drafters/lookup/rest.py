@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.acceptance import Acceptance, Evidence, Proposal
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
@@ -142,9 +142,7 @@ class RestConfig:
     """Most nodes of the draft."""
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "min_match", "max_hits", "nodes"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"rest: {name} must be at least 1, got {getattr(self, name)}")
+        check_least("rest", self, num_speculative_tokens=1, min_match=1, max_hits=1, nodes=1)
         if not self.min_match <= self.max_match <= SORTED_TOKENS:
             raise ArgumentError(
                 f"rest: max_match must be from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores "

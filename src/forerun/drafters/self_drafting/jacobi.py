@@ -13,9 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forerun.acceptance import Acceptance, Evidence, Proposal
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.errors import ArgumentError
 from forerun.sampling import Sampler
 from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind, Verdict
@@ -118,8 +117,7 @@ class JacobiConfig:
     """Tokens that are guessed at once."""
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
-            raise ArgumentError(f"jacobi: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}")
+        check_least("jacobi", self, num_speculative_tokens=1)
 
 
 @dataclass(kw_only=True, slots=True)

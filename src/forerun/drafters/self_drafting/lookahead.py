@@ -19,10 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forerun.acceptance import Acceptance, Proposal, by_draft_prob
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.self_drafting.jacobi import Window
-from forerun.errors import ArgumentError
 from forerun.tree import TokenTree
 from forerun.types import Budget, Drawn, Verdict
 
@@ -94,13 +93,7 @@ class LookaheadConfig:
     """Most first tokens that a pool knows; the least recently seen are forgotten."""
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
-            raise ArgumentError(
-                f"lookahead: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
-            )
-        for name, least in (("window", 1), ("level", 2), ("guesses", 1), ("pool_keys", 1)):
-            if getattr(self, name) < least:
-                raise ArgumentError(f"lookahead: {name} must be at least {least}, got {getattr(self, name)}")
+        check_least("lookahead", self, num_speculative_tokens=1, window=1, level=2, guesses=1, pool_keys=1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.base import DraftContext, DrafterSetup, check_least
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.self_drafting.skipping import (
     Floats,
@@ -226,9 +226,7 @@ class SkipLayersConfig(TreeOptions):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ArgumentError(f"skip_layers: {name} must lie between 0 and 1, got {value}")
-        for name in ("search_window", "search_patience"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"skip_layers: {name} must be at least 1, got {getattr(self, name)}")
+        check_least("skip_layers", self, search_window=1, search_patience=1)
 
 
 @dataclass(slots=True)

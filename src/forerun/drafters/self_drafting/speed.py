@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.drawing import Shape, attempt
-from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.errors import UnsupportedModelError
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
 from forerun.target.layers import is_quantised
@@ -164,8 +164,7 @@ class SpeedConfig:
     """Most tokens that follow the root into the pipeline in one step."""
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
-            raise ArgumentError(f"speed: num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}")
+        check_least("speed", self, num_speculative_tokens=1)
 
 
 @dataclass(kw_only=True, slots=True)
