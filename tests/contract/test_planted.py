@@ -140,7 +140,7 @@ def test_a_target_that_does_not_roll_back(monkeypatch: Patch) -> None:
 def test_a_drafter_that_does_not_roll_back(monkeypatch: Patch) -> None:
     engine, drafter = built(named("chain"))
     monkeypatch.setattr(
-        Submitted, "kept", lambda self, committed: tuple(range(1, min(len(committed) + 1, self.run) + 1))
+        Submitted, "accepted", lambda self, committed: tuple(range(1, min(len(committed) + 1, self.run) + 1))
     )
     with torch.inference_mode():
         assert run(engine, drafter, NEUTRAL) > TOLERANCE

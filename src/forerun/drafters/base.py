@@ -224,6 +224,14 @@ class Drafter:
         return 0
 
 
+def changed(sampler: Sampler, **params: Any) -> Sampler:
+    """The sampler with some other sampling parameters."""
+    words = sampler.bad_words
+    return Sampler(
+        replace(sampler.params, **params), sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=words
+    )
+
+
 class Seeds:
     """Keeps the greedy twin of each sampler.
 
@@ -246,9 +254,7 @@ class Seeds:
         if not self._hide or _free(sampler):
             return sampler
         if sampler not in self._greedy:
-            params = replace(sampler.params, temperature=0.0)
-            banned, words = sampler.banned_until_min, sampler.bad_words
-            self._greedy[sampler] = Sampler(params, sampler.prompt, banned_until_min=banned, bad_words=words)
+            self._greedy[sampler] = changed(sampler, temperature=0.0)
         return self._greedy[sampler]
 
 

@@ -5,18 +5,17 @@ Shared by every drafter that runs a model once per level; the logits come from a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, check_least
+from forerun.drafters.base import DraftContext, changed, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, Shape, grow, kind_of, resolve
 from forerun.errors import ArgumentError, NumericError, nearest
@@ -29,6 +28,30 @@ Descend = Callable[[Tensor, range], Tensor]
 """(ids (B, K) of all nodes so far, node ids of the last level) -> raw logits (B, F, V) of that level's nodes."""
 Enough = Callable[[int, Children], bool]
 """(depth of the parents, their children) -> whether no further level is wanted. No node that it saw is taken back."""
+
+
+class Limits:
+    """How many nodes each of B rows may submit while its tree grows level by level.
+
+    A node that was grown is never taken back, so whether it is submitted does not depend on its value.
+    """
+
+    def __init__(self, levels: Sequence[range], nodes: Sequence[int]) -> None:
+        self.nodes = list(nodes)
+        """(B,) from the first node on."""
+        self._levels = levels
+
+    def stopped(self, children: Children) -> Sequence[bool]:
+        """(B,) rows that draft no deeper than these children; empty where all go on."""
+        raise NotImplementedError
+
+    def enough(self, depth: int, children: Children) -> bool:
+        """Whether no row wants a level below these children of the nodes at `depth`."""
+        last = self._levels[depth + 1].stop - 1
+        for row, stopped in enumerate(self.stopped(children)):
+            if stopped:
+                self.nodes[row] = min(self.nodes[row], last)
+        return max(self.nodes) <= last
 
 
 class _Row(NamedTuple):
@@ -65,7 +88,7 @@ class Submitted(Proposal):
     run: int = 0
     """Nodes whose keys stand behind the root's; 0: the root is still committed."""
 
-    def kept(self, committed: Sequence[int]) -> tuple[int, ...]:
+    def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
         """The longest path among the nodes that were run which holds a beginning of `committed`."""
         children: dict[int, list[int]] = {}
         for node in range(1, self.run + 1):
@@ -204,7 +227,7 @@ class FixedTree:
         sampler = context.samplers[index]
         tokens, prompt = context.tokens[index], context.prompt_lengths[index]
         if self.temperature is not None and not sampler.greedy:
-            sampler = _at_temperature(sampler, self.temperature)
+            sampler = changed(sampler, temperature=self.temperature)
         return Grower(
             draw=self._draw(sampler),
             sampler=sampler,
@@ -238,9 +261,19 @@ def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
     )
 
 
-def _at_temperature(sampler: Sampler, temperature: float) -> Sampler:
-    params = dataclasses.replace(sampler.params, temperature=temperature)
-    return Sampler(params, sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=sampler.bad_words)
+def check_drawing(method: str, options: Any) -> None:
+    """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a configuration make sense."""
+    kinds = [kind.value for kind in Draw]
+    if options.draw not in kinds:
+        raise ArgumentError(
+            f"{method}: draw is one of {', '.join(kinds)}, got {options.draw!r}.{nearest(options.draw, kinds)}"
+        )
+    check_least(method, options, num_speculative_tokens=1)
+    if options.temperature is not None and not GREEDY_BELOW <= options.temperature <= MAX_TEMPERATURE:
+        raise ArgumentError(
+            f"{method}: temperature must be in [{GREEDY_BELOW:g}, {MAX_TEMPERATURE:g}], got {options.temperature}; "
+            "draw='deterministic' drafts the likeliest tokens"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,12 +293,7 @@ class TreeOptions:
 
     def check_tree(self, method: str) -> None:
         """Raise ArgumentError, in the name of `method`, unless the options make sense."""
-        kinds = [kind.value for kind in Draw]
-        if self.draw not in kinds:
-            raise ArgumentError(
-                f"{method}: draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"
-            )
-        check_least(method, self, num_speculative_tokens=1)
+        check_drawing(method, self)
         if self.shape is not None and (not self.shape or min(self.shape) < 1):
             raise ArgumentError(f"{method}: shape needs at least one depth and one child a node, got {self.shape}")
         if self.tree is not None and (self.shape is not None or not self.tree or self.draw == Draw.GREEDY_K):
@@ -275,11 +303,6 @@ class TreeOptions:
             )
         if self.tree is not None:
             Shape.of(self.tree)
-        if self.temperature is not None and not GREEDY_BELOW <= self.temperature <= MAX_TEMPERATURE:
-            raise ArgumentError(
-                f"{method}: temperature must be in [{GREEDY_BELOW:g}, {MAX_TEMPERATURE:g}], got {self.temperature}; "
-                "draw='deterministic' drafts the likeliest tokens"
-            )
 
     def fixed_tree(self) -> FixedTree:
         """What grows such trees."""

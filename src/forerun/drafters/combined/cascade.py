@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.acceptance import Acceptance, Evidence, by_draft_prob
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, changed, check_least
 from forerun.drafters.combined.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.trees import Submitted
@@ -89,8 +89,7 @@ def inner_sampler(sampler: Sampler) -> Sampler:
     """A greedy request's sampler, as one that also tells how probable each token was; any other one unchanged."""
     if not sampler.greedy:
         return sampler
-    params = replace(sampler.params, logprobs=0, logprobs_mode="raw_logprobs")
-    return Sampler(params, sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=sampler.bad_words)
+    return changed(sampler, logprobs=0, logprobs_mode="raw_logprobs")
 
 
 class DraftTarget(Target):

@@ -1,7 +1,7 @@
 """Any smaller causal LM with the target's tokenizer drafts: a chain or a tree, deterministic or sampled.
 
 The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed tokens but the last; the
-root and the nodes that were run stand behind them, and what the target kept of them is kept here too, so no token runs
+root and the nodes that were run stand behind them, and what is accepted of them stays here too, so no token runs
 twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.drawing import Children, DraftVocabulary
-from forerun.drafters.trees import Grown, Submitted, TreeOptions
+from forerun.drafters.trees import Grown, Limits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import ArgumentError, nearest
 from forerun.sampling import Sampler
@@ -30,12 +30,10 @@ from forerun.types import Budget, DraftKind
 if TYPE_CHECKING:
     from forerun.target import Target
 
-# Rules that end a draft early, at one confidence threshold or at a bound on acceptance from the draft distribution's
-# entropy.
-#
-# Each looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
-# drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
-# last does not.
+# Rules that end a draft early, at a confidence threshold or a bound on acceptance from the distribution's entropy. Each
+# looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and drafting
+# ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn last does
+# not.
 
 
 class Stop(StrEnum):
@@ -55,37 +53,6 @@ DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
 """Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
 ENTROPY_SHARE = 0.2
 """AdaEDL's factor before the entropy, gamma in the paper."""
-
-
-def entropies(probs: Tensor) -> Tensor:
-    """(..,) float32, nats, of distributions (.., V)."""
-    values: Tensor = torch.special.entr(probs.float())
-    return values.sum(-1)
-
-
-def confident(probs: Tensor, threshold: float) -> Tensor:
-    """(..,) bool: drafting goes on behind a token of this distribution (.., V), as its likeliest token reaches
-    `threshold`."""
-    return probs.amax(-1) >= threshold
-
-
-def svip(probs: Tensor, threshold: float) -> Tensor:
-    """(..,) bool: drafting goes on behind a token of this distribution (.., V), as its entropy is small. arXiv
-    2411.18462."""
-    return entropies(probs).sqrt() <= threshold
-
-
-def adaedl(probs: Tensor, threshold: float) -> Tensor:
-    """(..,) bool: drafting goes on behind a token of this distribution (.., V), by a bound on acceptance. arXiv
-    2410.18351."""
-    return 1 - (ENTROPY_SHARE * entropies(probs)).sqrt() >= threshold
-
-
-_RULES: dict[Stop, Callable[[Tensor, float], Tensor]] = {
-    Stop.CONFIDENCE: confident,
-    Stop.SVIP: svip,
-    Stop.ADAEDL: adaedl,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +85,12 @@ class Stopping:
         if not self.active:
             return torch.ones(probs.shape[:-1], dtype=torch.bool, device=probs.device)
         threshold = DEFAULTS[self.rule] if self.threshold is None else self.threshold
-        return _RULES[self.rule](probs, threshold)
+        if self.rule is Stop.CONFIDENCE:
+            return probs.amax(-1) >= threshold
+        entropy: Tensor = torch.special.entr(probs.float()).sum(-1)
+        if self.rule is Stop.SVIP:
+            return entropy.sqrt() <= threshold
+        return 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
 
 
 def stopping_named(rule: str, threshold: float | None) -> Stopping:
@@ -133,32 +105,22 @@ def stopping_named(rule: str, threshold: float | None) -> Stopping:
     return Stopping(rule=Stop(rule), threshold=threshold)
 
 
-class Ending:
-    """How many nodes each of B rows may submit while its tree grows level by level.
-
-    A node that was grown is never taken back: where a level's distribution says stop, the tokens drawn from it are the
-    last.
-    """
+class Ending(Limits):
+    """The nodes that each row may submit: those drawn where all of a level's distributions say stop are the last."""
 
     def __init__(self, stopping: Stopping, levels: Sequence[range], nodes: Sequence[int]) -> None:
-        self.nodes = list(nodes)
-        """(B,) from the first node on."""
-        self._stopping, self._levels = stopping, levels
-        self._goes_on: list[bool] | None = None
+        super().__init__(levels, nodes)
+        self._stopping = stopping
+        self._stopped: Sequence[bool] = ()
 
     def look(self, logits: Tensor) -> Tensor:
         """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""
         if self._stopping.active:
-            self._goes_on = self._stopping.goes_on(logits.float().softmax(-1)).any(-1).tolist()
+            self._stopped = (~self._stopping.goes_on(logits.float().softmax(-1)).any(-1)).tolist()
         return logits
 
-    def enough(self, depth: int, children: Children) -> bool:
-        """Whether no row wants a level below the children of the nodes at `depth`."""
-        last = self._levels[depth + 1].stop - 1
-        for place, goes_on in enumerate(self._goes_on or ()):
-            if not goes_on:
-                self.nodes[place] = min(self.nodes[place], last)
-        return max(self.nodes) <= last
+    def stopped(self, children: Children) -> Sequence[bool]:
+        return self._stopped
 
 
 _CHUNK = 16
@@ -176,7 +138,7 @@ class DraftModelConfig(TreeOptions):
     dtype: str = "auto"
     """Of the weights: ``auto`` is what the checkpoint says."""
     stop: str = "never"
-    """Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `stopping`."""
+    """Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`."""
     stop_threshold: float | None = None
     """Of `stop`; None takes the rule's default."""
 
@@ -229,7 +191,7 @@ class DraftModelDrafter(Drafter):
         return self.model.memory_bytes()
 
     def extend(self, context: DraftContext) -> None:
-        """Keep of the last proposal what the target kept. New tokens are run when a draft is wanted, not before."""
+        """Keep of the last proposal what was accepted. New tokens are run when a draft is wanted, not before."""
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             row = self._rows.setdefault(row_id, _Row())
@@ -238,7 +200,7 @@ class DraftModelDrafter(Drafter):
             if drafted is not None:
                 drafted.learn(tokens[known:])
             if drafted is not None and drafted.run and row.cached == self._span(row_id, known) - 1:
-                path = drafted.kept(tokens[known:-1])
+                path = drafted.accepted(tokens[known:-1])
                 rows.append(row_id)
                 paths.append(path)
                 row.cached += 1 + len(path)

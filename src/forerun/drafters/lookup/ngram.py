@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the same words earlier in this text is drafted again.
 
 The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row has an index from
-n-grams to the places where they ended, kept up to date token by token, so a proposal costs a few dictionary look-ups
+n-grams to the positions where they ended, kept up to date token by token, so a proposal costs a few dictionary look-ups
 whatever the length of the text. All nodes are deterministic.
 """
 
@@ -20,7 +20,7 @@ from forerun.tree import TokenTree
 from forerun.types import Budget, DraftKind
 
 _SCANNED = 32
-"""Most earlier places looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
+"""Most earlier positions looked at for one n-gram, at the end that `match` prefers: a frequent word has thousands."""
 _MATCHES = ("last", "first", "most_frequent")
 
 
@@ -29,7 +29,7 @@ class NgramConfig:
     """Options of `ngram`; names are vLLM's, `min_hits` is llama.cpp's."""
 
     num_speculative_tokens: int = 8
-    """Most tokens copied from one place."""
+    """Most tokens copied from one position."""
     prompt_lookup_max: int = 4
     """Longest n-gram searched for, in tokens; tried first."""
     prompt_lookup_min: int = 1
@@ -37,10 +37,10 @@ class NgramConfig:
     max_branches: int = 1
     """Most different continuations merged into one tree; 1 drafts a chain."""
     match: str = "last"
-    """Which place to copy from where an n-gram has several: ``last``, ``first`` (transformers), or ``most_frequent``:
-    the continuation that its last 32 places have most often, token after token."""
+    """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``: the
+    continuation that its last 32 positions have most often, token after token."""
     min_hits: int = 1
-    """Earlier places that an n-gram must have to be copied from."""
+    """Earlier positions that an n-gram must have to be copied from."""
 
     def __post_init__(self) -> None:
         check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)
@@ -55,24 +55,24 @@ class NgramConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    """One row's text, and for each n-gram the places (index of the token after it) where it ended, ascending."""
+    """One row's text, and for each n-gram the positions (index of the token after it) where it ended, ascending."""
 
     acceptance: Acceptance
     tokens: list[int] = field(default_factory=list)
-    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     drafted: Copied | None = None
 
     def append(self, token: int, sizes: range) -> None:
         self.tokens.append(token)
         for gram in self.grams(sizes):
-            self.places.setdefault(gram, []).append(len(self.tokens))
+            self.positions.setdefault(gram, []).append(len(self.tokens))
 
     def pop(self, sizes: range) -> None:
         for gram in self.grams(sizes):
-            where = self.places[gram]
+            where = self.positions[gram]
             where.pop()
             if not where:
-                del self.places[gram]
+                del self.positions[gram]
         self.tokens.pop()
 
     def grams(self, sizes: range) -> Iterator[tuple[int, ...]]:
@@ -81,9 +81,9 @@ class _Row:
             if size <= len(self.tokens):
                 yield tuple(self.tokens[-size:])
 
-    def copied(self, place: int, offset: int) -> int:
-        """The token at `offset` from `place`; a copy that reaches the end of the text goes on with itself."""
-        return self.tokens[place + offset % (len(self.tokens) - place)]
+    def copied(self, position: int, offset: int) -> int:
+        """The token at `offset` from `position`; a copy that reaches the end of the text goes on with itself."""
+        return self.tokens[position + offset % (len(self.tokens) - position)]
 
 
 class NgramDrafter(Drafter):
@@ -103,16 +103,16 @@ class NgramDrafter(Drafter):
 
     def extend(self, context: DraftContext) -> None:
         entries = zip(context.rows, context.tokens, context.fresh, strict=True)
-        for place, (row_id, tokens, fresh) in enumerate(entries):
+        for index, (row_id, tokens, fresh) in enumerate(entries):
             row = self._rows.get(row_id)
             if row is None:
-                row = self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(place)))
+                row = self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
                 row.drafted.learn(tokens)
                 row.drafted = None
-            for index in range(len(row.tokens), len(tokens)):
-                row.append(tokens[index], self._sizes)
+            for token in tokens[len(row.tokens) :]:
+                row.append(token, self._sizes)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees, limits = context.trees(), zip(context.rows, budget.nodes, budget.depth, strict=True)
@@ -139,31 +139,31 @@ class NgramDrafter(Drafter):
         row.drafted = drafted = Copied(tree, len(row.tokens), row.acceptance)
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
-        for place, size in self._matches(row, length):
+        for position, size in self._matches(row, length):
             if branches == self.config.max_branches or tree.size >= nodes or length <= 0:
                 break
             before, parent = tree.size, 0
             for offset in range(length):
-                parent = drafted.add(row.copied(place, offset), parent, by_match("ngram", size + offset))
+                parent = drafted.add(row.copied(position, offset), parent, by_match("ngram", size + offset))
                 if tree.size >= nodes:
                     break
             branches += tree.size > before
 
     def _matches(self, row: _Row, length: int) -> Iterator[tuple[int, int]]:
-        """(place, size of the n-gram) of earlier occurrences of the text's end, each place once."""
+        """(position, size of the n-gram) of earlier occurrences of the text's end, each position once."""
         seen: set[int] = set()
         for gram in row.grams(self._sizes):
-            where = row.places.get(gram, [])
+            where = row.positions.get(gram, [])
             earlier = len(where) - 1
             if earlier < self.config.min_hits:
                 continue
-            for place in self._ordered(row, where, earlier, length):
-                if place not in seen:
-                    seen.add(place)
-                    yield place, len(gram)
+            for position in self._ordered(row, where, earlier, length):
+                if position not in seen:
+                    seen.add(position)
+                    yield position, len(gram)
 
     def _ordered(self, row: _Row, where: Sequence[int], earlier: int, length: int) -> Iterator[int]:
-        """Some of the first `earlier` places, in the order in which to copy from them."""
+        """Some of the first `earlier` positions, in the order in which to copy from them."""
         if self.config.match == "first":
             yield from where[: min(earlier, _SCANNED)]
             return
@@ -174,16 +174,16 @@ class NgramDrafter(Drafter):
         while recent:
             chosen = _most_frequent(row, recent, length)
             yield chosen[0]
-            recent = [place for place in recent if place not in chosen]
+            recent = [position for position in recent if position not in chosen]
 
 
-def _most_frequent(row: _Row, places: list[int], length: int) -> list[int]:
-    """Those places, most recent first, whose next token is the most frequent; of these again, for `length` tokens."""
+def _most_frequent(row: _Row, positions: list[int], length: int) -> list[int]:
+    """Those, most recent first, whose next token is the most frequent; of these again, for `length` tokens."""
     for offset in range(length):
-        if len(places) == 1:
+        if len(positions) == 1:
             break
         votes: dict[int, list[int]] = {}
-        for place in places:
-            votes.setdefault(row.copied(place, offset), []).append(place)
-        places = max(votes.values(), key=len)
-    return places
+        for position in positions:
+            votes.setdefault(row.copied(position, offset), []).append(position)
+        positions = max(votes.values(), key=len)
+    return positions

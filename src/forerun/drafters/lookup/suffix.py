@@ -2,7 +2,7 @@
 
 SuffixDecoding (arXiv 2411.04975) on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
 running request over its prompt and output, and a bounded store of past outputs. Each step drafts from where the
-expected number of kept tokens is largest. All nodes are deterministic.
+expected number of accepted tokens is largest. All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class SuffixDrafter(Drafter):
             cursor.follow(tokens)
 
     def _best_draft(self, row: _Row, nodes: int, depth: int) -> Copied | None:
-        """The draft that is expected to keep most, of the request's own text at equality; None without any match."""
+        """The draft with most expected tokens, of the request's own text at equality; None without any match."""
         places = [("request", row.automaton, *row.automaton.repeated())]
         places += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
         best = None

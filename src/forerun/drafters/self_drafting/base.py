@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.drawing import Children, Shape
-from forerun.drafters.trees import FixedTree, Grown, Submitted
+from forerun.drafters.drawing import Children
+from forerun.drafters.trees import FixedTree, Grown, Limits, Submitted
 from forerun.sampling import Sampler
 from forerun.target.inputs import Nodes
 from forerun.tree import TokenTree
@@ -24,28 +24,21 @@ if TYPE_CHECKING:
     from forerun.target import Target
 
 
-class Limits:
-    """How many nodes each active row may submit; a row whose last nodes are all unlikely ends there.
+class _Thresholds(Limits):
+    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there.
 
-    A node that was grown is never taken back, so whether it is submitted does not depend on its value. The figure of a
-    sampled node is that of the distribution it is drawn from (`Children.confidence`).
+    The figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`).
     """
 
-    def __init__(self, shape: Shape, nodes: Sequence[int], below: Sequence[float | None]) -> None:
-        self.nodes = list(nodes)
-        """(B,) from the first node on."""
-        self._shape, self._below = shape, below
-        self._stops = any(threshold is not None for threshold in below)
+    def __init__(self, levels: Sequence[range], nodes: Sequence[int], below: Sequence[float | None]) -> None:
+        super().__init__(levels, nodes)
+        self._below = below
 
-    def enough(self, depth: int, children: Children) -> bool:
-        """Whether no row wants a level below these children of the nodes at `depth`."""
-        stop = self._shape.levels[depth + 1].stop - 1
-        if self._stops:
-            surest = children.confidence.flatten(1).amax(1).tolist()
-            for place, threshold in enumerate(self._below):
-                if threshold is not None and surest[place] < threshold:
-                    self.nodes[place] = min(self.nodes[place], stop)
-        return max(self.nodes) <= stop
+    def stopped(self, children: Children) -> Sequence[bool]:
+        if all(threshold is None for threshold in self._below):
+            return ()
+        surest = children.confidence.flatten(1).amax(1).tolist()
+        return [below is not None and sure < below for sure, below in zip(surest, self._below, strict=True)]
 
 
 class SelfDrafter(Drafter):
@@ -84,7 +77,7 @@ class SelfDrafter(Drafter):
         if not active:
             return trees
         below = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
-        limits = Limits(self._tree.shape, [within[index] for index in active], below)
+        limits = _Thresholds(self._tree.shape.levels, [within[index] for index in active], below)
         grown = self._grow(context, active, limits)
         for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
             trees[index], self._drafted[context.rows[index]] = cut

@@ -205,10 +205,10 @@ class SkipLayersConfig(TreeOptions):
     search_patience: int = PATIENCE
     """``swift`` ends after so many sets in a row that were no better."""
     stop_below: float | None = None
-    """Draft no deeper once every last node of a row is less likely than this, 0..1; that node itself is kept. None
+    """Draft no deeper once every last node of a row is less likely than this, 0..1; that node itself stays. None
     always drafts the whole shape."""
     adapt_threshold: bool = False
-    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are kept. Without
+    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
     `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones."""
     target_acceptance: float = 0.9
     """Accepted / drafted, 0..1, that `adapt_threshold` aims at."""
@@ -231,7 +231,7 @@ class SkipLayersConfig(TreeOptions):
 
 @dataclass(slots=True)
 class Threshold:
-    """Draft & Verify's adaptive threshold: it rises while too little of what is drafted is kept, and falls again."""
+    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
 
     value: float
     """In 0..1."""

@@ -75,7 +75,7 @@ def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> 
     """The set at the length of the chain that makes a token cheapest.
 
     Args:
-        accepted: drafted tokens that each step kept, of chains as long as `costs` knows scoring passes for.
+        accepted: drafted tokens that were accepted in each step, of chains as long as `costs` knows scoring passes for.
     """
     draft_ms = costs.draft_ms(skip, layers)
     found = []
@@ -122,7 +122,7 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """How many drafted tokens each step kept when `skip` drafts.
+        """How many drafted tokens were accepted in each step when `skip` drafts.
 
         Raises:
             ForerunError: nothing was drafted.
@@ -130,17 +130,17 @@ class Probe:
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
         ends = [len(row.tokens) + self._tokens for row in rows]
-        kept = list[int]()
+        found = list[int]()
         try:
             while running := [row for row, end in zip(rows, ends, strict=True) if len(row.tokens) < end]:
                 emitted = step(self._target, running, [self._group(len(running))])
                 if any(one.drafted < self._length for one in emitted):
                     raise ForerunError("skip_layers drafted less than was asked for; the log says why")
-                kept += [len(one.tokens) - 1 for one in emitted]
+                found += [len(one.tokens) - 1 for one in emitted]
         finally:
             self._target.truncate(self._ids, [len(tokens) - 1 for tokens, _ in self._beginnings])
             self._drafter.truncate(self._ids, [0] * len(rows))
-        return kept
+        return found
 
     def costs(self, *, repeats: int = REPEATS) -> Costs:
         """Put the passes of the first prompt's row on the clock, all kinds in turns."""
