@@ -1,4 +1,4 @@
-"""What a drafter is and what it may look at."""
+"""The base class of drafters, and the context that they draft from."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class DraftContext:
         """A tree for each row, of its root alone."""
         return [TokenTree(tokens[-1]) for tokens in self.tokens]
 
-    def of(self, places: Sequence[int]) -> DraftContext:
+    def of(self, indices: Sequence[int]) -> DraftContext:
         """The context of some of its rows, in that order."""
-        index = list(places)
+        index = list(indices)
         if index == list(range(len(self.rows))):
             return self
 
         def pick(values: Sequence[Any]) -> Sequence[Any]:
-            return [values[place] for place in index] if values else values
+            return [values[i] for i in index] if values else values
 
         return replace(
             self,
@@ -233,7 +233,10 @@ def changed(sampler: Sampler, **params: Any) -> Sampler:
 
 
 class Seeds:
-    """Keeps the greedy twin of each sampler.
+    """Shows sampled requests that have a seed as if they were greedy: what is drafted for them is deterministic.
+
+    What drafters learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show
+    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's.
 
     Args:
         hide: off, every context is shown as it is.

@@ -1,4 +1,4 @@
-"""Shows a drafter its rows' tokens when it needs them, not before: one that is not asked costs next to nothing.
+"""Delays a drafter's `extend` until it is asked for a draft: one that is not asked costs next to nothing.
 
 A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows gained is put
 aside, hidden states included, and shown in one go before the next proposal for them.

@@ -116,7 +116,7 @@ class Shape:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """(N,) place of each node among its siblings, the eldest 0."""
+        """(N,) rank of each node among its siblings, the eldest 0."""
         return (0, *(rank for count in self.counts for rank in range(count)))
 
     @cached_property
@@ -400,8 +400,8 @@ class Draws:
         filters = any(has_filters(grower.sampler.params) for grower in sampled)
         numbers: tuple[Tensor, ...] = ()
         if sampled:
-            places = _places(shape)
-            uniforms = [row for grower in growers if (row := grower.rng.uniforms(places)) is not None]
+            children = _child_indices(shape)
+            uniforms = [row for grower in growers if (row := grower.rng.uniforms(children)) is not None]
             if len(uniforms) < len(growers):
                 return None
             settings = [settings_of(grower.sampler.params) for grower in growers]
@@ -509,7 +509,7 @@ def _distribution_of(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _places(shape: Shape) -> tuple[tuple[int, int], ...]:
+def _child_indices(shape: Shape) -> tuple[tuple[int, int], ...]:
     """(node, index) of every child, level by level, as wide as the level's widest node."""
     levels = zip(shape.levels[:-1], shape.widths, strict=True)
     return tuple((node, index) for level, width in levels for node in level for index in range(width))

@@ -1,4 +1,4 @@
-"""Whether two models speak the same tokens."""
+"""The tokenizers of target and draft model: where they are, and whether they agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model that is itself sped up by a cheaper drafter, to any depth.
+"""Drafts with a draft model that is itself sped up by a cheaper drafter, to any depth.
 
 Staged speculative decoding (Spector & Re, arXiv 2308.04623) and the vertical cascade of cascade speculative drafting
 (Chen et al., 2312.11462): the draft model is the target of an inner drafter and writes its chain with the engine's own
@@ -44,14 +44,14 @@ class InnerRng(Rng):
     """
 
     def __init__(self, row: InnerRow) -> None:
-        self._row, self._place = row, len(row.tokens) - row.begun
-        super().__init__(row.outer.seed, row.outer.position + self._place, row.outer.draft_stream + 1)
+        self._row, self._offset = row, len(row.tokens) - row.begun
+        super().__init__(row.outer.seed, row.outer.position + self._offset, row.outer.draft_stream + 1)
 
     def draw(self, probs: Tensor, depth: int = 0) -> int:
-        """A token from `probs` (V,), which is remembered as the distribution of its place."""
-        place = self._place + depth
-        self._row.probs[place] = probs
-        token = self._row.drawn[place] = self._row.outer.drafted(probs, place)
+        """A token from `probs` (V,), which is remembered as the distribution of its position."""
+        position = self._offset + depth
+        self._row.probs[position] = probs
+        token = self._row.drawn[position] = self._row.outer.drafted(probs, position)
         return token
 
 
@@ -64,9 +64,9 @@ class InnerRow(Row):
     begun: int
     """Committed tokens when the draft began."""
     probs: dict[int, Tensor] = field(default_factory=dict)
-    """Place in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
+    """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
     drawn: dict[int, int] = field(default_factory=dict)
-    """Place in the chain -> that token."""
+    """Position in the chain -> that token."""
     certainty: list[float] = field(default_factory=list)
     """At temperature 0: the draft model's probability of each token of the chain."""
 
@@ -312,15 +312,15 @@ class CascadeDrafter(Drafter):
         """The chain as a tree, each sampled token with the distribution that it was drawn from."""
         state, acceptance = self._rows[row.row], self._estimates.of(row.cache_salt)
         submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
-        for place, token in enumerate(row.chain):
-            probs = row.probs.get(place)
+        for position, token in enumerate(row.chain):
+            probs = row.probs.get(position)
             if probs is None:
-                drawn, prob = Drawn.DETERMINISTIC, row.certainty[place]
+                drawn, prob = Drawn.DETERMINISTIC, row.certainty[position]
             else:
                 drawn, prob = Drawn.IID, float(probs.max())
-                tree.set_probs(place, probs)
-            evidence = submitted.evidence[place + 1] = by_draft_prob(drawn, 0, prob)
-            tree.add(token, place, drawn=drawn, confidence=acceptance.estimate(*evidence))
+                tree.set_probs(position, probs)
+            evidence = submitted.evidence[position + 1] = by_draft_prob(drawn, 0, prob)
+            tree.add(token, position, drawn=drawn, confidence=acceptance.estimate(*evidence))
         state.chain, state.submitted = row.chain, submitted
 
     def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TokenTree, int, int]]) -> None:

@@ -1,8 +1,8 @@
-"""First of several: copy where the match is long, else ask the model.
+"""Drafts each row with the first of several drafters whose draft promises enough tokens.
 
-For each row the first drafter whose draft promises enough tokens drafts; the last one takes the rows that are left. A
-drafter is asked for these rows only, so one that costs forward passes costs them where it is needed. The routing of
-SAM-Decoding (arXiv 2411.10666), with expected tokens in place of match lengths.
+The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs forward passes
+costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), with expected tokens in place of match
+lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafters as members of another: built from their own configurations, taught together, each one's failure its own."""
+"""Members of a combined drafter: built from their own configurations, each one's failure its own."""
 
 from __future__ import annotations
 

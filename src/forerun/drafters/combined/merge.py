@@ -1,4 +1,4 @@
-"""Several drafters at once: their trees joined under one node budget.
+"""Joins the trees of several drafters under one node budget.
 
 Deterministic nodes with the same path become one, and the likeliest are kept. Sampled nodes come from one member only,
 whose tree goes in whole: neither merged nor pruned, since either, decided by a drawn value, would bias the answer.

@@ -1,4 +1,4 @@
-"""Any smaller causal LM with the target's tokenizer drafts: a chain or a tree, deterministic or sampled.
+"""Drafts with a smaller causal LM that has the target's tokenizer: a chain or a tree, deterministic or sampled.
 
 The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed tokens but the last; the
 root and the nodes that were run stand behind them, and what is accepted of them stays here too, so no token runs

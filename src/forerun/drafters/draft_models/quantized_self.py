@@ -1,10 +1,10 @@
-"""The target's own weights in 8 or 4 bits draft for the target: a draft model that every checkpoint brings along.
+"""Drafts with the target's own weights, rounded to 8 or 4 bits.
 
 The idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305) with plain rounding of the weights alone: the linear
 layers of the decoder get 8 bits with one scale for each output channel, or 4 bits with scale and offset for each group
 of inputs; embeddings, norms and output head are shared with the target, whose weights are only read. The twin has a
-key-value cache of its own and drafts as `draft_model` does. Experts kept in
-one tensor (mixtures of experts) are shared as they are.
+key-value cache of its own and drafts as `draft_model` does. Experts kept in one tensor (mixtures of
+experts) are shared as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""String-level exact match: a model with any other tokenizer drafts text, which is read with the target's tokenizer.
+"""String-level exact match: a causal LM with any tokenizer drafts text, which is tokenized again for the target.
 
 arXiv 2502.05202 (transformers' universal assisted generation). The draft model continues the text greedily in its own
 tokens; the target's tokenizer reads the end of the committed text together with the drafted one, and what follows the

@@ -1,4 +1,4 @@
-"""Token-level intersection: a model with another tokenizer drafts the tokens that both vocabularies share.
+"""Token-level intersection: a causal LM with another tokenizer drafts the tokens that both vocabularies share.
 
 arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, ids are mapped both
 ways, and that distribution is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the

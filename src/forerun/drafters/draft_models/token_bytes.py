@@ -1,4 +1,4 @@
-"""What bytes of text each token of a tokenizer stands for, whatever notation its vocabulary uses.
+"""The bytes that each token of a tokenizer stands for, and the way back from bytes to tokens.
 
 Byte-level BPE writes bytes as letters, sentencepiece writes a space as "▁" and a lone byte as ``<0xE2>``, WordPiece
 marks what continues a word instead of what begins one. Here all of them are bytes, so that tokens can be compared.
@@ -190,7 +190,12 @@ def starts_character(data: bytes | bytearray, place: int) -> bool:
 
 
 class Encoder:
-    """A tokenizer as a function from bytes to spans."""
+    """A tokenizer as a function from bytes to spans.
+
+    A tokenizer takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). What its
+    tokens stand for is therefore compared with what it was given; where that differs, the spans are those that it
+    reports itself.
+    """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes

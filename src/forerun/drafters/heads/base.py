@@ -1,4 +1,4 @@
-"""What every draft head is: a shape that follows from its target, a module, and one of two ways to draft.
+"""Base classes of draft heads and of their configurations.
 
 Training and drafting run the same module.
 """
@@ -23,7 +23,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadConfig:
-    """What the shape of a head of any kind says; a kind adds its own fields."""
+    """Configuration of a head; a kind of head adds its own fields."""
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Fields that a recipe may choose; the others follow from the target."""

@@ -95,7 +95,7 @@ class _Row:
 
 
 class HeadDrafter(Drafter):
-    """Everything but the name, which is that of a kind of head, and the tree that is drafted by default."""
+    """Drafts with a head; a kind of head adds its name and the tree that is drafted by default."""
 
     Config = HeadDrafterConfig
 

@@ -66,7 +66,7 @@ def _normed(states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps the states and one number for each of them."""
+    """`rms_norm`; keeps the states and one number for each of them."""
 
     @staticmethod
     def forward(context: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +85,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Computes the activation once more."""
+    """`gated`; the backward pass computes the activation once more."""
 
     @staticmethod
     def forward(context: Any, activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Linear in the states: keeps the angles alone."""
+    """`rotate`: linear in the states, so the angles alone are kept."""
 
     @staticmethod
     def forward(context: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -491,7 +491,7 @@ class EagleHead(SequentialHead):
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
-    """Frequencies stay float32 whatever the head is turned into: in bfloat16, far positions would fall together.
+    """Llama's rotary embedding in float32 whatever the head is turned into: in bfloat16 far positions fall together.
 
     Raises:
         KeyError, TypeError, ValueError: a parameter of `EagleConfig.rope_scaling` is missing or makes no sense.

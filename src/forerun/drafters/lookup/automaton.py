@@ -25,7 +25,7 @@ _INT_BYTES = 60
 
 
 class SuffixAutomaton:
-    """All substrings of a text, one state for those that end at the same places.
+    """All substrings of a text, one state for those that end at the same positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
     strings of at most `depth` tokens. Flat arrays of 32 bits hold the states; of each state the transition along its
@@ -45,7 +45,7 @@ class SuffixAutomaton:
         self._length = array("i")
         """Of each state: tokens of its longest string."""
         self._link = array("i")
-        """State of the longest suffix that occurs at more places."""
+        """State of the longest suffix that occurs at more positions."""
         self._end = array("i")
         """How many tokens of the text end with the first occurrence."""
         self._count = array("i")
@@ -97,7 +97,7 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def shorter(self, state: int) -> tuple[int, int]:
-        """State and length of the longest suffix of the state's strings that occurs at more places."""
+        """State and length of the longest suffix of the state's strings that occurs at more positions."""
         state = self._link[state]
         return state, self._length[state]
 

@@ -1,4 +1,4 @@
-"""Growing a draft from an index: a chain of the likeliest continuation, or a tree of the likeliest nodes."""
+"""Drafts of copied tokens: a chain of the likeliest continuation, or a tree of the likeliest nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from forerun.acceptance import Acceptance, Evidence, Proposal
 from forerun.tree import TokenTree
 
-Place = TypeVar("Place")
+Position = TypeVar("Position")
 
 _PRIOR = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
 """First guess that a copied token is accepted after 0, 1, ... 8, from 9, from 16 and from 32 matching tokens before
@@ -24,7 +24,7 @@ def by_match(source: str, matched: int, share: float = 1.0) -> Evidence:
     Args:
         source: where it was copied from, e.g. the request's own text or that of earlier requests.
         matched: tokens before it that are the same here and there, those drafted above it included.
-        share: in 0..1, of the places with these tokens before that go on with this one.
+        share: in 0..1, of the positions with these tokens before that go on with this one.
     """
     bucket = matched if matched <= 8 else 9 if matched < 16 else 10 if matched < 32 else 11
     return Evidence((source, bucket, min(int(share * _SHARES), _SHARES - 1)), _PRIOR[bucket] * share)
@@ -62,17 +62,17 @@ class Copied:
 
 
 class Branch(NamedTuple):
-    """One way on from a place."""
+    """One way on from a position."""
 
     token: int
     evidence: Evidence
-    place: object
+    position: object
     """Where this token leads."""
 
 
 def grow(
-    place: Place,
-    branches: Callable[[Place], Sequence[Branch]],
+    position: Position,
+    branches: Callable[[Position], Sequence[Branch]],
     acceptance: Acceptance,
     *,
     root: int,
@@ -80,11 +80,11 @@ def grow(
     nodes: int,
     depth: int,
 ) -> Copied:
-    """The `nodes` nodes of largest estimated survival below `place`, at most `depth` deep.
+    """The `nodes` nodes of largest estimated survival below `position`, at most `depth` deep.
 
     Args:
-        place: where the text stands in an index.
-        branches: the ways on from a place, at most one for each token; only one makes a chain.
+        position: where the text stands in an index.
+        branches: the ways on from a position, at most one for each token; only one makes a chain.
         acceptance: says how far each token may be trusted.
         root: the text's last token.
         start: how many tokens the text has.
@@ -97,7 +97,7 @@ def grow(
     parent, level, survival = 0, 0, 1.0
     while copied.tree.size < nodes:
         if level < depth:
-            for branch in branches(place):
+            for branch in branches(position):
                 serial += 1
                 reached = survival * acceptance.estimate(*branch.evidence)
                 heapq.heappush(heap, (-reached, serial, parent, level + 1, branch))
@@ -105,5 +105,5 @@ def grow(
             break
         negative, _, above, level, branch = heapq.heappop(heap)
         parent = copied.add(branch.token, above, branch.evidence)
-        survival, place = -negative, branch.place  # type: ignore[assignment]
+        survival, position = -negative, branch.position  # type: ignore[assignment]
     return copied

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same words earlier in this text is drafted again.
+"""Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
 The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. Every row has an index from
 n-grams to the positions where they ended, kept up to date token by token, so a proposal costs a few dictionary look-ups
@@ -37,8 +37,8 @@ class NgramConfig:
     max_branches: int = 1
     """Most different continuations merged into one tree; 1 drafts a chain."""
     match: str = "last"
-    """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``: the
-    continuation that its last 32 positions have most often, token after token."""
+    """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``:
+    the continuation that its last 32 positions have most often, token after token."""
     min_hits: int = 1
     """Earlier positions that an n-gram must have to be copied from."""
 

@@ -1,6 +1,6 @@
-"""Follows the answer that the client predicted: an edited file comes out mostly as it went in.
+"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit.
 
-What OpenAI's API calls Predicted Outputs. The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
+The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
 or, for all requests, with the drafter's options. All nodes are deterministic.
 """
 
@@ -29,44 +29,44 @@ _REACH = 16
 
 
 class Alignment:
-    """The place in `predicted` at which the answer goes on, if it goes on as predicted.
+    """The position in `predicted` at which the answer goes on, if it goes on as predicted.
 
-    In step, a token that agrees moves the place by one. After an edit the last tokens of the answer are searched for:
-    the longest string first, the nearest place ahead of where the two texts parted, and only strings of `_LONGEST`
+    In step, a token that agrees moves it by one. After an edit the last tokens of the answer are searched for: the
+    longest string first, the nearest position ahead of where the two texts parted, and only strings of `_LONGEST`
     tokens also behind it. A token costs a few look-ups whatever the length of the texts.
     """
 
     def __init__(self, predicted: Sequence[int]) -> None:
         self.predicted = predicted
-        self.place: int | None = 0
+        self.position: int | None = 0
         """Index of the token that comes next; None where the answer stands nowhere in the prediction."""
         self.matched = 0
-        """How many tokens before the place are the same in both texts."""
+        """How many tokens before the position are the same in both texts."""
         self.edited = False
         """Whether the texts have parted before."""
         self._parted = 0
         """Index of the first predicted token that has not come."""
         self._recent: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._positions: dict[tuple[int, ...], list[int]] = {}
         for size in range(1, _LONGEST + 1):
             for end in range(size, len(predicted) + 1):
-                self._places.setdefault(tuple(predicted[end - size : end]), []).append(end)
+                self._positions.setdefault(tuple(predicted[end - size : end]), []).append(end)
 
     def advance(self, token: int) -> None:
         """The answer gained a token."""
         self._recent = [*self._recent[1 - _LONGEST :], token]
-        place = self.place
-        if place is not None and place < len(self.predicted) and self.predicted[place] == token:
-            self.place, self.matched = place + 1, self.matched + 1
+        position = self.position
+        if position is not None and position < len(self.predicted) and self.predicted[position] == token:
+            self.position, self.matched = position + 1, self.matched + 1
         else:
             self.edited = True
-            self.place, self.matched = self._search()
-        if self.place is not None and (self.matched >= _LONGEST or not self.edited):
-            self._parted = self.place
+            self.position, self.matched = self._search()
+        if self.position is not None and (self.matched >= _LONGEST or not self.edited):
+            self._parted = self.position
 
     def _search(self) -> tuple[int | None, int]:
         for size in range(len(self._recent), 0, -1):
-            ends = self._places.get(tuple(self._recent[-size:]), [])
+            ends = self._positions.get(tuple(self._recent[-size:]), [])
             ahead = bisect_left(ends, self._parted)
             if ahead < len(ends) and ends[ahead] - self._parted <= _REACH**size:
                 return ends[ahead], size
@@ -167,14 +167,14 @@ class PredictionDrafter(Drafter):
 
     def _draft(self, tree: TokenTree, row: _Row, most: int) -> Copied | None:
         alignment = row.alignment
-        if alignment.place is None:
+        if alignment.position is None:
             return None
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
         drafted, parent = Copied(tree, row.read, row.acceptance), 0
         source = "edited" if alignment.edited else "prediction"
-        for offset, token in enumerate(alignment.predicted[alignment.place : alignment.place + length]):
+        for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
             parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))
         return drafted
 

@@ -1,9 +1,8 @@
-"""Token Recycling: the successors that the target last thought likely after each token are drafted again.
+"""Token Recycling: drafts the successors that the target last thought likely after each token.
 
 arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest tokens the last time the
 target scored it, rejected nodes included: what a pass computed and threw away. A draft is a walk through the matrix
-from the root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). Deterministic: all nodes are
-given.
+from the root, breadth first, along a tree of (rank at depth 1, rank at depth 2, ...). All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ class RankedNode(NamedTuple):
     rank: int
     """Which successor of its parent's token it holds."""
     parent: int
-    """Place of the parent in the tree, -1 for the root."""
+    """Index of the parent in the tree, -1 for the root."""
     depth: int
     """1 for children of the root."""
 

@@ -1,6 +1,6 @@
-"""Retrieval: what a corpus went on with after the same words is drafted.
+"""REST: drafts what followed the text's last tokens in a corpus.
 
-The method of REST (arXiv 2311.08252): the longest end of the text that occurs in a datastore, all that followed it
+arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it
 there, merged into a trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a
 temperature the target's own sample walks the tree, which is exact and optimal there.
 """

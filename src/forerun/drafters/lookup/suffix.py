@@ -1,6 +1,6 @@
-"""Copies what followed the longest earlier occurrence of the text's end, in this request or in earlier answers.
+"""SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or in earlier outputs.
 
-SuffixDecoding (arXiv 2411.04975) on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
+arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
 running request over its prompt and output, and a bounded store of past outputs. Each step drafts from where the
 expected number of accepted tokens is largest. All nodes are deterministic.
 """
@@ -82,7 +82,7 @@ class SuffixConfig:
             )
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     state: int
     matched: int
     """Tokens before it that are the same here and there."""
@@ -198,13 +198,13 @@ class SuffixDrafter(Drafter):
 
     def _best_draft(self, row: _Row, nodes: int, depth: int) -> Copied | None:
         """The draft with most expected tokens, of the request's own text at equality; None without any match."""
-        places = [("request", row.automaton, *row.automaton.repeated())]
-        places += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
+        positions = [("request", row.automaton, *row.automaton.repeated())]
+        positions += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
         best = None
-        for source, automaton, state, matched in places:
+        for source, automaton, state, matched in positions:
             length = min(self._length(matched), depth)
             if matched >= self.config.min_match and length > 0 and nodes > 0:
-                drafted = self._draft(row, automaton, _Place(state, matched, 1.0), source, nodes, length)
+                drafted = self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length)
                 if best is None or drafted.expected > best.expected:
                     best = drafted
         return best
@@ -216,13 +216,13 @@ class SuffixDrafter(Drafter):
         return min(config.num_speculative_tokens, int(wanted + 1e-6))
 
     def _draft(
-        self, row: _Row, automaton: SuffixAutomaton, place: _Place, source: str, nodes: int, depth: int
+        self, row: _Row, automaton: SuffixAutomaton, position: _Position, source: str, nodes: int, depth: int
     ) -> Copied:
         ends = automaton.suffixes()
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
         return grow(
-            place,
-            lambda place: self._branches(automaton, place, source, ends),
+            position,
+            lambda position: self._branches(automaton, position, source, ends),
             row.memory.acceptance,
             root=row.automaton.tokens[-1],
             start=len(row.automaton),
@@ -230,9 +230,9 @@ class SuffixDrafter(Drafter):
             depth=depth,
         )
 
-    def _branches(self, automaton: SuffixAutomaton, place: _Place, source: str, ends: set[int]) -> list[Branch]:
-        """How the text goes on from a place, the most frequent way first; one way only for a chain."""
-        state, matched, probability = place
+    def _branches(self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]) -> list[Branch]:
+        """How the text goes on from a position, the most frequent way first; one way only for a chain."""
+        state, matched, probability = position
         while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
             state, matched = automaton.shorter(state)
         if likeliest == NONE or matched == 0:
@@ -249,7 +249,7 @@ class SuffixDrafter(Drafter):
             if chance >= self.config.min_token_prob:
                 token = automaton.token(following)
                 evidence = by_match(source, matched, _share(automaton, state, token, ends))
-                found.append(Branch(token, evidence, _Place(following, matched + 1, chance)))
+                found.append(Branch(token, evidence, _Position(following, matched + 1, chance)))
         return found
 
 

@@ -1,4 +1,4 @@
-"""Drafting with a part of the target itself, in the slots of the coming step: what every such method shares.
+"""Base of drafters that run a part of the target itself, in the cache slots of the coming step.
 
 The prefix's keys and values are the target's own. The root and the drafted nodes are run level by level, behind the
 committed tokens, by whatever part of the target the method chooses; scoring overwrites these slots afterwards. So there

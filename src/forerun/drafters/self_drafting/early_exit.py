@@ -1,4 +1,4 @@
-"""Early exit: the target's first layers draft, its other layers verify, and no layer runs twice for a token.
+"""Early exit: the target's first layers draft, its other layers verify.
 
 The drafted nodes run through layers 0 .. E in the slots in which they are scored, so their keys there are the target's
 own, and their states at boundary E go along with the draft: scoring runs layers E .. L, and the first E only for the

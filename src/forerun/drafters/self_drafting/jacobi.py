@@ -123,7 +123,7 @@ class JacobiConfig:
 @dataclass(kw_only=True, slots=True)
 class _Row:
     acceptance: Acceptance
-    """By place in the chain."""
+    """By position in the chain."""
     window: Window = field(default_factory=lambda: Window(level=2))
     guessed: Proposal | None = None
     """The last chain, until the target has spoken."""
@@ -150,9 +150,9 @@ class JacobiDrafter(Drafter):
             length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
             row.window.fit(tokens, length + 1)
             row.guessed = Proposal(acceptance=row.acceptance, tokens=tree.tokens, parents=tree.parents)
-            for place, column in enumerate(row.window.columns[1:]):
-                parent = tree.add(column[0], parent, confidence=row.acceptance.estimate(place, _PRIOR))
-                row.guessed.evidence[parent] = Evidence(place, _PRIOR)
+            for position, column in enumerate(row.window.columns[1:]):
+                parent = tree.add(column[0], parent, confidence=row.acceptance.estimate(position, _PRIOR))
+                row.guessed.evidence[parent] = Evidence(position, _PRIOR)
         return trees
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:

@@ -193,11 +193,11 @@ class LookaheadDrafter(Drafter):
         children = dict[int, int]()
         for gram in row.pool.after(tree.tokens[0]):
             parent = 0
-            for place, token in enumerate(gram[:depth]):
+            for position, token in enumerate(gram[:depth]):
                 if tree.size >= nodes:
                     return guessed
                 rank = children.get(parent, 0)
-                prior = _PRIOR[min(place, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
+                prior = _PRIOR[min(position, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
                 evidence = by_draft_prob(Drawn.DETERMINISTIC, rank, prior)
                 before = tree.size
                 node = tree.add(token, parent, confidence=row.acceptance.estimate(*evidence))

@@ -1,4 +1,4 @@
-"""The target without some of its attention and MLP sub-layers drafts for the whole target, on the target's own cache.
+"""Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own cache.
 
 Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
 skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `OnlineSearch`). Draft nodes see the prefix as

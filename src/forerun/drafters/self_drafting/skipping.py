@@ -79,7 +79,10 @@ _ADDITIVE = (0.0, 0.5, 0.9)
 
 
 class GaussianProcess:
-    """What is known of all subsets after some were valued.
+    """A small Gaussian process over subsets, which are vectors of 0 and 1.
+
+    Their likeness is a mixture of the share of entries in which they agree (effects that add up) and an exponential of
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
 
     Args:
         points: (n, d) of 0 and 1.

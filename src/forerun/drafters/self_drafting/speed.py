@@ -172,7 +172,7 @@ class _Run:
     """One proposal under way, for A rows."""
 
     members: Sequence[int]
-    """Places in the context."""
+    """Indices in the context."""
     limits: list[int]
     """Per row the last node that may still be submitted; a flush lowers it."""
     ids: Tensor
