@@ -11,23 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.combined.members import Composed, Spec, check_specs
+from forerun.drafters.combined.members import Composed, ComposedConfig, check_specs
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree
 from forerun.types import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FirstOfConfig:
-    """Options of `first_of`."""
+class FirstOfConfig(ComposedConfig):
+    """Options of `first_of`; the member to be preferred stands first."""
 
-    drafters: Sequence[Spec] = ("suffix", "recycling")
-    """The members, the one to be preferred first, each a name or ``{"method": name, ...}`` with its own options."""
     min_tokens: float | Sequence[float] = 1.0
     """Drafted tokens that a draft must be expected to bring; one number, or one for each drafter but the last."""
-    reproducible: bool = True
-    """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
-    lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""
 
     def __post_init__(self) -> None:
         check_specs("first_of", self.drafters)
@@ -57,7 +52,7 @@ class FirstOfDrafter(Composed):
     Config = FirstOfConfig
 
     def __init__(self, config: FirstOfConfig, setup: DrafterSetup) -> None:
-        super().__init__(config.drafters, setup, reproducible=config.reproducible)
+        super().__init__(config, setup)
         self.config = config
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters import entry_named
@@ -50,13 +51,23 @@ def member_of(spec: Spec, setup: DrafterSetup) -> Guarded:
     return Guarded.built(*options_of("member", spec), setup)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComposedConfig:
+    """Options that combined drafters share."""
+
+    drafters: Sequence[Spec] = ("suffix", "recycling")
+    """The members, each a name or ``{"method": name, ...}`` with its own options."""
+    reproducible: bool = True
+    """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
+    lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""
+
+
 class Composed(Drafter):
     """The base of drafters that choose among the proposals of others, or join them."""
 
-    def __init__(self, specs: Sequence[Spec], setup: DrafterSetup, *, reproducible: bool) -> None:
-        """`reproducible`: what is drafted for sampled requests that have a seed is deterministic, see `Seeds`."""
-        self.members = [member_of(spec, setup) for spec in specs]
-        self._seeds = Seeds(hide=reproducible)
+    def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
+        self.members = [member_of(spec, setup) for spec in config.drafters]
+        self._seeds = Seeds(hide=config.reproducible)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Which member drafts a row, and what stands beside its nodes, is decided in each step: trees."""

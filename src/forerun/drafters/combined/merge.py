@@ -11,24 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.combined.members import Composed, Spec, check_specs
+from forerun.drafters.combined.members import Composed, ComposedConfig, check_specs
 from forerun.errors import ArgumentError
 from forerun.tree import TokenTree, join
 from forerun.types import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MergeConfig:
-    """Options of `merge`."""
+class MergeConfig(ComposedConfig):
+    """Options of `merge`. Of members that sample, the first one's sampled nodes are used."""
 
-    drafters: Sequence[Spec] = ("suffix", "recycling")
-    """The members, each a name or ``{"method": name, ...}`` with its own options. Of those that sample, the first one's
-    sampled nodes are used."""
     nodes: int | None = None
     """Most nodes of the joined tree; None takes what a step may draft."""
-    reproducible: bool = True
-    """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
-    lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""
 
     def __post_init__(self) -> None:
         check_specs("merge", self.drafters)
@@ -43,7 +37,7 @@ class MergeDrafter(Composed):
     Config = MergeConfig
 
     def __init__(self, config: MergeConfig, setup: DrafterSetup) -> None:
-        super().__init__(config.drafters, setup, reproducible=config.reproducible)
+        super().__init__(config, setup)
         self.config = config
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
