@@ -47,63 +47,75 @@ class QuantizedSelfConfig(TreeOptions):
             raise ArgumentError(f"quantized_self: bits is 8 or 4, got {self.bits}")
 
 
-class Int8Linear(nn.Module):
-    """A linear layer whose weight is int8 with one scale for each output.
+class RoundedLinear(nn.Module):
+    """The base of linear layers whose weight is rounded to `bits`.
 
     Args:
         weight: (out, in) of the layer it stands for; read, not kept.
         bias: (out,) shared with that layer, or None.
     """
 
-    int8_weight: Tensor
+    bits: ClassVar[int]
     scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.shared_bias = bias
+
+    def product(self, rows: Tensor) -> Tensor:
+        """(N, in) -> (N, out), without the bias."""
+        raise NotImplementedError
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        result = self.product(states.reshape(-1, self.in_features))
+        if self.shared_bias is not None:
+            result = result + self.shared_bias
+        return result.view(*states.shape[:-1], self.out_features)
+
+    def nbytes(self) -> int:
+        """Bytes of weight, scales and offsets; the bias belongs to the target."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+class Int8Linear(RoundedLinear):
+    """A linear layer whose weight is int8 with one scale for each output."""
+
+    bits = 8
+    int8_weight: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
         largest = weight.detach().float().abs().amax(1, keepdim=True)
         scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
         # By the scale as it is stored: its own rounding then costs nothing more.
         whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
         self.register_buffer("int8_weight", whole.to(torch.int8), persistent=False)
         self.register_buffer("scales", scales.squeeze(1), persistent=False)
-        self.shared_bias = bias
         self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
-    def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
-        rows = states.reshape(-1, self.in_features)
+    def product(self, rows: Tensor) -> Tensor:
         if self._kernel and rows.shape[0] <= KERNEL_ROWS:
-            result = torch._weight_int8pack_mm(rows.contiguous(), self.int8_weight, self.scales)
-        else:
-            result = functional.linear(rows, self.int8_weight.to(rows.dtype)) * self.scales
-        if self.shared_bias is not None:
-            result = result + self.shared_bias
-        return result.view(*states.shape[:-1], self.out_features)
-
-    def nbytes(self) -> int:
-        """Bytes of weight and scales; the bias belongs to the target."""
-        return self.int8_weight.nbytes + self.scales.nbytes
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+            return torch._weight_int8pack_mm(rows.contiguous(), self.int8_weight, self.scales)
+        return functional.linear(rows, self.int8_weight.to(rows.dtype)) * self.scales
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(RoundedLinear):
     """A linear layer whose weight is 4 bits wide, two to a byte in the layout of torch's CPU kernel.
 
-    Args:
-        weight: (out, in) of the layer it stands for; read, not kept. `suits` says which are possible.
-        bias: (out,) shared with that layer, or None.
+    `suits` says which weights are possible.
     """
 
+    bits = 4
     int4_weight: Tensor
-    scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight, bias)
         self.group = next(size for size in GROUPS if self.in_features % size == 0)
         groups = weight.detach().float().view(self.out_features, -1, self.group)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -114,28 +126,20 @@ class Int4Linear(nn.Module):
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1)
         self.register_buffer("int4_weight", packed, persistent=False)
         self.register_buffer("scales", pairs, persistent=False)
-        self.shared_bias = bias
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
         """Whether the kernel takes a layer of this shape."""
         return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
 
-    def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
-        rows = states.reshape(-1, self.in_features).contiguous()
+    def product(self, rows: Tensor) -> Tensor:
+        rows = rows.contiguous()
         result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.int4_weight, self.group, self.scales)
-        if self.shared_bias is not None:
-            result = result + self.shared_bias
-        return result.view(*states.shape[:-1], self.out_features)
-
-    def nbytes(self) -> int:
-        """Bytes of weight, scales and offsets; the bias belongs to the target."""
-        return self.int4_weight.nbytes + self.scales.nbytes
+        return result
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=4, group={self.group}"
+        return f"{super().extra_repr()}, group={self.group}"
 
 
 class QuantizedSelfDrafter(DraftModelDrafter):
@@ -211,5 +215,5 @@ def _weight(module: nn.Module) -> Tensor | None:
     return None
 
 
-def _rounded_layers(model: nn.Module) -> Iterator[Int8Linear | Int4Linear]:
-    return (module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear))
+def _rounded_layers(model: nn.Module) -> Iterator[RoundedLinear]:
+    return (module for module in model.modules() if isinstance(module, RoundedLinear))
