@@ -85,7 +85,7 @@ def edges(tree: ast.Module, known: Set[str]) -> set[str]:
 
 
 def named(tree: ast.Module, known: Set[str]) -> set[str]:
-    """Modules that a file names in a string, as registries do: ``"forerun.drafters.ngram:NgramDrafter"``."""
+    """Modules that a file names in a string, as registries do: ``"forerun.drafters.lookup.ngram:NgramDrafter"``."""
     strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return {name for text in strings if (name := text.partition(":")[0]) in known}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.core.sampling import distribution_of
-from forerun.drafters.draft_model import DraftModelConfig
+from forerun.drafters.draft_models.draft_model import DraftModelConfig
 from forerun.drafters.heads.drafting import HeadDrafterConfig
 from forerun.errors import ArgumentError
 from forerun.types import SamplingParams

@@ -23,7 +23,7 @@ from forerun.core.step import Group, Row, Scores, context_for, first_tokens, ste
 from forerun.core.tree import TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.growth import Draw
+from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Signal, SpeculationStats, Verdict

@@ -16,10 +16,10 @@ from benchmarks.suite.contest import PLAIN, Contestant, TransformersContestant, 
 from benchmarks.suite.speed import Progress
 from forerun import LLM
 from forerun.demo import prompts
-from forerun.drafters import datastore
 from forerun.drafters.heads.eagle import EagleHead
 from forerun.engine.costs import DraftCost
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data import datastore
 
 FEW_NODES = 15
 """With the root 16 rows: more are dear on this kind of machine."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.errors import DataError
 from forerun.writing import written
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
 SEAL = "checksum"
@@ -24,7 +27,7 @@ SEAL = "checksum"
 def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
     """Save a JSON object with its checksum; a killed run leaves the old file or the new one."""
     with written(path) as fresh:
-        fresh.write_text(json.dumps({**entries, SEAL: _seal(entries)}, indent=2) + "\n", encoding="utf-8")
+        fresh.write_text(json.dumps({**entries, SEAL: _hash(entries)}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
@@ -50,8 +53,8 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _seal(entries: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _parsed(path: Path, remedy: str) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def _parsed(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _opened(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
-    if found.pop(SEAL, None) != _seal(found):
+    if found.pop(SEAL, None) != _hash(found):
         raise DataError(f"{path} has changed since it was written: its checksum does not fit; {remedy}")
     return found
 
@@ -110,3 +113,39 @@ class ManifestKind:
         entries = _opened(path, found, self.remedy)
         del entries["format"], entries["version"]
         return entries
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerIdentity:
+    """What tells one tokenizer from another."""
+
+    name: str
+    """Directory name or hub id it was loaded from; for messages, not for comparison."""
+    vocab_size: int
+    """Token ids are below this."""
+    vocabulary: str
+    """sha256 of the token strings and their ids."""
+    template: str
+    """sha256 of the chat template; empty where there is none."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> TokenizerIdentity:
+        """The identity of a loaded tokenizer; `name` overrides the one it carries."""
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        template: Any = tokenizer.chat_template
+        return cls(
+            name=short_name(name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"),
+            vocab_size=max(vocabulary.values()) + 1,
+            vocabulary=_hash(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
+            template=_hash(template) if template else "",
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+def short_name(source: str) -> str:
+    """A hub id as it is, a directory by its last part: manifests travel, places on one machine do not."""
+    path = Path(source)
+    return path.name if path.is_absolute() or path.exists() else source

@@ -35,7 +35,7 @@ from benchmarks.suite.suite import Machine, Options, Results, as_json
 from benchmarks.suite.workloads import Setting
 from forerun import LLM
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.drafters.growth import Shape
+from forerun.drafters.drawing import Shape
 
 PROMPTS = [list(range(3, 40)), list(range(100, 130)), list(range(60, 95))]
 PLAN = AcceptancePlan(new_tokens=20, seeds=(1, 2), top_k=(4,), depths=(3, 5), roots=6, children=(1, 2))

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.conftest import Ran
-from forerun.training.data.store import PreparedWriter, TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.store import PreparedWriter
 from forerun.training.features.online import OnlineFeatures, reference_states
 from forerun.training.features.store import FeatureStore
 

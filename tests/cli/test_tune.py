@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.conftest import byte_llama, tiny_tokenizer
-from forerun.drafters.skipping.measure import Probe
+from forerun.drafters.self_drafting.tuning import Probe
 
 SMALL = ("--limit", 2, "--tokens", 6, "-k", 2, "--prompt-tokens", 12)
 

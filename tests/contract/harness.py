@@ -34,10 +34,10 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.datastore import write as write_datastore
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
 from llamas import tiny_llama
 

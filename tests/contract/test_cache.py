@@ -47,7 +47,7 @@ def built(variant: Variant) -> tuple[LLM, Drafter]:
 
 def read_by(drafter: Drafter, row: int, tokens: list[int]) -> list[int]:
     """The tokens that a drafter's model was run on: a drafter with another tokenizer says which."""
-    return drafter.reading(row) if hasattr(drafter, "reading") else tokens
+    return drafter.known_ids(row) if hasattr(drafter, "known_ids") else tokens
 
 
 def run(engine: LLM, drafter: Drafter, params: SamplingParams) -> float:

@@ -23,10 +23,11 @@ from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
 from forerun.core.step import Row
 from forerun.core.tree import TokenTree, join
-from forerun.drafters import first_of, levels, merge
+from forerun.drafters import trees
+from forerun.drafters.combined import first_of, merge
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.levels import FixedTree, Grown
+from forerun.drafters.trees import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
@@ -213,7 +214,7 @@ def test_a_drafter_that_takes_back_what_it_drew(monkeypatch: Patch) -> None:
             last -= 1
         return cut(self, tree, grown, place, row, last, *a)
 
-    monkeypatch.setattr(levels.FixedTree, "_cut", likely_only)
+    monkeypatch.setattr(trees.FixedTree, "_cut", likely_only)
     assert _bias("draft_model-chain") > 0.01
 
 
@@ -252,7 +253,7 @@ def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
         grower = neutral(self, context, index)
         return replace(grower, sampler=Sampler(replace(grower.sampler.params, logits_processors=()), ()))
 
-    monkeypatch.setattr(levels.FixedTree, "_grower", ungrammatical)
+    monkeypatch.setattr(trees.FixedTree, "_grower", ungrammatical)
     assert _bias("draft_model-chain", grammar=True) < TOLERANCE
 
     def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:

@@ -29,8 +29,8 @@ from forerun.core.tree import TokenTree
 from forerun.drafters import drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.ngram import NgramConfig
-from forerun.drafters.suffix import SuffixDrafter
+from forerun.drafters.lookup.ngram import NgramConfig
+from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

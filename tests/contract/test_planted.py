@@ -38,8 +38,8 @@ from forerun.core.rules.base import rule_named
 from forerun.core.sampling import Rng, Stream
 from forerun.core.step import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters import growth
-from forerun.drafters.levels import Submitted
+from forerun.drafters import drawing
+from forerun.drafters.trees import Submitted
 from forerun.model import Target
 from forerun.model.cache import SlotCache
 from forerun.types import Drawn, Source, Verdict
@@ -141,7 +141,7 @@ def test_a_target_that_does_not_roll_back(monkeypatch: Patch) -> None:
 def test_a_drafter_that_does_not_roll_back(monkeypatch: Patch) -> None:
     engine, drafter = built(named("chain"))
     monkeypatch.setattr(
-        Submitted, "kept", lambda self, committed: tuple(range(1, min(len(committed) + 1, self.run) + 1))
+        Submitted, "accepted", lambda self, committed: tuple(range(1, min(len(committed) + 1, self.run) + 1))
     )
     with torch.inference_mode():
         assert run(engine, drafter, NEUTRAL) > TOLERANCE
@@ -161,12 +161,12 @@ def test_positions_that_are_off_by_one(monkeypatch: Patch) -> None:
 
 
 def test_a_distribution_recorded_before_processing(monkeypatch: Patch) -> None:
-    children = growth._children
+    children = drawing._children
 
-    def raw(logits: Tensor, *others: Any) -> growth.Siblings:
-        return replace(children(logits, *others), probs=logits.float().softmax(-1))
+    def raw(logits: Tensor, *others: Any) -> drawing.Children:
+        return replace(children(logits, *others), probs=logits.float().softmax(-1).view(1, 1, -1))
 
-    monkeypatch.setattr(growth, "_children", raw)
+    monkeypatch.setattr(drawing, "_children", raw)
     for label in ("chain", "tree"):
         assert watch(named(label), PROMPTS).problems
         assert distribution_is_off(named(label), draws=1000)

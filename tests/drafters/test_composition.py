@@ -18,8 +18,8 @@ from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree, join
 from forerun.drafters import DRAFTERS, Entry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.cascade import CascadeDrafter, DraftTarget
-from forerun.drafters.first_of import FirstOfConfig
+from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
+from forerun.drafters.combined.first_of import FirstOfConfig
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.model import Target

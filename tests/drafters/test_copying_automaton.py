@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.drafters.copying.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
+from forerun.drafters.lookup.automaton import NONE, ROOT, SEPARATOR, SuffixAutomaton
 
 TEXTS = st.lists(st.sampled_from([0, 1, 2, 7, SEPARATOR]), max_size=40) | st.lists(st.integers(0, 1), max_size=40)
 DEPTHS = st.integers(2, 9)

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from damage import flipped
 from engine.conftest import tiny_tokenizer
-from forerun.drafters.datastore import Datastore, build, write
-from forerun.drafters.datastore.build import sorted_places, suffix_order
-from forerun.drafters.datastore.format import ITEM, SEPARATOR, SORTED_TOKENS
-from forerun.drafters.rest import merge
+from forerun.drafters.lookup.datastore import ITEM, SEPARATOR, SORTED_TOKENS, Datastore
+from forerun.drafters.lookup.rest import merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.datastore import build, sorted_places, suffix_order, write
 from forerun.training.data.prepare import BadRecords
-from forerun.training.data.store import TokenizerIdentity
 
 IDENTITY = TokenizerIdentity(name="tiny", vocab_size=9, vocabulary="abc", template="")
 TOKENS = st.integers(0, 3)

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model import Target
 from forerun.types import Budget, SamplingParams

@@ -16,8 +16,8 @@ from contract.test_recorded import LoggedRng
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext
-from forerun.drafters.growth import Children, DraftVocabulary, Draw, Grower, Shape, grow
-from forerun.drafters.levels import Draws, FixedTree
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Grower, Shape, grow
+from forerun.drafters.trees import Draws, FixedTree
 from forerun.types import Drawn, SamplingParams
 
 pytestmark = pytest.mark.thorough

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.dynamic import DynamicTree, columns
-from forerun.drafters.growth import DraftVocabulary
+from forerun.drafters.drawing import DraftVocabulary
+from forerun.drafters.trees import DynamicTree, columns
 from forerun.types import Drawn
 
 VOCABULARY = 5

@@ -17,7 +17,7 @@ from contract.harness import PROMPTS, SAMPLED, as_prompts, eagle_head, model, pl
 from forerun import LLM, SamplingParams
 from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.early_exit import EarlyExitConfig
+from forerun.drafters.self_drafting.early_exit import EarlyExitConfig
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target, resuming
 from forerun.model.cache import SlotCache

@@ -14,9 +14,8 @@ from contract.harness import PROMPT, PROMPTS, VOCABULARY, Variant, as_prompts, l
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree, ancestor_mask
 from forerun.drafters.base import DraftContext
-from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter
-from forerun.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool
-from forerun.drafters.looking_ahead.window import Window
+from forerun.drafters.self_drafting.jacobi import JacobiConfig, JacobiDrafter, Window
+from forerun.drafters.self_drafting.lookahead import LookaheadConfig, LookaheadDrafter, Pool
 from forerun.errors import ArgumentError
 from forerun.types import Budget, Source, Verdict
 

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext
-from forerun.drafters.ngram import NgramConfig, NgramDrafter
+from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.dynamic import DynamicTree
-from forerun.drafters.growth import likeliest
+from forerun.drafters.drawing import likeliest
 from forerun.drafters.heads.drafting import HeadDrafter
 from forerun.drafters.heads.runner import SequentialRunner
+from forerun.drafters.trees import DynamicTree
 from forerun.model import Target
 from forerun.model.recordings import Recordings, Work
 from training.ttt import head, model, tokens

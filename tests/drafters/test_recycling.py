@@ -21,7 +21,7 @@ from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.core.scores import top_ids
-from forerun.drafters.recycling import (
+from forerun.drafters.lookup.recycling import (
     RecyclingConfig,
     RecyclingDrafter,
     SuccessorMatrix,

@@ -13,10 +13,10 @@ from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext
-from forerun.drafters.datastore import build, write
-from forerun.drafters.rest import RestConfig, RestDrafter
+from forerun.drafters.lookup.rest import RestConfig, RestDrafter
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.training.data.store import TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.datastore import build, write
 from forerun.types import Budget
 
 __all__ = ["checkpoint"]

@@ -21,9 +21,8 @@ from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Row, Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement
-from forerun.drafters.skipping.file import SkipFile, structure_hash
-from forerun.drafters.skipping.sublayers import every, names, parse
+from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement
+from forerun.drafters.self_drafting.skipping import SkipFile, every, names, parse, structure_hash
 from forerun.errors import ArgumentError, DataError
 from forerun.model import Target, largest
 from forerun.types import Budget

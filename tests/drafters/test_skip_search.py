@@ -9,12 +9,18 @@ from transformers import LlamaForCausalLM
 
 from drafters.test_skip_layers import LAYERS, TEXT, deep
 from forerun import SamplingParams
-from forerun.drafters.skip_layers import GOOD_ENOUGH, OnlineSearch
-from forerun.drafters.skipping.gaussian import GaussianProcess, expected_improvement
-from forerun.drafters.skipping.measure import Costs, Probe, worth
-from forerun.drafters.skipping.search import Search, Space
-from forerun.drafters.skipping.sublayers import SkipSet, evenly, every, names
-from forerun.drafters.skipping.tuning import tune
+from forerun.drafters.self_drafting.skip_layers import GOOD_ENOUGH, OnlineSearch
+from forerun.drafters.self_drafting.skipping import (
+    GaussianProcess,
+    Search,
+    SkipSet,
+    Space,
+    evenly,
+    every,
+    expected_improvement,
+    names,
+)
+from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
 from forerun.errors import ArgumentError
 from forerun.model import Target
 

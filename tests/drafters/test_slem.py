@@ -18,8 +18,8 @@ from forerun import LLM, SamplingParams
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.slem import SlemConfig, SlemDrafter
-from forerun.drafters.translation import Spelling
+from forerun.drafters.draft_models.slem import SlemConfig, SlemDrafter
+from forerun.drafters.draft_models.token_bytes import TokenBytes
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import Budget
@@ -155,24 +155,24 @@ def test_characters_of_several_bytes_at_the_border(length: int) -> None:
     target = successions(len(data), lambda token: (token + 1) % len(data))
     draft = successions(len(HAN), lambda token: (token + 1) % len(HAN))
     made = drafter((target, singles), (draft, whole), num_speculative_tokens=2)
-    spelling = Spelling(singles)
-    tokens = [spelling.ordinary[data[place : place + 1]] for place in range(len(data))]
+    token_bytes = TokenBytes(singles)
+    tokens = [token_bytes.ordinary[data[place : place + 1]] for place in range(len(data))]
     found = drafted(propose(made, [tokens[:length]]))
     wanted = (data * 3)[length:]
-    assert found and wanted.startswith(spelling.spell(found))
+    assert found and wanted.startswith(token_bytes.join(found))
 
 
 def test_an_incomplete_character_is_not_drafted() -> None:
     singles = byte_level()
     data = HAN.encode()
-    spelling = Spelling(singles)
-    ids = [spelling.ordinary[data[place : place + 1]] for place in range(len(data))]
+    token_bytes = TokenBytes(singles)
+    ids = [token_bytes.ordinary[data[place : place + 1]] for place in range(len(data))]
     order = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
     draft = successions(len(singles), lambda token: order.get(token, 0))
     made = drafter((draft, byte_level("code")), (draft, singles), num_speculative_tokens=4)
-    target = Spelling(byte_level("code"))
+    target = TokenBytes(byte_level("code"))
     found = drafted(propose(made, [[target.ordinary[b"a"]]]))
-    assert target.spell(found).decode() == "é", "two of the three bytes of the next character were written"
+    assert target.join(found).decode() == "é", "two of the three bytes of the next character were written"
 
 
 KINDS = {"bytes": lambda: byte_level("code"), "sentencepiece": sentencepiece, "unigram": unigram}
@@ -184,8 +184,8 @@ class Watched(SlemDrafter):
     wrote = b""
 
     def _translate(self, text: Any) -> Any:
-        reading = text.row.reading
-        self.read, self.tail = reading.ids, bytes(reading.data[reading.covered :])
+        alignment = text.row.alignment
+        self.read, self.tail = alignment.ids, bytes(alignment.data[alignment.covered :])
         self.wrote = b"".join(text.pieces)
         return super()._translate(text)
 
@@ -195,14 +195,14 @@ def test_nothing_is_lost_or_reordered(make: Any) -> None:
     words, theirs = byte_level(), make()
     pair = (byte_llama(0, words), words), (byte_llama(5, theirs), theirs)
     made = drafter(*pair, rows=1, kind=Watched, num_speculative_tokens=6)
-    target, draft = Spelling(words), Spelling(theirs)
+    target, draft = TokenBytes(words), TokenBytes(theirs)
     text = words("the cat sat on the mat — naïve")["input_ids"]
     drafts = 0
     for step in range(30):
         found = drafted(propose(made, [text]))
-        assert made.wrote.startswith(made.tail + target.spell(found)) or not found
+        assert made.wrote.startswith(made.tail + target.join(found)) or not found
         if make is not unigram:  # which cannot write every byte
-            assert draft.spell(made.read).removeprefix(b" ") == target.spell(text).removeprefix(b" ")
+            assert draft.join(made.read).removeprefix(b" ") == target.join(text).removeprefix(b" ")
         drafts += len(found) > 0
         fresh = [*found[: step % 3], (7 * step) % len(words)]
         text = [*text, *fresh]

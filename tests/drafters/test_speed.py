@@ -16,7 +16,7 @@ from contract.harness import SAMPLED, Variant, as_prompts, tokens_of
 from forerun import LLM, SamplingParams
 from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
-from forerun.drafters.speed import shared_block
+from forerun.drafters.self_drafting.speed import shared_block
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target
 from model.families import make, random_tokens

@@ -25,8 +25,8 @@ from contract.harness import (
     tokens_of,
 )
 from contract.test_greedy import NEUTRAL
-from forerun.drafters.draft_model import Ending, Stop, Stopping, stopping_named
-from forerun.drafters.growth import Children
+from forerun.drafters.draft_models.draft_model import Ending, Stop, Stopping, stopping_named
+from forerun.drafters.drawing import Children
 from forerun.errors import ArgumentError
 
 pytestmark = pytest.mark.thorough

@@ -10,8 +10,8 @@ import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
 from forerun.core.tree import TokenTree
-from forerun.drafters.copying.automaton import SEPARATOR
-from forerun.drafters.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
+from forerun.drafters.lookup.automaton import SEPARATOR
+from forerun.drafters.lookup.suffix import Cursor, OutputStore, SuffixConfig, SuffixDrafter
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
 from forerun.types import Budget

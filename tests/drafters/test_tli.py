@@ -18,10 +18,10 @@ from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters import tli
 from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.draft_model import DraftModelConfig, DraftModelDrafter
-from forerun.drafters.tli import TliConfig, TliDrafter
+from forerun.drafters.draft_models import tli
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.draft_models.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model import Target
 from forerun.types import Budget
@@ -108,7 +108,7 @@ def test_what_the_target_kept_is_not_run_again() -> None:
     embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
     again = propose(made, [text])
     assert passes == [2, 1, 1, 1], "the root is two tokens of the draft model"
-    assert made.reading(0) == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
+    assert made.known_ids(0) == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
     assert tokens_of(again) == tokens_of(propose(drafter(num_speculative_tokens=4), [text]))
 
 
@@ -122,7 +122,7 @@ def test_truncation_forgets() -> None:
     made.extend(context([other], [2], GREEDY))
     assert tokens_of(propose(made, [other])) == tokens_of(propose(drafter(), [other]))
     made.truncate([0], [0])
-    assert made.model.lengths[0] == 0 and made.reading(0) == []
+    assert made.model.lengths[0] == 0 and made.known_ids(0) == []
 
 
 def test_a_pruned_head_drafts_what_the_whole_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,7 @@ def test_out_of_range_sizes_and_sampling(checkpoint: Path) -> None:
 def test_a_drafter_that_raises_loses_its_drafts_not_the_answer(
     plain: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from forerun.drafters.ngram import NgramDrafter
+    from forerun.drafters.lookup.ngram import NgramDrafter
 
     def broken(self: NgramDrafter, *_: object) -> None:
         raise RuntimeError("out of ideas")

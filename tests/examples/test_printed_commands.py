@@ -38,7 +38,7 @@ from examples.printed import ROOT, Printed, markdown, pages, printed
 from forerun.certify import checks as certifying
 from forerun.cli import build_app, demo, main
 from forerun.drafters import DRAFTERS, Entry
-from forerun.drafters.skipping.measure import Probe
+from forerun.drafters.self_drafting.tuning import Probe
 from forerun.engine import costs
 from forerun.plan import trial
 from forerun.serve import server as http_server

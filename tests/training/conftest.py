@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
-from forerun.training.data.store import PreparedWriter, TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.store import PreparedWriter
 from training.ttt import VOCABULARY, model
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.growth import Shape
+from forerun.drafters.drawing import Shape
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead, tree_of_ranks
 from forerun.drafters.heads.runner import ParallelRunner
 from forerun.errors import ArgumentError

@@ -58,9 +58,9 @@ def prepare(
         One JSON line on stdout instead of words.
     """
     from forerun.cli import session
+    from forerun.manifests import TokenizerIdentity
     from forerun.training.data.prepare import PrepareOptions
     from forerun.training.data.prepare import prepare as convert
-    from forerun.training.data.store import TokenizerIdentity
 
     options = PrepareOptions(
         max_length=max_length, split_long=split_long, skip_bad=skip_bad, last_turn_only=last_turn_only

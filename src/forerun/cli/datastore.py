@@ -12,7 +12,7 @@ from forerun.cli.options import Flag
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from forerun.drafters.datastore import Manifest
+    from forerun.drafters.lookup.datastore import Manifest
 
 datastore = App(name="datastore", help="Make a corpus searchable for the drafter `rest`, or say what is in one.")
 
@@ -45,7 +45,7 @@ def build(
         A JSON object on stdout instead of words.
     """
     from forerun.cli import session
-    from forerun.drafters import datastore as stores
+    from forerun.training.data import datastore as stores
     from forerun.training.data.prepare import BadRecords
 
     name = tokenizer or target
@@ -78,7 +78,7 @@ def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int
     json
         A JSON object on stdout instead of words.
     """
-    from forerun.drafters.datastore import Datastore
+    from forerun.drafters.lookup.datastore import Datastore
 
     store = Datastore.open(directory)
     if verify:

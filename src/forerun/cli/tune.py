@@ -14,9 +14,8 @@ from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.drafters.skipping.file import SkipFile
-    from forerun.drafters.skipping.measure import Worth
-    from forerun.drafters.skipping.tuning import Tuned
+    from forerun.drafters.self_drafting.skipping import SkipFile
+    from forerun.drafters.self_drafting.tuning import Tuned, Worth
     from forerun.training.data.prepare import Record
 
 tune = App(name="tune", help="Find settings for a model by measuring it.")
@@ -83,8 +82,8 @@ def skip_layers(
             "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
         )
     from forerun.cli import session
-    from forerun.drafters.skipping import tuning
-    from forerun.drafters.skipping.measure import Probe
+    from forerun.drafters.self_drafting import tuning
+    from forerun.drafters.self_drafting.tuning import Probe
     from forerun.types import SamplingParams
 
     questions = _questions(prompts, limit)
@@ -158,7 +157,7 @@ def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
 def _file(llm: LLM, model: str, tuned: Tuned, about: dict[str, Any]) -> SkipFile:
     import torch
 
-    from forerun.drafters.skipping.file import SkipFile, structure_hash
+    from forerun.drafters.self_drafting.skipping import SkipFile, structure_hash
 
     target, best = llm.target, tuned.best
     measured = {
@@ -188,7 +187,7 @@ def _file(llm: LLM, model: str, tuned: Tuned, about: dict[str, Any]) -> SkipFile
 
 
 def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
-    from forerun.drafters.skipping.sublayers import names
+    from forerun.drafters.self_drafting.skipping import names
 
     skip = names(found.skip)
     if tuned.interrupted:

@@ -31,77 +31,77 @@ class Entry:
 
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry(
-        path="forerun.drafters.ngram:NgramDrafter",
+        path="forerun.drafters.lookup.ngram:NgramDrafter",
         summary="copies what followed the same words earlier in prompt or output (prompt lookup)",
         copies=True,
     ),
     "lookahead": Entry(
-        path="forerun.drafters.lookahead:LookaheadDrafter",
+        path="forerun.drafters.self_drafting.lookahead:LookaheadDrafter",
         summary="the target guesses several positions at once and copies the n-grams it came across; no draft model",
     ),
     "jacobi": Entry(
-        path="forerun.drafters.jacobi:JacobiDrafter",
+        path="forerun.drafters.self_drafting.jacobi:JacobiDrafter",
         summary="a chain of guesses that every pass of the target corrects; no draft model",
     ),
     "suffix": Entry(
-        path="forerun.drafters.suffix:SuffixDrafter",
+        path="forerun.drafters.lookup.suffix:SuffixDrafter",
         summary="copies after the longest match in this request and in past answers (SuffixDecoding, SAM-Decoding)",
         copies=True,
     ),
     "prediction": Entry(
-        path="forerun.drafters.prediction:PredictionDrafter",
+        path="forerun.drafters.lookup.prediction:PredictionDrafter",
         summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
         copies=True,
     ),
     "first_of": Entry(
-        path="forerun.drafters.first_of:FirstOfDrafter",
+        path="forerun.drafters.combined.first_of:FirstOfDrafter",
         summary="several drafters, the first whose draft promises enough: copy where the match is long, else a model",
     ),
     "merge": Entry(
-        path="forerun.drafters.merge:MergeDrafter",
+        path="forerun.drafters.combined.merge:MergeDrafter",
         summary="several drafters, their trees joined under one node budget",
     ),
     "cascade": Entry(
-        path="forerun.drafters.cascade:CascadeDrafter",
+        path="forerun.drafters.combined.cascade:CascadeDrafter",
         summary="a draft model that is itself sped up by a cheaper drafter (staged speculative decoding)",
     ),
     "draft_model": Entry(
-        path="forerun.drafters.draft_model:DraftModelDrafter",
+        path="forerun.drafters.draft_models.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
         adapts=True,
     ),
     "tli": Entry(
-        path="forerun.drafters.tli:TliDrafter",
+        path="forerun.drafters.draft_models.tli:TliDrafter",
         summary="a causal LM with another tokenizer drafts the tokens that both vocabularies share; sampled or not",
     ),
     "slem": Entry(
-        path="forerun.drafters.slem:SlemDrafter",
+        path="forerun.drafters.draft_models.slem:SlemDrafter",
         summary="a causal LM with any tokenizer drafts text, read again with the target's tokenizer",
     ),
     "quantized_self": Entry(
-        path="forerun.drafters.quantized_self:QuantizedSelfDrafter",
+        path="forerun.drafters.draft_models.quantized_self:QuantizedSelfDrafter",
         summary="the target's own weights in 8 or 4 bits; chain or tree, deterministic or sampled",
     ),
     "skip_layers": Entry(
-        path="forerun.drafters.skip_layers:SkipLayersDrafter",
+        path="forerun.drafters.self_drafting.skip_layers:SkipLayersDrafter",
         summary="the target itself without some attention and MLP sub-layers (Draft & Verify, SWIFT)",
     ),
     "early_exit": Entry(
-        path="forerun.drafters.early_exit:EarlyExitDrafter",
+        path="forerun.drafters.self_drafting.early_exit:EarlyExitDrafter",
         summary="the target's first layers draft, its others verify (LayerSkip); chain or tree",
     ),
     "rest": Entry(
-        path="forerun.drafters.rest:RestDrafter",
+        path="forerun.drafters.lookup.rest:RestDrafter",
         summary="copies what a corpus went on with after the same words (REST; see `forerun datastore build`)",
         copies=True,
     ),
     "recycling": Entry(
-        path="forerun.drafters.recycling:RecyclingDrafter",
+        path="forerun.drafters.lookup.recycling:RecyclingDrafter",
         summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
         copies=True,
     ),
     "speed": Entry(
-        path="forerun.drafters.speed:SpeedDrafter",
+        path="forerun.drafters.self_drafting.speed:SpeedDrafter",
         summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
     ),
     **{kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=True) for kind in KINDS.values()},

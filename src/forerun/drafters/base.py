@@ -1,4 +1,4 @@
-"""What a drafter is and what it may look at. Knows no method, no rule and no engine."""
+"""The base class of drafters, and the context that they draft from."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
+from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind, Signal, Verdict
-
-log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun.core.scores import Scores
     from forerun.model import Target
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +71,14 @@ class DraftContext:
         """A tree for each row, of its root alone."""
         return [TokenTree(tokens[-1]) for tokens in self.tokens]
 
-    def of(self, places: Sequence[int]) -> DraftContext:
+    def of(self, indices: Sequence[int]) -> DraftContext:
         """The context of some of its rows, in that order."""
-        index = list(places)
+        index = list(indices)
         if index == list(range(len(self.rows))):
             return self
 
         def pick(values: Sequence[Any]) -> Sequence[Any]:
-            return [values[place] for place in index] if values else values
+            return [values[i] for i in index] if values else values
 
         return replace(
             self,
@@ -90,6 +93,14 @@ class DraftContext:
             cache_salts=pick(self.cache_salts),
             adapt=pick(self.adapt),
         )
+
+
+def check_least(method: str, config: object, **least: int) -> None:
+    """Raise ArgumentError where a configuration's option is below its least value; None stands for no limit."""
+    for name, value in least.items():
+        given = getattr(config, name)
+        if given is not None and given < value:
+            raise ArgumentError(f"{method}: {name} must be at least {value}, got {given}")
 
 
 @lru_cache(maxsize=256)
@@ -211,3 +222,45 @@ class Drafter:
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds, weights and caches."""
         return 0
+
+
+def changed(sampler: Sampler, **params: Any) -> Sampler:
+    """The sampler with some other sampling parameters."""
+    words = sampler.bad_words
+    return Sampler(
+        replace(sampler.params, **params), sampler.prompt, banned_until_min=sampler.banned_until_min, bad_words=words
+    )
+
+
+class Seeds:
+    """Shows sampled requests that have a seed as if they were greedy: what is drafted for them is deterministic.
+
+    What drafters learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show
+    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's.
+
+    Args:
+        hide: off, every context is shown as it is.
+    """
+
+    def __init__(self, *, hide: bool) -> None:
+        self._hide = hide
+        self._greedy = WeakKeyDictionary[Sampler, Sampler]()
+
+    def hidden(self, context: DraftContext) -> DraftContext:
+        """The context as a drafter is to see it when it proposes."""
+        seen = [self.seen(sampler) for sampler in context.samplers]
+        same = all(one is other for one, other in zip(seen, context.samplers, strict=True))
+        return context if same else replace(context, samplers=seen)
+
+    def seen(self, sampler: Sampler) -> Sampler:
+        """The sampler as a drafter is to see it."""
+        if not self._hide or _free(sampler):
+            return sampler
+        if sampler not in self._greedy:
+            self._greedy[sampler] = changed(sampler, temperature=0.0)
+        return self._greedy[sampler]
+
+
+def _free(sampler: Sampler) -> bool:
+    """Whether nobody asked for the same text again, or it is the same whatever is drafted."""
+    return sampler.greedy or sampler.params.seed is None

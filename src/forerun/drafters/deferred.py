@@ -1,4 +1,4 @@
-"""Shows a drafter its rows' tokens when it needs them, not before: one that is not asked costs next to nothing.
+"""Delays a drafter's `extend` until it is asked for a draft: one that is not asked costs next to nothing.
 
 A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows gained is put
 aside, hidden states included, and shown in one go before the next proposal for them.
@@ -15,8 +15,7 @@ from torch import Tensor
 from forerun.core.sampling import Sampler
 from forerun.core.step import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.composing.seeds import Seeds
+from forerun.drafters.base import DraftContext, Drafter, Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.types import Budget, DraftKind, Signal, Verdict
 

@@ -1,7 +1,7 @@
-"""What a drafter knows beyond a row, kept apart by isolation domain: one user's text never shapes another's drafts.
+"""What a drafter learns from text, kept apart by isolation domain (cache salt).
 
 A draft shows what its drafter has read: through a trace, through the number of accepted tokens, through time. So
-everything that is learned from text, counts included, is one of these. Knows no method and no engine.
+everything that is learned from text, counts included, is one of these.
 """
 
 from __future__ import annotations

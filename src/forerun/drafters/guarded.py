@@ -1,7 +1,7 @@
-"""The one door between an engine and a drafter. What a drafter does wrong costs it its drafts, never anybody an answer.
+"""Calls a drafter so that what it does wrong costs it its drafts, and nobody an answer.
 
-Engine, step, policy and drafters made of drafters ask a drafter through here and nowhere else. A row that a drafter
-has failed, in whatever it was asked for, is closed to it: what it holds of the row is unknown from then on. It is shown
+Engine, step, policy and combined drafters call a drafter through `Guarded` and nowhere else. A row that a drafter has
+failed, in whatever it was asked for, is closed to it: what it holds of the row is unknown from then on. It is shown
 nothing of it, and its drafts for it are empty, until the row is free and begins anew.
 
 Not held off: a drafter that runs for ever, and one that writes into the target's own cache.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forerun.core.step import Scores
     from forerun.model import Target
 
-# What a tree must be before anybody works with it. Knows trees, budgets and the sizes of a model. Knows no drafter.
+# What a tree must be before anybody works with it.
 
 _ROUNDING = 1e-4
 """By how much a confidence, a quotient of probabilities in float32, may exceed 1."""
@@ -264,7 +264,7 @@ class Guarded(Drafter):
         """What it says; what is safe for any drafter where that is no `DraftKind`."""
         return self._asked("kind()", partial(self.drafter.kind, sampler), _kind, DraftKind())
 
-    # --- the door ---------------------------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------------------------
 
     def _open(self, context: DraftContext) -> list[int]:
         """Places of the context's rows that are not closed to it."""

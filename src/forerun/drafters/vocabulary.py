@@ -1,14 +1,16 @@
-"""Whether two models speak the same tokens. Knows tokenizers, no model's weights."""
+"""The tokenizers of target and draft model: where they are, and whether they agree."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from forerun.errors import VocabularyMismatchError
+from forerun.errors import ArgumentError, VocabularyMismatchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from forerun.drafters.base import DrafterSetup
 
 _REMEDY = (
     "A draft model needs the target's own tokenizer: take a smaller model of the same family, let this one draft in "
@@ -17,11 +19,11 @@ _REMEDY = (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
-def resolved(name: str | Path) -> str:
-    """The directory of a shipped model for its name; anything else unchanged."""
+def resolved(model: Any) -> Any:
+    """The directory of a shipped model for its name; any other name, or a loaded model, unchanged."""
     from forerun import demo
 
-    return str(demo.resolve(name))
+    return str(demo.resolve(model)) if isinstance(model, str | Path) else model
 
 
 def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
@@ -38,7 +40,7 @@ def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Refuse tokenizers that give a token id two meanings.
 
     Raises:
@@ -59,14 +61,58 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         )
 
 
-def check_sizes(target: int, draft: int) -> None:
-    """Where a tokenizer is missing the sizes must agree.
+def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
+    """Refuse a draft model of `size` token ids that mean something else than the target's.
+
+    Where a tokenizer is missing the sizes must agree.
 
     Raises:
-        VocabularyMismatchError: they do not.
+        VocabularyMismatchError: saying what differs.
     """
-    if target != draft:
+    theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
+    if setup.tokenizer is not None and theirs is not None:
+        _check_tokenizers(setup.tokenizer, theirs)
+    elif setup.target.vocab_size != size:
         raise VocabularyMismatchError(
-            f"the target has {target} token ids and the draft model {draft}; without both tokenizers nobody can tell "
-            f"whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside both models."
+            f"the target has {setup.target.vocab_size} token ids and the draft model {size}; without both tokenizers "
+            f"nobody can tell whether they mean the same. {_REMEDY} If they do share one, keep tokenizer files beside "
+            "both models."
         )
+
+
+def draft_tokenizer(method: str, option: Any, model: Any) -> PreTrainedTokenizerBase:
+    """The draft model's tokenizer: the option (a directory, a hub id or an object), else what lies beside the model.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    source = option if option is not None else model
+    if option is None and not isinstance(model, str | Path):
+        source = getattr(model, "name_or_path", "")
+    found = _loaded(source)
+    if found is None:
+        raise ArgumentError(
+            f"{method}: no tokenizer was found for the draft model in {str(source)!r}; pass tokenizer=DIRECTORY, a hub "
+            "id or a tokenizer object"
+        )
+    return found
+
+
+def target_tokenizer(method: str, option: Any, setup: DrafterSetup) -> PreTrainedTokenizerBase:
+    """The target's tokenizer: the option, else the engine's.
+
+    Raises:
+        ArgumentError: the engine works on token ids alone and the option is missing, or no tokenizer lies there.
+    """
+    found = setup.tokenizer if option is None else _loaded(option)
+    if found is None:
+        where = "the engine has none" if option is None else f"there is none in {str(option)!r}"
+        raise ArgumentError(f"{method} needs the target's tokenizer, and {where}; pass target_tokenizer=DIRECTORY")
+    return found
+
+
+def _loaded(source: Any) -> PreTrainedTokenizerBase | None:
+    if not isinstance(source, str | Path):
+        tokenizer: PreTrainedTokenizerBase = source
+        return tokenizer
+    return tokenizer_beside(resolved(source)) if str(source) else None

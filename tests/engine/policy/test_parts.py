@@ -18,7 +18,7 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import DRAFTERS, Entry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.deferred import Deferred
-from forerun.drafters.ngram import NgramConfig
+from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.engine import costs, drafting
 from forerun.engine.config import SpeculativeConfig, arms_of, method_of
 from forerun.engine.costs import DraftCost, Nominal, PassShape, StepCosts, Times

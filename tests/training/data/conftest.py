@@ -11,7 +11,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forerun.training.data.store import PreparedData, PreparedWriter, TokenizerIdentity
+from forerun.manifests import TokenizerIdentity
+from forerun.training.data.store import PreparedData, PreparedWriter
 
 PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"

@@ -1,6 +1,6 @@
-"""What every draft head is: a shape that follows from its target, a module, and one of two ways to draft.
+"""Base classes of draft heads and of their configurations.
 
-Training and drafting run the same module. Knows no kind, no file format and no trainer.
+Training and drafting run the same module.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.heads.recompute import Angles
 from forerun.errors import ArgumentError, nearest
 from forerun.types import Signal
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines (B, N, D) of the positions."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadConfig:
-    """What the shape of a head of any kind says; a kind adds its own fields."""
+    """Configuration of a head; a kind of head adds its own fields."""
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Fields that a recipe may choose; the others follow from the target."""

@@ -1,7 +1,7 @@
 """Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
 
 The head is fed with the target's features as tokens are committed, so a proposal starts at the root's children with no
-catching up. Knows no rule, no file format and no kind of head.
+catching up.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from torch import Tensor
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.devices import rows_of
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
-from forerun.drafters.dynamic import DynamicTree, Expanded, columns
-from forerun.drafters.growth import DraftVocabulary, Draw, Shape, constant
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.drawing import DraftVocabulary, Draw, Shape, constant
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.levels import FixedTree, Grown, Submitted, not_finite
-from forerun.errors import ArgumentError, VocabularyMismatchError, nearest
+from forerun.drafters.trees import (
+    DynamicTree,
+    Expanded,
+    FixedTree,
+    Grown,
+    Submitted,
+    check_drawing,
+    columns,
+    not_finite,
+)
+from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
-from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Signal
 
 AnyHead = TypeVar("AnyHead", bound=Head)
@@ -54,29 +61,20 @@ class HeadDrafterConfig:
     stop_below: float = 0.0
     """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
     draw: str = "auto"
-    """``auto``, ``given``, ``iid``, ``without_replacement`` or ``greedy_k``; of a dynamic tree one of the first two."""
+    """``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``; of a dynamic tree one of the
+    first two."""
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     repack: bool = True
     """Repack the linear layers of a head that was loaded here, where that is faster."""
 
     def __post_init__(self) -> None:
-        kinds = [kind.value for kind in Draw]
+        check_drawing("draft head", self)
+        check_least("draft head", self, top_k=1, nodes=1)
         checks = [
-            (self.draw in kinds, f"draw is one of {', '.join(kinds)}, got {self.draw!r}.{nearest(self.draw, kinds)}"),
-            (
-                self.num_speculative_tokens >= 1,
-                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}",
-            ),
             (not self.shape or min(self.shape) >= 1, f"shape needs at least one child a node, got {self.shape}"),
             (self.shape is None or self.top_k is None, "shape and top_k exclude each other: fixed or dynamic tree"),
-            (self.top_k is None or self.top_k >= 1, f"top_k must be at least 1, got {self.top_k}"),
-            (self.nodes >= 1, f"nodes must be at least 1, got {self.nodes}"),
             (0 <= self.stop_below < 1, f"stop_below must be in [0, 1), got {self.stop_below}"),
-            (
-                self.temperature is None or GREEDY_BELOW <= self.temperature <= MAX_TEMPERATURE,
-                f"temperature must be in [{GREEDY_BELOW:g}, {MAX_TEMPERATURE:g}], got {self.temperature}",
-            ),
             (
                 self.top_k is None or self.draw in ("auto", "deterministic"),
                 "the nodes of a dynamic tree are deterministic, not drawn",
@@ -97,7 +95,7 @@ class _Row:
 
 
 class HeadDrafter(Drafter):
-    """Everything but the name, which is that of a kind of head, and the tree that is drafted by default."""
+    """Drafts with a head; a kind of head adds its name and the tree that is drafted by default."""
 
     Config = HeadDrafterConfig
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from forerun.drafters.growth import Shape
+from forerun.drafters.drawing import Shape
 from forerun.drafters.heads.base import HeadConfig, ParallelHead
 from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.errors import ArgumentError

@@ -1,7 +1,7 @@
-"""Draft heads at work: fed with the target's features as tokens are committed, then asked for a tree level by level.
+"""Runs a draft head: feeds it the target's hidden states as tokens are committed, and drafts trees level by level.
 
 Both ways to draft look alike from outside: `unroll` gives the logits after the roots, `descend` those of a further
-level. All levels stay on the device and may be one recording there. Knows no kind of head, no budget and no rule.
+level. All levels stay on the device and may be one recording there.
 """
 
 from __future__ import annotations

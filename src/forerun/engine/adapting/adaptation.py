@@ -30,9 +30,9 @@ from forerun.engine.adapting.drafter import AdaptedDrafter
 from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, Learner, Throttle, Trial
 from forerun.engine.adapting.replay import Collector, ReplayBuffer
 from forerun.errors import CheckpointError, ForerunError
+from forerun.manifests import TokenizerIdentity
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
-from forerun.training.data.store import TokenizerIdentity
 from forerun.training.loop import checkpoint
 from forerun.writing import remove_folder, tidy, written
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, DataError
-from forerun.manifests import digest_of
-from forerun.training.data.store import PreparedData, PreparedWriter, TokenizerIdentity
+from forerun.manifests import TokenizerIdentity, digest_of
+from forerun.training.data.store import PreparedData, PreparedWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,9 +17,9 @@ import torch
 
 from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError
-from forerun.manifests import ManifestKind
+from forerun.manifests import ManifestKind, TokenizerIdentity
 from forerun.model.load import check_directory, explained, weight_files
-from forerun.training.data.store import PreparedData, TokenizerIdentity
+from forerun.training.data.store import PreparedData
 from forerun.types import LAST_HIDDEN, Signal
 
 KIND = ManifestKind(

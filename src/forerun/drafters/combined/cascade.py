@@ -1,0 +1,368 @@
+"""Drafts with a draft model that is itself sped up by a cheaper drafter, to any depth.
+
+Staged speculative decoding (Spector & Re, arXiv 2308.04623) and the vertical cascade of cascade speculative drafting
+(Chen et al., 2312.11462): the draft model is the target of an inner drafter and writes its chain with the engine's own
+`step`. The inner level walks the draft model's own draws, so the chain is the one that the draft model would have
+drafted by itself, each token drawn from the recorded distribution; only its cost falls. `tail` is the horizontal
+cascade: the inner drafter goes on where the chain ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from forerun.core.acceptance import Acceptance, Evidence, by_draft_prob
+from forerun.core.sampling import Rng, Sampler
+from forerun.core.step import Group, Row, context_for, step
+from forerun.core.tree import TokenTree, graft
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, changed, check_least
+from forerun.drafters.combined.members import Spec, member_of, options_of
+from forerun.drafters.domains import PerDomain
+from forerun.drafters.trees import Submitted
+from forerun.drafters.vocabulary import check_vocabulary, resolved
+from forerun.errors import NumericError
+from forerun.model import Scored, Target
+from forerun.model.inputs import Nodes
+from forerun.types import Budget, DraftKind, Drawn, Signal
+
+# An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.
+#
+# What the inner level emits is the outer level's draft, so its draws are the outer level's draft draws.
+
+
+class InnerRng(Rng):
+    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it.
+
+    So a cascade proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the
+    inner drafter draws comes from the next stream.
+    """
+
+    def __init__(self, row: InnerRow) -> None:
+        self._row, self._offset = row, len(row.tokens) - row.begun
+        super().__init__(row.outer.seed, row.outer.position + self._offset, row.outer.draft_stream + 1)
+
+    def draw(self, probs: Tensor, depth: int = 0) -> int:
+        """A token from `probs` (V,), which is remembered as the distribution of its position."""
+        position = self._offset + depth
+        self._row.probs[position] = probs
+        token = self._row.drawn[position] = self._row.outer.drafted(probs, position)
+        return token
+
+
+@dataclass(kw_only=True, slots=True)
+class InnerRow(Row):
+    """A sequence whose next tokens an inner level drafts."""
+
+    outer: Rng
+    """Of the outer level's step."""
+    begun: int
+    """Committed tokens when the draft began."""
+    probs: dict[int, Tensor] = field(default_factory=dict)
+    """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
+    drawn: dict[int, int] = field(default_factory=dict)
+    """Position in the chain -> that token."""
+    certainty: list[float] = field(default_factory=list)
+    """At temperature 0: the draft model's probability of each token of the chain."""
+
+    def rng(self) -> Rng:
+        return InnerRng(self)
+
+    def end(self) -> None:
+        """The last step failed: the chain ends behind what it drew, whose fate may not depend on what followed."""
+        self.shorten(1)
+        while (token := self.drawn.get(len(self.chain))) is not None:
+            self.commit([token])
+
+    @property
+    def chain(self) -> list[int]:
+        """What was drafted."""
+        return self.tokens[self.begun :]
+
+
+def inner_sampler(sampler: Sampler) -> Sampler:
+    """A greedy request's sampler, as one that also tells how probable each token was; any other one unchanged."""
+    if not sampler.greedy:
+        return sampler
+    return changed(sampler, logprobs=0, logprobs_mode="raw_logprobs")
+
+
+class DraftTarget(Target):
+    """A draft model that is scored in the token ids of another model."""
+
+    def speak(self, vocabulary: int) -> None:
+        """Give logits over `vocabulary` ids: padding is dropped, ids that this model lacks are impossible."""
+        self.known, self.vocab_size = self.vocab_size, vocabulary
+
+    def readable(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens; ids that this model lacks read as 0."""
+        return [token if token < self.known else 0 for token in tokens]
+
+    def score(
+        self,
+        rows: Sequence[int],
+        trees: Sequence[TokenTree] | Nodes,
+        *,
+        signals: Set[Signal] = frozenset(),
+    ) -> Scored:
+        scored = super().score(rows, trees, signals=signals)
+        missing = self.vocab_size - scored.logits.shape[-1]
+        logits = scored.logits[..., : self.vocab_size]
+        return replace(scored, logits=pad(logits, (0, missing), value=-float("inf")) if missing > 0 else logits)
+
+
+_CHUNK = 16
+"""Rows with more tokens to catch up on than this run them apart: the others need not be padded to their length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CascadeConfig:
+    """Options of `cascade`."""
+
+    model: Any
+    """The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model."""
+    inner: Spec = "ngram"
+    """What drafts for the draft model: a name, or ``{"method": name, ...}`` with its own options, another `cascade`
+    included."""
+    num_speculative_tokens: int = 8
+    """Tokens that the draft model writes; what `tail` appends is not counted."""
+    tail: int = 0
+    """Most nodes that the inner drafter adds behind the chain; the draft model does not see them."""
+    inner_nodes: int = 16
+    """Most nodes that the inner drafter may draft for one pass of the draft model."""
+    dtype: str = "auto"
+    """Of the draft model's weights: ``auto`` is what the checkpoint says."""
+
+    def __post_init__(self) -> None:
+        options_of("cascade", self.inner)
+        check_least("cascade", self, num_speculative_tokens=1, tail=0, inner_nodes=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What draft model and inner drafter know of one row: `text` committed tokens, and the chain behind them."""
+
+    text: int = 0
+    chain: list[int] = field(default_factory=list)
+    submitted: Submitted | None = None
+    sampler: tuple[Sampler, Sampler] | None = None
+    """The request's, and what it is in here."""
+
+    def inner(self, sampler: Sampler) -> Sampler:
+        """The request's sampler for the inner level, made once."""
+        if self.sampler is None or self.sampler[0] is not sampler:
+            self.sampler = (sampler, inner_sampler(sampler))
+        return self.sampler[1]
+
+
+class CascadeDrafter(Drafter):
+    """Drafts a chain with a smaller model, several of its tokens in one of its passes."""
+
+    name = "cascade"
+    Config = CascadeConfig
+
+    def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self.model = _load(config, setup)
+        self._inner = member_of(config.inner, replace(setup, target=self.model, slots=setup.slots + _extra(config)))
+        self._estimates = PerDomain(Acceptance)
+        self._rows: dict[int, _Row] = {}
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(sampled=not sampler.greedy, chain=self.config.tail == 0)
+
+    @property
+    def depth(self) -> int:
+        return self.config.num_speculative_tokens + self.config.tail
+
+    def memory_bytes(self) -> int:
+        return self.model.memory_bytes() + self._inner.memory_bytes()
+
+    def extend(self, context: DraftContext) -> None:
+        """Keep of the last chain what the text went on with. New tokens are run when a draft is wanted, not before."""
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            state = self._rows.setdefault(row_id, _Row())
+            known = len(tokens) - fresh
+            submitted, state.submitted = state.submitted, None
+            if submitted is not None and state.text == known:
+                submitted.learn(tokens[known:])
+            self._agree(row_id, state, min(state.text, known), tokens)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            state = self._rows.setdefault(row_id, _Row())
+            self._shrink(row_id, state, min(state.text, length), length)
+            self.model.clear(row_id)
+            if length == 0:
+                del self._rows[row_id]
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        longest = self.config.num_speculative_tokens
+        within = [min(longest, n, depth, self.model.max_length - len(tokens)) for n, depth, tokens in limits]
+        active = [index for index, count in enumerate(within) if count > 0]
+        trees = context.trees()
+        if not active:
+            return trees
+        rows = [self._enter(context, index, within[index]) for index in active]
+        self._catch_up(rows)
+        self._write(rows)
+        for index, row in zip(active, rows, strict=True):
+            self._submit(trees[index], row)
+            if row.error is not None:
+                self._give_up(context, index, row)
+        going = [(index, row) for index, row in zip(active, rows, strict=True) if row.error is None]
+        if self.config.tail and going:
+            chains = [(trees[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
+            self._append([row for _, row in going], chains)
+        return trees
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def _agree(self, row_id: int, state: _Row, base: int, tokens: Sequence[int]) -> None:
+        """Shrink to what agrees with `tokens`, of which the first `base` are known to."""
+        chain, agreed = state.chain if base == state.text else [], base
+        for guess, token in zip(chain, self.model.readable(tokens[base : base + len(chain)]), strict=False):
+            if guess != token:
+                break
+            agreed += 1
+        self._shrink(row_id, state, agreed, len(tokens))
+
+    def _shrink(self, row_id: int, state: _Row, agreed: int, length: int) -> None:
+        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step.
+
+        An inner drafter that reads hidden states wants that of the token before the first new one, so this runs again.
+        """
+        kept = agreed - 1 if self._inner.requires else agreed
+        kept = max(0, min(self.model.lengths[row_id], kept, length - 1))
+        self.model.truncate([row_id], [kept])
+        if agreed < state.text + len(state.chain) or length == 0:
+            self._inner.truncate([row_id], [agreed])
+        state.text, state.chain = agreed, []
+
+    def _enter(self, context: DraftContext, index: int, room: int) -> InnerRow:
+        """The context's row as the inner level's."""
+        tokens, sampler = context.tokens[index], context.samplers[index]
+        state = self._rows.setdefault(context.rows[index], _Row())
+        self._agree(context.rows[index], state, min(state.text, len(tokens)), tokens)
+        return InnerRow(
+            cache_row=context.rows[index],
+            tokens=self.model.readable(tokens),
+            prompt_length=context.prompt_lengths[index],
+            sampler=state.inner(sampler),
+            seed=context.rng[index].seed,
+            stop_ids=frozenset(),
+            room=room,
+            rule=None if sampler.greedy else "sample_walk",
+            outer=context.rng[index],
+            begun=len(tokens),
+            cache_salt=context.salt(index),
+        )
+
+    def _catch_up(self, rows: Sequence[InnerRow]) -> None:
+        """Run what the draft model lacks but the root, and show the inner drafter what is new."""
+        lacking = [row for row in rows if self.model.lengths[row.cache_row] < len(row.tokens) - 1]
+        for together in _batches(lacking, [len(row.tokens) - 1 - self.model.lengths[row.cache_row] for row in lacking]):
+            pieces = [row.tokens[self.model.lengths[row.cache_row] : -1] for row in together]
+            requires = self._inner.requires
+            scored = self.model.prefill([row.cache_row for row in together], pieces, signals=requires)
+            self._show(together, scored.signals)
+        self._show([row for row in rows if self._rows[row.cache_row].text < len(row.tokens)], {})
+
+    def _show(self, rows: Sequence[InnerRow], signals: Mapping[Signal, Tensor]) -> None:
+        fresh = [len(row.tokens) - self._rows[row.cache_row].text for row in rows]
+        if any(fresh):
+            self._inner.extend(context_for(rows, range(len(rows)), fresh, signals))
+        for row in rows:
+            self._rows[row.cache_row].text = len(row.tokens)
+
+    # --- the chain --------------------------------------------------------------------------------------------------
+
+    def _write(self, rows: Sequence[InnerRow]) -> None:
+        """Step until every row's chain is as long as it should be: a length that no drawn token decides."""
+        running = list(rows)
+        while running:
+            group = Group(
+                name=self._inner.method,
+                drafter=self._inner,
+                members=range(len(running)),
+                depths=[row.room for row in running],
+                nodes=self.config.inner_nodes,
+            )
+            for row, emitted in zip(running, step(self.model, running, [group], isolate=True), strict=True):
+                row.room -= len(emitted.tokens)
+                if row.error is not None:
+                    row.end()
+                elif row.sampler.greedy:
+                    row.certainty += [math.exp(chosen.logprob) for chosen, _ in emitted.logprobs or ()]
+            running = [row for row in running if row.room > 0 and row.error is None]
+
+    def _give_up(self, context: DraftContext, index: int, row: InnerRow) -> None:
+        """The draft model's numbers failed, or the row's own processors, which the target meets, too: begin anew."""
+        if isinstance(row.error, NumericError) and not row.chain:
+            context.fail(index, row.error)
+        self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
+
+    def _submit(self, tree: TokenTree, row: InnerRow) -> None:
+        """The chain as a tree, each sampled token with the distribution that it was drawn from."""
+        state, acceptance = self._rows[row.cache_row], self._estimates.of(row.cache_salt)
+        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        for position, token in enumerate(row.chain):
+            probs = row.probs.get(position)
+            if probs is None:
+                drawn, prob = Drawn.DETERMINISTIC, row.certainty[position]
+            else:
+                drawn, prob = Drawn.IID, float(probs.max())
+                tree.set_probs(position, probs)
+            evidence = submitted.evidence[position + 1] = by_draft_prob(drawn, 0, prob)
+            tree.add(token, position, drawn=drawn, confidence=acceptance.estimate(*evidence))
+        state.chain, state.submitted = row.chain, submitted
+
+    def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TokenTree, int, int]]) -> None:
+        """Hang what the inner drafter expects behind each chain below its end, within (nodes, depth) of the row."""
+        rooms = [self.model.max_length - len(row.tokens) for row in rows]
+        nodes = [max(0, min(self.config.tail, most - tree.size)) for tree, most, _ in grown]
+        depth = [
+            max(0, min(self.config.tail, deepest - tree.size, room))
+            for (tree, _, deepest), room in zip(grown, rooms, strict=True)
+        ]
+        nodes = [count if below else 0 for count, below in zip(nodes, depth, strict=True)]
+        context = context_for(rows, range(len(rows)), [0] * len(rows), {})
+        tails = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
+        for tail, row, (tree, _, _) in zip(tails, rows, grown, strict=True):
+            end, evidence, acceptance = tree.size, dict[int, Evidence](), self._estimates.of(row.cache_salt)
+            graft(tree, tail, end, since=end)
+            for node in range(end + 1, tree.size + 1):
+                # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
+                evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
+                tree.confidence[node] = acceptance.estimate(*evidence[node])
+            submitted = self._rows[row.cache_row].submitted
+            if submitted is not None:
+                submitted.evidence.update(evidence)
+
+
+def _batches(rows: Sequence[InnerRow], missing: Sequence[int]) -> list[list[InnerRow]]:
+    """The rows that lack little together, each other one by itself."""
+    short = [row for row, count in zip(rows, missing, strict=True) if count <= _CHUNK]
+    alone = [[row] for row, count in zip(rows, missing, strict=True) if count > _CHUNK]
+    return [*alone, short] if short else alone
+
+
+def _extra(config: CascadeConfig) -> int:
+    """Slots that a row needs beyond the outer level's."""
+    return config.num_speculative_tokens + config.inner_nodes + config.tail
+
+
+def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
+    model = resolved(config.model)
+    slots = setup.slots + _extra(config)
+    loaded = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model))
+    assert isinstance(loaded, DraftTarget)
+    check_vocabulary(setup, model, loaded.vocab_size)
+    loaded.speak(setup.target.vocab_size)
+    return loaded

@@ -1,0 +1,102 @@
+"""Members of a combined drafter: built from their own configurations, each one's failure its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forerun.core.sampling import Sampler
+from forerun.drafters import entry_named
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, Seeds
+from forerun.drafters.guarded import Guarded
+from forerun.errors import ArgumentError
+from forerun.types import DraftKind, Signal, Verdict
+
+if TYPE_CHECKING:
+    from forerun.core.step import Scores
+
+Spec = Mapping[str, Any] | str
+"""A member: ``{"method": name, option: value, ...}``, or a name alone."""
+
+
+def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
+    """A member's method and its own options, from what a user gave.
+
+    Raises:
+        ArgumentError: saying what was expected; an unknown method is named with the nearest known one.
+    """
+    spec = {"method": given} if isinstance(given, str) else given
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
+        raise ArgumentError(
+            f'{owner}: a drafter is given as a name, or as {{"method": "ngram", ...}} with its options, got {given!r}'
+        )
+    entry_named(spec["method"])
+    return spec["method"], {name: value for name, value in spec.items() if name != "method"}
+
+
+def check_specs(owner: str, given: object) -> None:
+    """Refuse what is no list of at least two members; errors as `options_of`."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
+        raise ArgumentError(
+            f'{owner}: drafters must be a list of at least two, for example ["ngram", '
+            f'{{"method": "draft_model", "model": "demo-draft"}}], got {given!r}'
+        )
+    for spec in given:
+        options_of(owner, spec)
+
+
+def member_of(spec: Spec, setup: DrafterSetup) -> Guarded:
+    """A member built from its configuration; errors as `forerun.drafters.build`."""
+    return Guarded.built(*options_of("member", spec), setup)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComposedConfig:
+    """Options that combined drafters share."""
+
+    drafters: Sequence[Spec] = ("suffix", "recycling")
+    """The members, each a name or ``{"method": name, ...}`` with its own options."""
+    reproducible: bool = True
+    """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
+    lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""
+
+
+class Composed(Drafter):
+    """The base of drafters that choose among the proposals of others, or join them."""
+
+    def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
+        self.members = [member_of(spec, setup) for spec in config.drafters]
+        self._seeds = Seeds(hide=config.reproducible)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        """Which member drafts a row, and what stands beside its nodes, is decided in each step: trees."""
+        seen = self._seeds.seen(sampler)
+        return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
+
+    @property
+    def requires(self) -> frozenset[Signal]:
+        return frozenset[Signal]().union(*(member.requires for member in self.members))
+
+    @property
+    def top_ids(self) -> int:
+        return max(member.top_ids for member in self.members)
+
+    def extend(self, context: DraftContext) -> None:
+        for member in self.members:
+            member.extend(context)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        for member in self.members:
+            member.observe(context, verdicts, scores)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for member in self.members:
+            member.truncate(rows, lengths)
+
+    def memory_bytes(self) -> int:
+        return sum(member.memory_bytes() for member in self.members)
+
+    def for_members(self, context: DraftContext) -> DraftContext:
+        """The context as members see it: rows that are to be reproducible look as if they were greedy."""
+        return self._seeds.hidden(context)

@@ -1,0 +1,215 @@
+"""Drafts with the target's own weights, rounded to 8 or 4 bits.
+
+The idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305) with plain rounding of the weights alone: the linear
+layers of the decoder get 8 bits with one scale for each output channel, or 4 bits with scale and offset for each group
+of inputs; embeddings, norms and output head are shared with the target, whose weights are only read. The twin has a
+key-value cache of its own and drafts as `draft_model` does. Experts kept in one tensor (mixtures of
+experts) are shared as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.trees import TreeOptions
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.model.kernels.packing import FusedLinear, PackedLinear
+from forerun.model.layers import base_name, base_of, layers_of, replaced, shallow
+
+BITS = (8, 4)
+GROUPS = (64, 32)
+"""Inputs that share a scale at 4 bits; the first that divides a layer's inputs."""
+_INT4_OUTPUTS = 16
+"""torch's 4-bit kernel computes outputs in blocks of so many; other layers get 8 bits."""
+KERNEL_ROWS = 24
+"""Up to so many rows torch's int8 kernel is faster than unpacking the weight for one matrix product (AMD, AVX-512)."""
+_LARGEST = 127
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedSelfConfig(TreeOptions):
+    """Options of `quantized_self`."""
+
+    bits: int = 8
+    """Of a weight: 8, or 4 on a CPU."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("quantized_self")
+        if self.bits not in BITS:
+            raise ArgumentError(f"quantized_self: bits is 8 or 4, got {self.bits}")
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is int8 with one scale for each output.
+
+    Args:
+        weight: (out, in) of the layer it stands for; read, not kept.
+        bias: (out,) shared with that layer, or None.
+    """
+
+    int8_weight: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        largest = weight.detach().float().abs().amax(1, keepdim=True)
+        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
+        # By the scale as it is stored: its own rounding then costs nothing more.
+        whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
+        self.register_buffer("int8_weight", whole.to(torch.int8), persistent=False)
+        self.register_buffer("scales", scales.squeeze(1), persistent=False)
+        self.shared_bias = bias
+        self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        rows = states.reshape(-1, self.in_features)
+        if self._kernel and rows.shape[0] <= KERNEL_ROWS:
+            result = torch._weight_int8pack_mm(rows.contiguous(), self.int8_weight, self.scales)
+        else:
+            result = functional.linear(rows, self.int8_weight.to(rows.dtype)) * self.scales
+        if self.shared_bias is not None:
+            result = result + self.shared_bias
+        return result.view(*states.shape[:-1], self.out_features)
+
+    def nbytes(self) -> int:
+        """Bytes of weight and scales; the bias belongs to the target."""
+        return self.int8_weight.nbytes + self.scales.nbytes
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+
+
+class Int4Linear(nn.Module):
+    """A linear layer whose weight is 4 bits wide, two to a byte in the layout of torch's CPU kernel.
+
+    Args:
+        weight: (out, in) of the layer it stands for; read, not kept. `suits` says which are possible.
+        bias: (out,) shared with that layer, or None.
+    """
+
+    int4_weight: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.group = next(size for size in GROUPS if self.in_features % size == 0)
+        groups = weight.detach().float().view(self.out_features, -1, self.group)
+        low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scales = ((high - low) / 15).clamp_min(torch.finfo(torch.float32).tiny)
+        whole = ((groups - low) / scales).round().clamp(0, 15).to(torch.int32).flatten(1)
+        # The kernel computes (whole - 8) * scale + offset.
+        pairs = torch.cat([scales, low + 8 * scales], dim=2).transpose(0, 1).to(weight.dtype).contiguous()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1)
+        self.register_buffer("int4_weight", packed, persistent=False)
+        self.register_buffer("scales", pairs, persistent=False)
+        self.shared_bias = bias
+
+    @staticmethod
+    def suits(weight: Tensor) -> bool:
+        """Whether the kernel takes a layer of this shape."""
+        return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        rows = states.reshape(-1, self.in_features).contiguous()
+        result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.int4_weight, self.group, self.scales)
+        if self.shared_bias is not None:
+            result = result + self.shared_bias
+        return result.view(*states.shape[:-1], self.out_features)
+
+    def nbytes(self) -> int:
+        """Bytes of weight, scales and offsets; the bias belongs to the target."""
+        return self.int4_weight.nbytes + self.scales.nbytes
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits=4, group={self.group}"
+
+
+class QuantizedSelfDrafter(DraftModelDrafter):
+    """Drafts with a rounded twin of the target."""
+
+    name = "quantized_self"
+    Config: ClassVar[type[Any]] = QuantizedSelfConfig
+
+    def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
+        model = DraftModelConfig(
+            model=rounded_twin(setup.target.model, config.bits),
+            num_speculative_tokens=config.num_speculative_tokens,
+            shape=config.shape,
+            draw=config.draw,
+            temperature=config.temperature,
+        )
+        super().__init__(model, setup)
+
+    def memory_bytes(self) -> int:
+        """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""
+        return sum(layer.nbytes() for layer in _rounded_layers(self.model.model)) + self.model.cache.nbytes()
+
+
+def rounded_twin(model: Any, bits: int = 8) -> Any:
+    """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
+
+    Raises:
+        UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run; or
+            4 bits are asked for where torch has no kernel.
+    """
+    if bits == 4 and model.device.type != "cpu":
+        raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
+        raise UnsupportedModelError(
+            "quantized_self copies weights that lie on one device; this model is spread or offloaded. "
+            "Load it on one device, or draft with skip_layers"
+        )
+    base = base_of(model)
+    name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
+    rounded = [_rounded(layer, bits) for layer in layers]
+    if all(new is old for new, old in zip(rounded, layers, strict=True)):
+        raise UnsupportedModelError(
+            f"quantized_self finds no plain linear layer in the decoder of {type(model).__name__}: it is quantised "
+            "already, or of another kind. Draft with skip_layers"
+        )
+    return replaced(model, f"{base_name(model)}.{name}", nn.ModuleList(rounded))
+
+
+def _rounded(module: nn.Module, bits: int) -> nn.Module:
+    """A copy with rounded layers in the place of linear ones; modules that hold none are shared."""
+    weight = _weight(module)
+    if weight is not None:
+        kind = Int4Linear if bits == 4 and Int4Linear.suits(weight) else Int8Linear
+        return kind(weight, getattr(module, "bias", None))
+    children = {name: _rounded(child, bits) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    twin = shallow(module)
+    twin._modules.update(children)
+    return twin
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """(out, in) of a linear layer of a kind that is known; None of any other module."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) in (nn.Linear, PackedLinear, FusedLinear):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight if weight.is_floating_point() else None
+    if type(module) is Conv1D:
+        transposed: Tensor = module.weight.T  # type: ignore[assignment]
+        return transposed
+    return None
+
+
+def _rounded_layers(model: nn.Module) -> Iterator[Int8Linear | Int4Linear]:
+    return (module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear))

@@ -1,0 +1,274 @@
+"""Token-level intersection: a causal LM with another tokenizer drafts the tokens that both vocabularies share.
+
+arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, ids are mapped both
+ways, and that distribution is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the
+committed text token by token: a token that it lacks is written in its own tokens, so its text and the target's differ
+in length. Acceptance is at most the mass that the target puts on the shared tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.drafters.base import DrafterSetup
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
+from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of
+from forerun.drafters.drawing import DraftVocabulary
+from forerun.drafters.vocabulary import draft_tokenizer, target_tokenizer
+from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.model.kernels.packing import PackedLinear, packable
+from forerun.model.layers import OutputHead
+
+if TYPE_CHECKING:
+    from forerun.model.target import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intersection:
+    """Pairs of token ids that stand for the same bytes, and special tokens that mean the same; each id once."""
+
+    target_ids: Tensor
+    """(V',) int64, ascending."""
+    draft_ids: Tensor
+    """(V',) int64, the draft model's id of each."""
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+    @classmethod
+    def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
+        """What both spell.
+
+        Args:
+            target_size: token ids of the target's embedding; a tokenizer may hold more.
+            draft_size: the same of the draft model.
+        """
+        pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
+        taken = set[int]()
+        for ours, theirs in target.counterparts(draft).items():
+            if theirs not in taken:
+                pairs[ours] = theirs
+                taken.add(theirs)
+        kept = sorted((o, t) for o, t in pairs.items() if o < target_size and t < draft_size)
+        ids = torch.tensor(kept, dtype=torch.int64).view(-1, 2)
+        return cls(target_ids=ids[:, 0].contiguous(), draft_ids=ids[:, 1].contiguous())
+
+
+def require(shared: Intersection, least: float, target: TokenBytes, draft: TokenBytes) -> None:
+    """Refuse vocabularies that have too little in common.
+
+    Args:
+        least: below 1 a share of the smaller vocabulary, else a number of tokens.
+
+    Raises:
+        VocabularyMismatchError: naming both tokenizers, what they share and what was asked for.
+    """
+    smaller = min(len(target), len(draft))
+    needed = max(1, round(least * smaller) if least < 1 else round(least))
+    if len(shared) >= needed:
+        return
+    found = "no common tokens" if not len(shared) else f"{len(shared)} common tokens, fewer than {needed}"
+    remedy = "take --drafter slem, which compares text" + ("" if not len(shared) else ", or lower min_shared")
+    raise VocabularyMismatchError(
+        f"the tokenizers of target, {target!r}, and draft model, {draft!r}, have {found}; {remedy}"
+    )
+
+
+class Dictionary:
+    """Target token -> draft tokens: the shared one, else the draft tokenizer's encoding of what the token spells."""
+
+    def __init__(self, target: TokenBytes, encoder: Encoder, draft_size: int) -> None:
+        """`draft_size`: token ids that the draft model can embed."""
+        self._target, self._encoder, self._size = target, encoder, draft_size
+        self.opening = opening_of(encoder.token_bytes)
+        self.silent = {target.tokenizer.bos_token_id} if self.opening else set()
+        """Tokens that say at the beginning of a text what the opening says already."""
+        shared = target.counterparts(encoder.token_bytes)
+        self._known = {token: [shared[token]] if token in shared else [] for token in target.specials}
+
+    def __getitem__(self, token: int) -> list[int]:
+        """The draft tokens; none for a special token without counterpart, or bytes that the draft cannot write."""
+        if token not in self._known:
+            piece = self._target.of(token)
+            same = self._encoder.token_bytes.ordinary.get(piece)
+            found = [span.id for span in self._encoder.encode(piece, opening=False)] if same is None else [same]
+            self._known[token] = [known for known in found if known < self._size]
+        return self._known[token]
+
+
+class TokenAlignment:
+    """One row's text, token by token."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary = dictionary
+        self.ids: list[int] = list(dictionary.opening)
+        """Draft tokens."""
+        self._ends: list[int] = []
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The draft tokens of a text that begins with what was followed before."""
+        for place in range(len(self._ends), len(tokens)):
+            if place or tokens[place] not in self._dictionary.silent:
+                self.ids.extend(self._dictionary[tokens[place]])
+            self._ends.append(len(self.ids))
+        return self.ids
+
+    def span(self, length: int) -> int:
+        """Draft tokens that the first `length` target tokens take, of those that were followed."""
+        if length <= 0:
+            return 0
+        return self._ends[min(length, len(self._ends)) - 1] if self._ends else 0
+
+    def shrink(self, length: int) -> None:
+        """Forget all but the first `length` target tokens."""
+        if length < len(self._ends):
+            del self._ends[length:]
+            del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
+
+
+# An output head that computes the logits of some token ids only; one that is not linear is left as it is.
+
+
+_TOLERANCE = 0.02
+"""Share of the largest logit: what sums in another order may differ by in bfloat16."""
+
+
+class PrunedHead(OutputHead):
+    """hidden states after the final norm (.., H) -> raw logits (.., V'), as the model computes those of `ids` (V',)."""
+
+    def __init__(self, model: nn.Module, name: str, ids: Tensor) -> None:
+        super().__init__(model)
+        output = self._model._modules[name]
+        assert output is not None
+        weight, bias = output.weight, output.bias
+        assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+        weight = weight.detach()
+        rows = ids.to(weight.device)
+        kept = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        kept.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            kept.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+        packed = isinstance(output, PackedLinear) and packable(kept)
+        self._model._modules[name] = PackedLinear(kept) if packed else kept
+        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())
+        """Of the rows that were copied."""
+
+
+@torch.inference_mode()
+def prune_head(target: Target, ids: Tensor) -> int | None:
+    """Let `target` compute the logits of these token ids only, in their order; the model itself is not changed.
+
+    Returns:
+        bytes of the copied rows; None, with nothing changed, where the head is no linear layer, or where the model does
+        more with its logits than what it does to each of them alone.
+    """
+    output = target.model.get_output_embeddings()
+    name = next((name for name, child in target.model._modules.items() if child is output), None)
+    if name is None or not (type(output) is nn.Linear or isinstance(output, PackedLinear)):
+        return None
+    pruned = PrunedHead(target.model, name, ids)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, 4, target.hidden_size, generator=generator).to(target.device, target.dtype)
+    whole, part = target.head(states).float(), pruned(states).float()
+    if part.shape[-1] != len(ids) or not bool(whole.isfinite().all()):
+        return None
+    wanted = whole[..., ids.to(whole.device)]
+    if not torch.allclose(part, wanted, rtol=0, atol=_TOLERANCE * float(whole.abs().max())):
+        return None
+    target.head = pruned
+    return pruned.nbytes
+
+
+_ROOM = 2
+"""The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TliConfig(DraftModelConfig):
+    """Options of `tli`: those of `draft_model`, and what stands between the two tokenizers."""
+
+    tokenizer: Any = None
+    """The draft model's: directory, hub id or object; None takes the one beside the model."""
+    target_tokenizer: Any = None
+    """The target's; None takes the engine's."""
+    min_shared: float = 0.05
+    """Refuse to draft with fewer common tokens: below 1 a share of the smaller vocabulary, else a number of tokens."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("tli")
+        if self.min_shared < 0:
+            raise ArgumentError(f"tli: min_shared must be 0 or more, got {self.min_shared}")
+
+
+class TliDrafter(DraftModelDrafter):
+    """Drafts the shared tokens with a smaller causal LM, one forward pass per level for all rows."""
+
+    name = "tli"
+    Config = TliConfig
+    config: TliConfig
+
+    def __init__(self, config: TliConfig, setup: DrafterSetup) -> None:
+        super().__init__(config, setup)
+        self._alignments: dict[int, TokenAlignment] = {}
+
+    def known_ids(self, row_id: int) -> list[int]:
+        """What the draft model has read of a row: its own token ids, the first of which are in its cache."""
+        return self._alignment(row_id).ids
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + (self._pruned or 0)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)
+        for row_id, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._alignments.pop(row_id, None)
+            else:
+                self._alignment(row_id).shrink(length)
+
+    def _load(self, setup: DrafterSetup, room: int = _ROOM) -> Any:
+        return super()._load(setup, room)
+
+    def _check_vocabulary(self, setup: DrafterSetup) -> None:
+        """Find the shared tokens, and whether there are enough."""
+        config = self.config
+        target = TokenBytes(target_tokenizer(self.name, config.target_tokenizer, setup))
+        draft = TokenBytes(draft_tokenizer(self.name, config.tokenizer, config.model))
+        shared = Intersection.of(target, draft, setup.target.vocab_size, self.model.vocab_size)
+        require(shared, config.min_shared, target, draft)
+        widest = max(self._tree.shape.widths)
+        if len(shared) < widest:
+            raise VocabularyMismatchError(
+                f"tli: a shape of {widest} children a node needs as many common tokens; {target!r} and {draft!r} have "
+                f"{len(shared)}"
+            )
+        self._dictionary = Dictionary(target, Encoder(draft), self.model.vocab_size)
+        device = self.model.device
+        self._shared = DraftVocabulary(token_ids=shared.target_ids.to(device), size=setup.target.vocab_size)
+        self._draft_ids = shared.draft_ids.to(device)
+        self._translated = torch.zeros(setup.target.vocab_size, dtype=torch.int64, device=device)
+        self._translated[self._shared.token_ids] = self._draft_ids
+        self._pruned = prune_head(self.model, self._draft_ids)
+
+    def _alignment(self, row_id: int) -> TokenAlignment:
+        return self._alignments.setdefault(row_id, TokenAlignment(self._dictionary))
+
+    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+        return self._alignment(row_id).follow(tokens)
+
+    def _span(self, row_id: int, length: int) -> int:
+        alignment = self._alignment(row_id)
+        alignment.shrink(length)
+        return alignment.span(length)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        return self._translated[ids]
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """(B, F, V') of the shared tokens, ascending in the target's ids."""
+        return logits if self._pruned is not None else logits[..., self._draft_ids]

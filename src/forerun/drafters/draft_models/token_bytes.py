@@ -1,0 +1,290 @@
+"""The bytes that each token of a tokenizer stands for, and the way back from bytes to tokens.
+
+Byte-level BPE writes bytes as letters, sentencepiece writes a space as "▁" and a lone byte as ``<0xE2>``, WordPiece
+marks what continues a word instead of what begins one. Here all of them are bytes, so that tokens can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE = ({"type": "Metaspace", "replacement": "\u2581"}, {"type": "ByteFallback"})
+"""How tokenizers that are no `tokenizers` object are written; all of transformers' own are sentencepiece's."""
+_PRINTABLE = frozenset((*range(33, 127), *range(161, 173), *range(174, 256)))
+
+
+def byte_letters() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2): printable bytes are themselves, the others letters from 256 upwards."""
+    hidden = [byte for byte in range(256) if byte not in _PRINTABLE]
+    letters = {chr(byte): byte for byte in _PRINTABLE}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+class TokenBytes:
+    """The bytes of every token of a tokenizer, and its special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.specials: dict[int, str] = _specials(tokenizer)
+        """Token id -> how the tokenizer writes it in a text."""
+        self.fallbacks: set[int] = set()
+        """Token ids that are written as ``<0xNN>``."""
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        """(V,) bytes of each token id; none where no token has that id. Of a special token those of its name."""
+        self._fill(vocabulary)
+
+    def __repr__(self) -> str:
+        name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        return f"{name} ({len(self.table)} tokens)"
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def of(self, token: int) -> bytes:
+        """The bytes of one token; none for ids beyond the vocabulary, which the padding of an embedding may have."""
+        return self.table[token] if 0 <= token < len(self.table) else b""
+
+    def join(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of a text."""
+        return b"".join(self.of(token) for token in tokens)
+
+    @cached_property
+    def ordinary(self) -> dict[bytes, int]:
+        """Bytes -> the token that stands for them; of several the one that is no ``<0xNN>``, then the lowest id."""
+        ids = (token for token, piece in enumerate(self.table) if piece and token not in self.specials)
+        found: dict[bytes, int] = {}
+        for token in sorted(ids, key=lambda token: (token in self.fallbacks, token)):
+            found.setdefault(self.table[token], token)
+        return found
+
+    def counterparts(self, other: TokenBytes) -> dict[int, int]:
+        """Special tokens of this tokenizer -> those of the other: of the same name, else end and beginning of text.
+
+        Padding and unknown tokens have none: they mean nothing that could be carried over.
+        """
+        named = {text: token for token, text in other.specials.items()}
+        pairs = {token: named[text] for token, text in self.specials.items() if text in named}
+        for role in ("eos_token_id", "bos_token_id"):
+            ours, theirs = getattr(self.tokenizer, role, None), getattr(other.tokenizer, role, None)
+            if ours is not None and theirs is not None:
+                pairs.setdefault(ours, theirs)
+        useless = _useless(self.tokenizer)
+        beyond = _useless(other.tokenizer)
+        return {ours: theirs for ours, theirs in pairs.items() if ours not in useless and theirs not in beyond}
+
+    def _fill(self, vocabulary: dict[str, int]) -> None:
+        bytes_of = _notation(self.tokenizer)
+        literal = {token: str(added) for token, added in _added(self.tokenizer).items()} | self.specials
+        for text, token in vocabulary.items():
+            if _BYTE.fullmatch(text) and token not in literal:
+                self.fallbacks.add(token)
+            self.table[token] = literal[token].encode() if token in literal else bytes_of(text)
+
+
+def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
+    """How the texts of `source` are shown to `reader`, token id by token id: special tokens by the reader's own name.
+
+    Special tokens that the reader has no counterpart for are left out.
+    """
+    pairs = source.counterparts(reader)
+    shown = list(source.table)
+    for token in source.specials:
+        shown[token] = reader.of(pairs[token]) if token in pairs else b""
+    return shown
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> dict[int, Any]:
+    """Tokens that are written in texts as they stand."""
+    return dict(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
+def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    found = {token: str(added) for token, added in _added(tokenizer).items() if getattr(added, "special", False)}
+    ids: Sequence[int] = tokenizer.all_special_ids
+    found.update((token, str(tokenizer.convert_ids_to_tokens(token))) for token in ids)
+    return found
+
+
+def _useless(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Special tokens without a meaning of their own; padding that doubles as the end of text has one."""
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    return {tokenizer.pad_token_id, tokenizer.unk_token_id} - ends
+
+
+def _notation(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
+    """The function from a token as the vocabulary writes it to its bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda text: _apply(_SENTENCEPIECE, text)
+    if backend.decoder is None:  # decoding joins such tokens with spaces
+        return lambda text: b" " + text.encode()
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    if any(step["type"] == "ByteLevel" for step in steps):
+        letters = byte_letters()
+        return lambda text: _from_letters(text, letters)
+    return lambda text: _apply(steps, text)
+
+
+def _from_letters(text: str, letters: dict[str, int]) -> bytes:
+    """A token outside the alphabet stands as it is: byte-level vocabularies hold such, though no text becomes one."""
+    if all(letter in letters for letter in text):
+        return bytes(letters[letter] for letter in text)
+    return text.encode()
+
+
+def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
+    """What the steps of a decoder make of one token in the middle of a text."""
+    for step in steps:
+        kind = step["type"]
+        if kind == "ByteFallback" and (found := _BYTE.fullmatch(text)):
+            return bytes([int(found[1], 16)])
+        if kind == "Replace" and "String" in step["pattern"]:
+            text = text.replace(step["pattern"]["String"], step["content"])
+        elif kind == "Metaspace":
+            text = text.replace(step["replacement"], " ")
+        elif kind == "WordPiece":
+            text = text.removeprefix(step["prefix"]) if text.startswith(step["prefix"]) else f" {text}"
+        elif kind == "BPEDecoder" and text.endswith(step["suffix"]):
+            text = f"{text.removesuffix(step['suffix'])} "
+    return text.encode()
+
+
+_ANCHORS = ("\n", "a", ".")
+"""What may stand before a piece so that it is no beginning of a text."""
+
+
+class Span(NamedTuple):
+    """One token and the bytes of the text that it covers."""
+
+    id: int
+    start: int
+    end: int
+
+
+def whole_characters(data: bytes | bytearray) -> int:
+    """How many bytes from the first there are without an incomplete UTF-8 character at the end."""
+    for back in range(1, min(3, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 == 0x80:
+            continue
+        needed = 1 if byte < 0xC2 or byte > 0xF4 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        return len(data) - back if needed > back else len(data)
+    return len(data)
+
+
+def starts_character(data: bytes | bytearray, place: int) -> bool:
+    """Whether no character of the UTF-8 text reaches over `place`."""
+    return place >= len(data) or data[place] & 0xC0 != 0x80
+
+
+class Encoder:
+    """A tokenizer as a function from bytes to spans.
+
+    A tokenizer takes text, not bytes, may put a space before it, and may change it (case, accents, spaces). What its
+    tokens stand for is therefore compared with what it was given; where that differs, the spans are those that it
+    reports itself.
+    """
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self.token_bytes = token_bytes
+        self._bytes = {piece[0]: token for piece, token in token_bytes.ordinary.items() if len(piece) == 1}
+
+    def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
+        """The tokens of a text, without those that a tokenizer adds around it.
+
+        Bytes that are no UTF-8 become the tokens of single bytes; a tokenizer without such tokens leaves them out.
+
+        Args:
+            opening: the text begins here, so that a tokenizer may put a space before it; else it is a piece of one.
+        """
+        found, place = list[Span](), 0
+        for part in _parts(data):
+            if isinstance(part, str):
+                spans = self._text(part) if opening and not place else self._inside(part)
+                found += [Span(s.id, place + s.start, place + s.end) for s in spans]
+                place += len(part.encode())
+                continue
+            for byte in part:
+                if byte in self._bytes:
+                    found.append(Span(self._bytes[byte], place, place + 1))
+                place += 1
+        return found
+
+    def after(self, before: bytes, data: bytes) -> list[Span] | None:
+        """The tokens of `data` where it follows `before`, placed from the border on; None if a token lies across it."""
+        return _behind(self.encode(before + data), len(before))
+
+    def _inside(self, text: str) -> list[Span]:
+        """The tokens of text in the middle of a text, so without a space that was not there, if that can be had."""
+        plain, data = self._text(text), text.encode()
+        if self._spells(plain, data):
+            return plain
+        for anchor in _ANCHORS:
+            spans = _behind(self._text(anchor + text), len(anchor.encode()))
+            if spans is not None and self._spells(spans, data):
+                return spans
+        return plain
+
+    def _spells(self, spans: list[Span], data: bytes) -> bool:
+        return self.token_bytes.join(span.id for span in spans) == data
+
+    def _text(self, text: str) -> list[Span]:
+        """The tokens of valid text, placed in its bytes."""
+        tokenizer = self.token_bytes.tokenizer
+        fast = bool(getattr(tokenizer, "is_fast", False))
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+        ids: list[int] = list(made["input_ids"])
+        data, spelled = text.encode(), self.token_bytes.join(ids)
+        if spelled in (data, b" " + data):
+            shift = len(spelled) - len(data)
+            ends = [max(0, end - shift) for end in accumulate(len(self.token_bytes.of(token)) for token in ids)]
+        elif fast:
+            return _reported(text, ids, made["offset_mapping"])
+        else:
+            # Nobody says where the tokens stand: one that covers all is in the way of every border.
+            return [Span(token, 0, len(data)) for token in ids]
+        return [Span(*span) for span in zip(ids, [0, *ends], ends, strict=False)]
+
+
+def _behind(spans: list[Span], border: int) -> list[Span] | None:
+    """What comes after `border`, placed from there; None if a token lies across it."""
+    rest = [Span(s.id, s.start - border, s.end - border) for s in spans if s.end > border]
+    return None if rest and rest[0].start < 0 else rest
+
+
+def _reported(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[Span]:
+    """Places in characters, as the tokenizer tells them, as places in bytes."""
+    places = [0, *accumulate(len(character.encode()) for character in text)]
+    return [Span(token, places[start], places[end]) for token, (start, end) in zip(ids, offsets, strict=True)]
+
+
+def _parts(data: bytes) -> Iterator[str | bytes]:
+    """The text in the bytes, and between its parts what is no text."""
+    while data:
+        try:
+            yield data.decode()
+            return
+        except UnicodeDecodeError as error:
+            if error.start:
+                yield data[: error.start].decode()
+            yield data[error.start : error.end]
+            data = data[error.end :]
+
+
+def opening_of(draft: TokenBytes) -> list[int]:
+    """The token that the draft model's tokenizer puts before every text, if it does."""
+    first = draft.tokenizer.bos_token_id
+    added: list[int] = list(draft.tokenizer("")["input_ids"])
+    return [first] if first is not None and added[:1] == [first] else []

@@ -1,0 +1,524 @@
+"""How the children of a node are drawn from a draft distribution: top-k, iid, without replacement or greedy-k.
+
+Shared by every drafter whose distribution is known at a node before its children are drawn. What is recorded is what
+was drawn from. `Draws` draws a whole level at once from numbers that were made before the first level, so that levels
+follow each other without a wait for the host and may be one recording. `grow` draws the same node by node, where
+processors look at each node's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property, lru_cache, partial
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from forerun.core.sampling import (
+    Processing,
+    Rng,
+    Sampler,
+    distribution_of,
+    has_filters,
+    probs_of,
+    quantiles,
+    settings_of,
+)
+from forerun.devices import sent, widest
+from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
+from forerun.types import DraftKind, Drawn, SamplingParams
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Draw(StrEnum):
+    """How the children of a node come about."""
+
+    AUTO = "auto"
+    """Given at temperature 0; above it a chain is drawn iid and a tree without replacement."""
+    DETERMINISTIC = "deterministic"
+    """The likeliest tokens."""
+    IID = "iid"
+    WITHOUT_REPLACEMENT = "without_replacement"
+    GREEDY_K = "greedy_k"
+    """The likeliest tokens and one drawn from the distribution restricted to the others (arXiv 2502.18779)."""
+
+
+def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
+    """What `draw` means for one row; at temperature 0 there is nothing to draw."""
+    if greedy:
+        return Draw.DETERMINISTIC
+    if draw is not Draw.AUTO:
+        return draw
+    return Draw.IID if chain else Draw.WITHOUT_REPLACEMENT
+
+
+def kind_of(draw: Draw, *, chain: bool) -> DraftKind:
+    """What trees hold whose nodes are drawn so; `draw` is never AUTO."""
+    return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings side by side."""
+
+    counts: tuple[int, ...]
+    """(N,) children of every node, the root's first; nodes behind the last entry have none."""
+
+    @classmethod
+    def regular(cls, children: Sequence[int]) -> Shape:
+        """The tree in which each node at depth 0, 1, ... has so many children; ones make a chain."""
+        counts, width = list[int](), 1
+        for count in children:
+            counts += [count] * width
+            width *= count
+        return cls(tuple(counts))
+
+    @classmethod
+    def of(cls, parents: Sequence[int]) -> Shape:
+        """The tree with these parents of node 1, 2, ..., 0 the root.
+
+        Raises:
+            ArgumentError: a parent does not come before its child, or the nodes are not numbered level by level.
+        """
+        for node, parent in enumerate(parents, start=1):
+            if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
+                raise ArgumentError(
+                    f"node {node} of the tree has parent {parent}; number the nodes level by level, siblings side by "
+                    "side: parents come before their children and never fall"
+                )
+        return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
+
+    @property
+    def size(self) -> int:
+        """K, nodes without the root."""
+        return sum(self.counts)
+
+    @property
+    def chain(self) -> bool:
+        return all(count == 1 for count in self.counts)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """(N,) parent of each node, -1 of the root."""
+        return (-1, *(node for node, count in enumerate(self.counts) for _ in range(count)))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Node ids of each depth, the root's included."""
+        levels, last = [range(1)], len(self.parents)
+        while levels[-1].stop < last:
+            below = sum(self.counts[levels[-1].start : levels[-1].stop])
+            levels.append(range(levels[-1].stop, levels[-1].stop + below))
+        return tuple(levels)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node at depth 0, 1, ..."""
+        return tuple(max(self.counts[level.start : level.stop]) for level in self.levels[:-1])
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """(N,) rank of each node among its siblings, the eldest 0."""
+        return (0, *(rank for count in self.counts for rank in range(count)))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """(N,) depth of each node."""
+        return tuple(depth for depth, level in enumerate(self.levels) for _ in level)
+
+    def paths(self, depth: int) -> tuple[int, ...]:
+        """(F * depth) for each node of a level, the nodes from the root's child down to it."""
+        found = list[int]()
+        for node in self.levels[depth]:
+            path = [node] if node else []
+            while len(path) < depth:
+                path.insert(0, self.parents[path[0]])
+            found += path
+        return tuple(found)
+
+    def chosen(self, depth: int) -> list[int] | None:
+        """Which of ``widths[depth]`` children of every node of a level there are; None where all are."""
+        level, width = self.levels[depth], self.widths[depth]
+        counts = [self.counts[node] if node < len(self.counts) else 0 for node in level]
+        if min(counts) == width:
+            return None
+        return [place * width + rank for place, count in enumerate(counts) for rank in range(count)]
+
+    def within(self, nodes: int, depth: int) -> int:
+        """How many nodes, from the first, fit a budget: decided by the shape alone, so never by a drawn value."""
+        last = self.levels[min(depth, len(self.widths))].stop - 1 if depth > 0 else 0
+        return max(0, min(nodes, last))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftVocabulary:
+    """A drafter's own, smaller vocabulary."""
+
+    token_ids: Tensor
+    """(V',) int64, the target's id of each entry."""
+    size: int
+    """V, of the target."""
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """(.., V') -> (.., V): tokens that the drafter lacks are impossible."""
+        wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+        wide[..., self.token_ids] = logits
+        return wide
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grower:
+    """How one row draws."""
+
+    draw: Draw
+    """Never AUTO."""
+    sampler: Sampler
+    """Of the request, so that draft and target distributions see the same processors."""
+    rng: Rng
+    output: Sequence[int]
+    """The row's output so far, root included; may be empty where `sampler.neutral`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Children:
+    """The children of a level: F parent nodes in each of B rows, C children each."""
+
+    tokens: Tensor
+    """(B, F, C) int64"""
+    drawn: Tensor
+    """(B, F, C) uint8"""
+    confidence: Tensor
+    """(B, F, C) float32: of a deterministic node its probability; of a drawn one a figure that does not depend on its
+    value."""
+    valid: Tensor | None
+    """(B, F, C) bool: False where the distribution had no further token; None where all are good."""
+    probs: Tensor | None
+    """(B, F, V) of each parent, the distribution that its sampled children were drawn from; None where all are
+    deterministic."""
+
+    def validity(self) -> Tensor:
+        """`valid`, whether or not it is all True."""
+        return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
+
+    def only(self, chosen: Sequence[int]) -> Children:
+        """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
+
+        def pick(values: Tensor) -> Tensor:
+            return values.flatten(1).index_select(1, constant(tuple(chosen), values.device)).unsqueeze(-1)
+
+        valid = None if self.valid is None else pick(self.valid)
+        tokens, drawn, confidence = pick(self.tokens), pick(self.drawn), pick(self.confidence)
+        return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, probs=self.probs)
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode(mode=False)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """(N,) int64 on a device, taken there once: a level that needs it does not wait for the host. Never write to it."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:
+    """The `count` likeliest tokens at each node, from raw logits (B, F, V): no distribution, no wait for the host."""
+    best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
+    confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
+    drawn = torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device)
+    tokens = best.indices if vocabulary is None else vocabulary.token_ids[best.indices]
+    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, probs=None)
+
+
+Pick = Callable[[Tensor, range], Tensor]
+"""(distributions (B, F, V), which of their children) -> tokens (B, F, n) drawn from them."""
+
+
+def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
+    """`count` children of every node; those beyond the support of its distribution are not valid.
+
+    Args:
+        probs: (B, F, V) what the drafter expects after each node.
+        count: at least 1.
+        draw: never AUTO.
+        pick: draws the sampled ones.
+    """
+    if draw is Draw.DETERMINISTIC:
+        return _packed([_top(probs, count)], None)
+    if draw is Draw.IID:
+        surest = probs.amax(-1, keepdim=True).expand(-1, -1, count)
+        return _packed([(pick(probs, range(count)), surest, surest > 0, Drawn.IID)], probs)
+    rest, parts = probs, list[_Drawn]()
+    if draw is Draw.WITHOUT_REPLACEMENT:  # one after the other, the elder ones removed and the rest renormalised
+        for index in range(count):
+            surest, token = rest.amax(-1, keepdim=True), pick(rest, range(index, index + 1))
+            parts.append((token, surest, surest > 0, Drawn.WITHOUT_REPLACEMENT))
+            rest = _renormalised(rest.scatter(-1, token, 0.0))
+        return _packed(parts, probs)
+    if count > 1:
+        parts.append(_top(probs, count - 1))
+        rest = probs.scatter(-1, parts[0][0], 0.0)
+    mass = rest.sum(-1, keepdim=True)
+    rest = _renormalised(rest)
+    surest = rest.amax(-1, keepdim=True) * mass
+    parts.append((pick(rest, range(count - 1, count)), surest, mass > 0, Drawn.IID))
+    return _packed(parts, rest)
+
+
+_Drawn = tuple[Tensor, Tensor, Tensor, Drawn]
+"""Tokens, confidence and validity (B, F, C) of children that came about in one way."""
+
+
+def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
+    kinds = [torch.full_like(tokens, int(kind), dtype=torch.uint8) for tokens, _, _, kind in parts]
+    return Children(
+        tokens=torch.cat([part[0] for part in parts], dim=-1),
+        drawn=torch.cat(kinds, dim=-1),
+        confidence=torch.cat([part[1] for part in parts], dim=-1).float(),
+        valid=torch.cat([part[2] for part in parts], dim=-1),
+        probs=probs,
+    )
+
+
+def _top(probs: Tensor, count: int) -> _Drawn:
+    """The likeliest tokens; zeros where there are fewer."""
+    best = probs.topk(min(count, probs.shape[-1]), dim=-1)
+    missing = count - best.indices.shape[-1]
+    tokens, chances = pad(best.indices, (0, missing)), pad(best.values, (0, missing))
+    return tokens, chances, chances > 0, Drawn.DETERMINISTIC
+
+
+def _renormalised(rest: Tensor) -> Tensor:
+    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+
+
+def grow(
+    logits: Tensor,
+    count: int,
+    growers: Sequence[Grower],
+    level: range,
+    paths: Callable[[int, int], list[int]],
+    vocabulary: DraftVocabulary | None = None,
+) -> Children:
+    """Children of every node of a level, drawn node by node on the host.
+
+    Args:
+        logits: (B, F, V) raw, over the target's vocabulary, or (B, F, V') over `vocabulary`.
+        count: C, children per node.
+        growers: (B,) one per row.
+        level: the F node ids.
+        paths: (row, node) -> tokens from the root's child to the node; called only where a processor needs them.
+        vocabulary: of the drafter, where it is not the target's.
+    """
+    if vocabulary is not None:
+        logits = vocabulary.spread(logits)
+    blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
+    none = _packed([_top(blank, count)], None)
+    found = [
+        [
+            attempt(none, _children, logits[row, place], count, grower, node, partial(paths, row, node))
+            for place, node in enumerate(level)
+        ]
+        for row, grower in enumerate(growers)
+    ]
+
+    def joined(values: Callable[[Children], Tensor]) -> Tensor:
+        return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
+
+    sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in growers)
+    return Children(
+        tokens=joined(lambda node: node.tokens),
+        drawn=joined(lambda node: node.drawn),
+        confidence=joined(lambda node: node.confidence),
+        valid=joined(Children.validity),
+        probs=joined(lambda node: blank if node.probs is None else node.probs) if sampled else None,
+    )
+
+
+def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Children:
+    """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
+    sampler, draw = grower.sampler, grower.draw
+    output = [] if sampler.neutral else [*grower.output, *path()]
+    try:
+        probs = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.probs(logits, output)
+    except NumericError:
+        probs, draw = torch.full_like(logits, torch.nan), Draw.DETERMINISTIC
+    return children_of(probs.view(1, 1, -1), count, draw, on_host(lambda probs, i: grower.rng.drafted(probs, node, i)))
+
+
+def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
+    """Draws one node's children one after the other, with (distribution (V,), index of the child) -> token."""
+
+    def pick(probs: Tensor, indices: range) -> Tensor:
+        some = bool(probs.sum() > 0)
+        return torch.tensor([[[draw(probs[0, 0], index) if some else 0 for index in indices]]], device=probs.device)
+
+    return pick
+
+
+def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """What `work` gives, which applies one row's own processors, or `instead` where it raises.
+
+    The target meets the same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has
+    none. The other rows have no part in it.
+    """
+    try:
+        return work(*arguments, **keywords)
+    except BaseException as error:
+        if of_the_process(error):
+            raise
+        return instead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draws:
+    """How B rows draw a tree of one shape: the same course whatever the numbers are."""
+
+    shape: Shape
+    draw: Draw
+    """Of the rows above temperature 0; never AUTO. The others take the likeliest tokens."""
+    greedy: bool
+    """Whether there are rows at temperature 0."""
+    filters: bool
+    """Whether a row asks for top-k, top-p or min-p."""
+    one_by_one: Sequence[SamplingParams]
+    """(B,) where each distribution is filtered by itself, on the host; empty where all are sorted at once."""
+    numbers: tuple[Tensor, ...]
+    """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
+    settings (B, 5), see `sampling.settings_of`."""
+    processing: Processing | None
+    """What penalties, biases and bans do to the logits; None: nothing. Beside it and `numbers`, nothing differs between
+    calls with the same `key`."""
+
+    @classmethod
+    def of(
+        cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
+    ) -> Draws | None:
+        """None where the host has to look at every node: a user's own processors, or an rng of another kind.
+
+        `vocabulary`: the target's size. `sorts`: filter all distributions of a level at once; on a CPU it is faster one
+        by one.
+        """
+        if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
+            return None
+        sampled = [grower for grower in growers if not grower.sampler.greedy]
+        filters = any(has_filters(grower.sampler.params) for grower in sampled)
+        numbers: tuple[Tensor, ...] = ()
+        if sampled:
+            children = _child_indices(shape)
+            uniforms = [row for grower in growers if (row := grower.rng.uniforms(children)) is not None]
+            if len(uniforms) < len(growers):
+                return None
+            settings = [settings_of(grower.sampler.params) for grower in growers]
+            tables = [torch.from_numpy(np.array(table)).to(widest(device)) for table in (uniforms, settings)]
+            numbers = tuple(sent(tables, device))
+        drawn = {grower.draw for grower in sampled}
+        assert len(drawn) < 2, "one tree draws in one way"
+        return cls(
+            shape=shape,
+            draw=drawn.pop() if drawn else Draw.DETERMINISTIC,
+            greedy=len(sampled) < len(growers),
+            filters=filters,
+            one_by_one=[grower.sampler.params for grower in growers] if filters and not sorts else (),
+            numbers=numbers,
+            processing=Processing.of([g.sampler.edits(vocabulary, g.output, ()) for g in growers], vocabulary, device),
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """Tells courses of one shape apart."""
+        processing = None if self.processing is None else self.processing.key
+        return self.draw, self.greedy, self.sampled, self.filters, processing
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there are rows above temperature 0."""
+        return bool(self.numbers)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that differs between calls with the same `key`."""
+        return self.numbers + (() if self.processing is None else self.processing.tensors)
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Draws:
+        """The same course with other numbers."""
+        count = len(self.numbers)
+        processing = None if self.processing is None else self.processing.with_tensors(tensors[count:])
+        return replace(self, numbers=tensors[:count], processing=processing)
+
+    def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
+        """As many children of every node at `depth` as any has there, from raw logits (B, F, V).
+
+        `ids`: (B, K) tokens of all nodes so far.
+        """
+        if self.processing is None:
+            return self._children(logits, depth, vocabulary)
+        wide = logits if vocabulary is None else vocabulary.spread(logits)
+        values = self._processed(self.processing, wide, depth, ids)
+        none = values.amax(-1, keepdim=True) == -torch.inf
+        children = self._children(torch.where(none, 0.0, values), depth, None)
+        return replace(children, valid=children.validity() & ~none)
+
+    def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
+        batch, width, size = logits.shape
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        paths = ids.index_select(1, constant(tuple(node - 1 for node in self.shape.paths(depth)), ids.device))
+        first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size
+        drafted = (first + paths.view(batch, width, depth)).flatten()
+        depths = torch.full((1, width), depth, dtype=torch.int64, device=ids.device)
+        return processing.apply(values, drafted, depths)
+
+    def _children(self, logits: Tensor, depth: int, vocabulary: DraftVocabulary | None) -> Children:
+        count = self.shape.widths[depth]
+        if not self.sampled:
+            return likeliest(logits, count, vocabulary)
+        drawn = self._drawn(logits if vocabulary is None else vocabulary.spread(logits), depth, count)
+        if not self.greedy:
+            return drawn
+        given = likeliest(logits, count, vocabulary)
+        sampled = self.numbers[1][:, :1, None] > 0
+        assert drawn.valid is not None
+        return Children(
+            tokens=torch.where(sampled, drawn.tokens, given.tokens),
+            drawn=torch.where(sampled, drawn.drawn, given.drawn),
+            confidence=torch.where(sampled, drawn.confidence, given.confidence),
+            valid=drawn.valid | ~sampled,
+            probs=drawn.probs,
+        )
+
+    def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
+        probs = self._probs(logits)
+        before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
+        size = probs.shape[1] * count
+        uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
+
+        def pick(rest: Tensor, indices: range) -> Tensor:
+            return quantiles(rest, uniforms[..., indices.start : indices.stop])
+
+        return children_of(probs, count, self.draw, pick)
+
+    def _probs(self, logits: Tensor) -> Tensor:
+        """(B, F, V) float32."""
+        if not self.one_by_one:
+            return probs_of(logits, self.numbers[1], filters=self.filters)
+        rows = zip(logits.float(), self.one_by_one, strict=True)
+        return torch.stack([torch.stack([_distribution_of(node, params) for node in row]) for row, params in rows])
+
+
+def _distribution_of(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`sampling.distribution_of`; NaN where that refuses the logits (V,)."""
+    try:
+        return distribution_of(logits, params)
+    except (NumericError, NoTokenLeftError):
+        return torch.full_like(logits, torch.nan)
+
+
+@lru_cache(maxsize=64)
+def _child_indices(shape: Shape) -> tuple[tuple[int, int], ...]:
+    """(node, index) of every child, level by level, as wide as the level's widest node."""
+    levels = zip(shape.levels[:-1], shape.widths, strict=True)
+    return tuple((node, index) for level, width in levels for node in level for index in range(width))

@@ -1,0 +1,82 @@
+"""Public EAGLE-3 heads by target, as reported; nothing here was downloaded or measured by forerun. Imports no torch.
+
+The table (``catalogue.json``) holds what the SpecBundle dashboard, papers and pull requests name. Where a report names
+a head without its full hub id, `KnownHead.model` is None.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownHead:
+    """One published head."""
+
+    target: str
+    """Name of the target without its owner, as the report writes it."""
+    model: str | None
+    """Hub id, where the report gives it in full."""
+    named: str
+    """What the report calls the head."""
+    publisher: str
+    collection: str
+    """Where it is reported: SpecBundle, a paper, a project."""
+    format: str | None
+    """eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said."""
+    boundaries: tuple[int, ...] | None
+    """Layers after which it reads the target, where it is said."""
+    acceptance_length: float | None
+    """Tokens per target pass as reported, under `conditions`; not comparable across conditions."""
+    conditions: str
+    url: str | None
+
+    @property
+    def drafter(self) -> str:
+        """The forerun drafter that loads it."""
+        return "eagle3"
+
+
+@cache
+def known_heads() -> tuple[KnownHead, ...]:
+    """The whole catalogue, by target."""
+    text = resources.files(__package__ or __name__).joinpath("catalogue.json").read_text(encoding="utf-8")
+    heads = [_head(entry) for entry in json.loads(text)]
+    return tuple(sorted(heads, key=lambda head: (head.target.casefold(), head.model is None)))
+
+
+def suggest(target_name: str) -> list[KnownHead]:
+    """Heads for a target, those that can be downloaded by name first.
+
+    Args:
+        target_name: hub id, or a directory named like it. ``X`` also finds heads that are reported for ``X-Instruct``
+            and the reverse, after the exact ones: reports are not always precise.
+    """
+    wanted = _short(target_name)
+    loose = wanted.removesuffix("-instruct")
+    found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
+    return sorted(found, key=lambda head: (_short(head.target) != wanted, head.model is None))
+
+
+def _short(name: str) -> str:
+    return name.rstrip("/").rsplit("/", 1)[-1].casefold().removeprefix("meta-")
+
+
+def _head(entry: dict[str, Any]) -> KnownHead:
+    boundaries = entry.get("boundaries")
+    return KnownHead(
+        target=entry["target"],
+        model=entry.get("model"),
+        named=entry["named"],
+        publisher=entry["publisher"],
+        collection=entry["collection"],
+        format=entry.get("format"),
+        boundaries=tuple(boundaries) if boundaries else None,
+        acceptance_length=entry.get("acceptance_length"),
+        conditions=entry.get("conditions", ""),
+        url=entry.get("url"),
+    )

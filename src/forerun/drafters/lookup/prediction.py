@@ -1,0 +1,190 @@
+"""Drafts from the answer that the client predicted (Predicted Outputs), found again after every edit.
+
+The prediction comes with the prompt (``{"prompt": ..., "prediction": ...}``)
+or, for all requests, with the drafter's options. All nodes are deterministic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.core.acceptance import Acceptance
+from forerun.core.sampling import Sampler, check_token_ids
+from forerun.core.tree import TokenTree
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.domains import PerDomain
+from forerun.drafters.lookup.copying import Copied, by_match
+from forerun.errors import ArgumentError
+from forerun.types import Budget, DraftKind
+
+# Where an answer stands in a text that was predicted for it, found again after every edit.
+
+
+_LONGEST = 4
+"""Longest string searched for, tokens."""
+_REACH = 16
+"""A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere."""
+
+
+class Alignment:
+    """The position in `predicted` at which the answer goes on, if it goes on as predicted.
+
+    In step, a token that agrees moves it by one. After an edit the last tokens of the answer are searched for: the
+    longest string first, the nearest position ahead of where the two texts parted, and only strings of `_LONGEST`
+    tokens also behind it. A token costs a few look-ups whatever the length of the texts.
+    """
+
+    def __init__(self, predicted: Sequence[int]) -> None:
+        self.predicted = predicted
+        self.position: int | None = 0
+        """Index of the token that comes next; None where the answer stands nowhere in the prediction."""
+        self.matched = 0
+        """How many tokens before the position are the same in both texts."""
+        self.edited = False
+        """Whether the texts have parted before."""
+        self._parted = 0
+        """Index of the first predicted token that has not come."""
+        self._recent: list[int] = []
+        self._positions: dict[tuple[int, ...], list[int]] = {}
+        for size in range(1, _LONGEST + 1):
+            for end in range(size, len(predicted) + 1):
+                self._positions.setdefault(tuple(predicted[end - size : end]), []).append(end)
+
+    def advance(self, token: int) -> None:
+        """The answer gained a token."""
+        self._recent = [*self._recent[1 - _LONGEST :], token]
+        position = self.position
+        if position is not None and position < len(self.predicted) and self.predicted[position] == token:
+            self.position, self.matched = position + 1, self.matched + 1
+        else:
+            self.edited = True
+            self.position, self.matched = self._search()
+        if self.position is not None and (self.matched >= _LONGEST or not self.edited):
+            self._parted = self.position
+
+    def _search(self) -> tuple[int | None, int]:
+        for size in range(len(self._recent), 0, -1):
+            ends = self._positions.get(tuple(self._recent[-size:]), [])
+            ahead = bisect_left(ends, self._parted)
+            if ahead < len(ends) and ends[ahead] - self._parted <= _REACH**size:
+                return ends[ahead], size
+            if ends and size == _LONGEST:
+                return ends[ahead - 1] if ahead else ends[0], size
+        return None, 0
+
+
+_TRUST = 2
+"""After an edit, tokens drafted for each token that has agreed since."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionConfig:
+    """Options of `prediction`."""
+
+    num_speculative_tokens: int = 16
+    """Most tokens copied from the prediction in a step."""
+    text: str | Sequence[int] | None = None
+    """Prediction for requests that bring none: text, or token ids."""
+
+    def __post_init__(self) -> None:
+        check_least("prediction", self, num_speculative_tokens=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    alignment: Alignment
+    read: int
+    """How many of the row's tokens the alignment knows."""
+    acceptance: Acceptance
+    drafted: Copied | None = None
+
+
+class PredictionDrafter(Drafter):
+    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere.
+
+    Until the answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
+    `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
+
+    Raises:
+        ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
+    """
+
+    name = "prediction"
+    Config = PredictionConfig
+
+    def __init__(self, config: PredictionConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self._default = _token_ids(config.text, setup)
+        self._rows: dict[int, _Row] = {}
+        self._estimates = PerDomain(Acceptance)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def extend(self, context: DraftContext) -> None:
+        for index, row_id in enumerate(context.rows):
+            tokens = context.tokens[index]
+            row = self._rows.get(row_id)
+            known = max(len(tokens) - context.fresh[index], context.prompt_lengths[index])
+            if row is None or row.read > known:
+                row = self._rows[row_id] = self._new(context, index)
+            if row.drafted is not None:
+                row.drafted.learn(tokens)
+            self._read(row, tokens)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for index, row_id in enumerate(context.rows):
+            row = self._rows.get(row_id)
+            if row is None:
+                row = self._rows[row_id] = self._new(context, index)
+            self._read(row, context.tokens[index])
+            row.drafted = self._draft(trees[index], row, min(budget.nodes[index], budget.depth[index]))
+        return trees
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """As `Drafter.truncate`; a row that shrinks, or serves another prompt, is aligned anew when it is next seen."""
+        for row_id, length in zip(rows, lengths, strict=True):
+            if row_id in self._rows and length <= self._rows[row_id].read:
+                del self._rows[row_id]
+
+    def _new(self, context: DraftContext, index: int) -> _Row:
+        predicted = context.predictions[index] if context.predictions else ()
+        return _Row(
+            alignment=Alignment(predicted or self._default),
+            read=context.prompt_lengths[index],
+            acceptance=self._estimates.of(context.salt(index)),
+        )
+
+    def _read(self, row: _Row, tokens: Sequence[int]) -> None:
+        if row.read < len(tokens):
+            row.drafted = None
+        for token in tokens[row.read :]:
+            row.alignment.advance(token)
+        row.read = max(row.read, len(tokens))
+
+    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Copied | None:
+        alignment = row.alignment
+        if alignment.position is None:
+            return None
+        length = min(most, self.config.num_speculative_tokens)
+        if alignment.edited:
+            length = min(length, _TRUST * alignment.matched)
+        drafted, parent = Copied(tree, row.read, row.acceptance), 0
+        source = "edited" if alignment.edited else "prediction"
+        for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
+            parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))
+        return drafted
+
+
+def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:
+    if text is None:
+        return ()
+    if not isinstance(text, str):
+        check_token_ids("prediction: text", text, setup.target.vocab_size)
+        return tuple(text)
+    if setup.tokenizer is None:
+        raise ArgumentError("prediction: text is a string, but the model has no tokenizer; give token ids instead")
+    return tuple(setup.tokenizer.encode(text, add_special_tokens=False))

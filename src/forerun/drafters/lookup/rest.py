@@ -1,0 +1,236 @@
+"""REST: drafts what followed the text's last tokens in a corpus.
+
+arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it
+there, merged into a trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a
+temperature the target's own sample walks the tree, which is exact and optimal there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.tree import TokenTree
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.domains import PerDomain
+from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
+from forerun.errors import ArgumentError
+from forerun.manifests import TokenizerIdentity
+from forerun.types import Budget
+
+# Many continuations merged into one trie, of which the most frequent nodes are kept.
+
+
+_LOW = 2**32 - 1
+_FEW = 24
+"""So many continuations are merged faster in plain Python than by arrays."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trie:
+    """The kept nodes, the most frequent first, which puts parents before their children."""
+
+    tokens: list[int]
+    parents: list[int]
+    """Node ids: node k + 1 is entry k, 0 is the root."""
+    counts: list[int]
+    """Continuations that run through the node."""
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """Nodes found so far, in order of their ids: node k + 1 is entry k."""
+
+    most: int
+    """How many will be kept."""
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def floor(self) -> int:
+        """What a deeper node's count must exceed: so many shallower ones are at least as frequent already."""
+        if len(self.counts) < self.most:
+            return 0
+        return int(np.partition(self.counts, -self.most)[-self.most])
+
+    def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
+        """Further nodes; a key is a parent's id and, in the lower 32 bits, a token."""
+        self.tokens.extend([key & _LOW for key in keys])
+        self.parents.extend([key >> 32 for key in keys])
+        self.counts.extend(counts)
+
+    def best(self) -> Trie:
+        """The most frequent ones, under new ids."""
+        order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
+        names = {0: 0, **{node + 1: place for place, node in enumerate(order, start=1)}}
+        return Trie(
+            tokens=[self.tokens[node] for node in order],
+            parents=[names[self.parents[node]] for node in order],
+            counts=[self.counts[node] for node in order],
+        )
+
+
+def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
+    """The `nodes` most frequent nodes of the trie of some continuations.
+
+    Args:
+        continuations: (H, D), each ended early by a `SEPARATOR`.
+        nodes: most nodes to keep, at least 1. Of equally frequent ones the shallower is kept, then the one whose
+            parent, then whose token is the smaller.
+    """
+    found = _Nodes(nodes)
+    alive = continuations.astype(np.int64)
+    owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
+    for depth in range(alive.shape[1]):
+        if len(alive) <= _FEW:
+            _merge_few(alive[:, depth:].tolist(), owner.tolist(), found)
+            break
+        keys = (owner << 32) | alive[:, depth]
+        distinct, counts = np.unique(keys, return_counts=True)
+        kept = ((distinct & _LOW) != SEPARATOR) & (counts > found.floor())
+        distinct, counts = distinct[kept], counts[kept]
+        if not len(distinct):
+            break
+        first = len(found.tokens) + 1
+        found.add(distinct.tolist(), counts.tolist())
+        place = np.searchsorted(distinct, keys).clip(max=len(distinct) - 1)
+        lives = distinct[place] == keys
+        owner, alive = first + place[lives], alive[lives]
+    return found.best()
+
+
+def _merge_few(rows: list[list[int]], owner: list[int], found: _Nodes) -> None:
+    """The same, without arrays; `rows` are what is left of the continuations."""
+    for depth in range(len(rows[0]) if rows else 0):
+        keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
+        floor = found.floor()
+        counts = {
+            key: count for key, count in sorted(Counter(keys).items()) if count > floor and key & _LOW != SEPARATOR
+        }
+        names = {key: node for node, key in enumerate(counts, start=len(found.tokens) + 1)}
+        found.add(list(counts), list(counts.values()))
+        rows = [row for row, key in zip(rows, keys, strict=True) if key in names]
+        owner = [names[key] for key in keys if key in names]
+        if not rows:
+            return
+
+
+_SHARES = 10
+"""Bins of a node's share of its parent's continuations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestConfig:
+    """Options of `rest`."""
+
+    datastore: str
+    """Directory that `forerun datastore build` wrote for this target."""
+    num_speculative_tokens: int = 10
+    """Most tokens copied from one place."""
+    max_match: int = 16
+    """Longest end of the text that is looked for, tokens."""
+    min_match: int = 2
+    """Shortest end of the text that counts as a match, tokens."""
+    max_hits: int = 5000
+    """Most places of one match that are read; of more, this many are taken evenly."""
+    nodes: int = 64
+    """Most nodes of the draft."""
+
+    def __post_init__(self) -> None:
+        check_least("rest", self, num_speculative_tokens=1, min_match=1, max_hits=1, nodes=1)
+        if not self.min_match <= self.max_match <= SORTED_TOKENS:
+            raise ArgumentError(
+                f"rest: max_match must be from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores "
+                f"are sorted; got {self.max_match}"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Drafted(Proposal):
+    """A row's last draft, to be compared with what the text goes on with."""
+
+    end: int
+    """Committed tokens when it was made."""
+
+
+class RestDrafter(Drafter):
+    """Looks the text's last words up in a datastore and drafts what most often followed them."""
+
+    name = "rest"
+    Config = RestConfig
+
+    def __init__(self, config: RestConfig, setup: DrafterSetup) -> None:
+        """Open the datastore.
+
+        Raises:
+            DataError: no datastore there, or a damaged one.
+            VocabularyMismatchError: built with another tokenizer than the target's.
+        """
+        self.config = config
+        self.store = Datastore.open(config.datastore)
+        given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
+        self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
+        self._rows: dict[int, _Drafted] = {}
+        self._estimates = PerDomain(Acceptance)
+
+    def extend(self, context: DraftContext) -> None:
+        for row_id, tokens in zip(context.rows, context.tokens, strict=True):
+            drafted = self._rows.pop(row_id, None)
+            if drafted is not None:
+                drafted.learn(tokens[drafted.end :])
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
+        for index, (row_id, tokens, nodes, depth) in enumerate(limits):
+            acceptance = self._estimates.of(context.salt(index))
+            drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
+            if drafted is None:
+                self._rows.pop(row_id, None)
+            else:
+                self._rows[row_id] = drafted
+                confidence = [acceptance.estimate(*drafted.evidence[node]) for node in range(1, len(drafted.tokens))]
+                trees[index] = TokenTree.of(tokens[-1], drafted.tokens[1:], drafted.parents[1:], confidence)
+        return trees
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id in rows:
+            self._rows.pop(row_id, None)
+
+    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> _Drafted | None:
+        length = min(self.config.num_speculative_tokens, depth)
+        if nodes < 1 or length < 1:
+            return None
+        match = self.store.longest(tokens, shortest=self.config.min_match, longest=self.config.max_match)
+        if match is None:
+            return None
+        found = self.store.continuations(match, length, self.config.max_hits)
+        trie = merge(found, nodes)
+        evidence = {node + 1: _evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))}
+        return _Drafted(
+            acceptance=acceptance,
+            tokens=[tokens[-1], *trie.tokens],
+            parents=[-1, *trie.parents],
+            evidence=evidence,
+            end=len(tokens),
+        )
+
+
+def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
+    """Of entry `node` of a trie: by the length of the match, the parent's continuations and the node's share of them.
+
+    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says.
+
+    Args:
+        match: tokens that matched.
+        hits: continuations that were read.
+    """
+    parent = trie.parents[node]
+    count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
+    key = match.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)
+    return Evidence(key, count / (total + 1))

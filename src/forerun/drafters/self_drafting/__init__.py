@@ -1,0 +1,1 @@
+"""Drafters that need no weights but the target's own."""

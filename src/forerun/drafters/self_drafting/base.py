@@ -1,0 +1,96 @@
+"""Base of drafters that run a part of the target itself, in the cache slots of the coming step.
+
+The prefix's keys and values are the target's own. The root and the drafted nodes are run level by level, behind the
+committed tokens, by whatever part of the target the method chooses; scoring overwrites these slots afterwards. So there
+is no second cache, nothing to catch up with and nothing to forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.drawing import Children
+from forerun.drafters.trees import FixedTree, Grown, Limits, Submitted
+from forerun.model.inputs import Nodes
+from forerun.types import Budget, DraftKind
+
+if TYPE_CHECKING:
+    from forerun.model import Target
+
+
+class _Thresholds(Limits):
+    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there.
+
+    The figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`).
+    """
+
+    def __init__(self, levels: Sequence[range], nodes: Sequence[int], below: Sequence[float | None]) -> None:
+        super().__init__(levels, nodes)
+        self._below = below
+
+    def stopped(self, children: Children) -> Sequence[bool]:
+        if all(threshold is None for threshold in self._below):
+            return ()
+        surest = children.confidence.flatten(1).amax(1).tolist()
+        return [below is not None and sure < below for sure, below in zip(surest, self._below, strict=True)]
+
+
+class SelfDrafter(Drafter):
+    """The base of drafters that run a part of the target; a method gives `logits`."""
+
+    def __init__(self, tree: FixedTree, target: Target) -> None:
+        self.target = target
+        self._tree = tree
+        self._drafted: dict[int, Submitted] = {}
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self._tree.kind(sampler)
+
+    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        """The method's own raw logits (B, N - start, V) after `nodes`, of which those before `start` have been run."""
+        raise NotImplementedError
+
+    def stop_below(self, row: int, *, greedy: bool) -> float | None:
+        """A row whose last nodes are all less likely than this drafts no deeper; None never stops."""
+        return None
+
+    def extend(self, context: DraftContext) -> None:
+        for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            drafted = self._drafted.pop(row, None)
+            if drafted is not None and fresh:
+                drafted.learn(tokens[-fresh:])
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row in rows:
+            self._drafted.pop(row, None)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        within = self._tree.within(context, budget, self.target.max_length)
+        active = [index for index, count in enumerate(within) if count > 0]
+        trees = context.trees()
+        if not active:
+            return trees
+        below = [self.stop_below(context.rows[index], greedy=context.samplers[index].greedy) for index in active]
+        limits = _Thresholds(self._tree.shape.levels, [within[index] for index in active], below)
+        grown = self._grow(context, active, limits)
+        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
+            trees[index], self._drafted[context.rows[index]] = cut
+        return trees
+
+    def _grow(self, context: DraftContext, active: Sequence[int], limits: Limits) -> Grown:
+        rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
+
+        def descend(ids: Tensor, level: range) -> Tensor:
+            parents = self._tree.shape.parents
+            nodes = Nodes.of_levels(roots, ids, parents, counts=limits.nodes, start=level.start)
+            return self.logits(rows, nodes)
+
+        first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
+        draws = self._tree.draws(context, active, first.device, first.shape[-1])
+        return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)

@@ -1,0 +1,153 @@
+"""Early exit: the target's first layers draft, its other layers verify.
+
+The drafted nodes run through layers 0 .. E in the slots in which they are scored, so their keys there are the target's
+own, and their states at boundary E go along with the draft: scoring runs layers E .. L, and the first E only for the
+leaves, which nobody had to run to draft them. No second cache, no second set of weights. Source: LayerSkip (arXiv
+2404.16710), which also trains the target so that its early layers predict well; an untrained target drafts poorly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import linear
+
+from forerun.core.tree import Resume, TokenTree
+from forerun.devices import sent
+from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.drafters.self_drafting.base import SelfDrafter
+from forerun.drafters.trees import TreeOptions
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.model.inputs import Nodes
+from forerun.model.layers import Plan, base_of, norm_after_layers
+from forerun.model.load import read_header
+from forerun.model.partial import prove, renumber
+from forerun.types import Budget
+
+if TYPE_CHECKING:
+    from forerun.model import Target
+
+_HEAD, _NORM = "lm_head.weight", "norm.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyExitConfig(TreeOptions):
+    """Options of `early_exit`."""
+
+    exit_layer: int
+    """E, how many of the target's layers draft: 1 .. L - 1."""
+    head: str | Path | None = None
+    """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) where
+    it has a final norm of its own, in the target's convention. None: the target's final norm and head."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("early_exit")
+
+
+class EarlyExitDrafter(SelfDrafter):
+    """Drafts with the first layers of the target and leaves their states to the scoring pass."""
+
+    name = "early_exit"
+    Config = EarlyExitConfig
+
+    def __init__(self, config: EarlyExitConfig, setup: DrafterSetup) -> None:
+        """Check the target and read the head.
+
+        Raises:
+            ArgumentError: there is no such layer to exit at.
+            UnsupportedModelError: the target's layers cannot be run in part.
+            CheckpointError: the file of the head is missing, broken, or holds other tensors than it should.
+        """
+        super().__init__(config.fixed_tree(), setup.target)
+        layers = setup.target.num_layers
+        if not 1 <= config.exit_layer < layers:
+            raise ArgumentError(
+                f"early_exit: exit_layer must be in 1..{layers - 1} for a target of {layers} layers, got "
+                f"{config.exit_layer}"
+            )
+        prove(setup.target, config.exit_layer)
+        self.config = config
+        self._head = _shared_head(setup.target) if config.head is None else ExitHead(Path(config.head), setup.target)
+        self._rows: Sequence[int] = ()
+        self._states: list[Tensor] = []
+        """Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`."""
+
+    def memory_bytes(self) -> int:
+        return self._head.nbytes() if isinstance(self._head, ExitHead) else 0
+
+    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        """What the exit expects after them: (A, N - start, V)."""
+        states = self.target.run(rows, nodes, Plan(stop=self.config.exit_layer))
+        self._rows = rows
+        self._states.append(states)
+        return self._head(states)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        self._states = []
+        trees = super().propose(context, budget)
+        if self._states:
+            self._resume(dict(zip(context.rows, trees, strict=True)))
+        return trees
+
+    def _resume(self, trees: Mapping[int, TokenTree]) -> None:
+        """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted."""
+        states, self._states = torch.cat(self._states, dim=1), []
+        kept = [[node for node in self._drafted[row].evidence if node < states.shape[1]] for row in self._rows]
+        # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
+        renumber(self.target, self._rows, kept)
+        size = max(map(len, kept)) + 1
+        [index] = sent([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)
+        moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
+        for row, nodes, run in zip(self._rows, kept, moved, strict=True):
+            stamp = self.target.writes[row]
+            trees[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
+
+
+def _shared_head(target: Target) -> Callable[[Tensor], Tensor]:
+    """The target's own: states at the exit (.., H) -> logits (.., V)."""
+    return lambda states: target.lm_head(target.final_norm(states))
+
+
+class ExitHead:
+    """An output head that was trained for the exit: a norm like the target's final one, then a matrix."""
+
+    def __init__(self, path: Path, target: Target) -> None:
+        """Read the file.
+
+        Raises:
+            CheckpointError: it is missing, broken, or holds other tensors than ``lm_head.weight`` and ``norm.weight``.
+        """
+        if not path.is_file():
+            raise CheckpointError(f"early_exit: there is no file {path}; head is a safetensors file")
+        shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}
+        expected = {_HEAD: (target.vocab_size, target.hidden_size), _NORM: (target.hidden_size,)}
+        unknown = sorted(shapes.keys() - expected.keys())
+        if _HEAD not in shapes or unknown:
+            raise CheckpointError(
+                f"early_exit: {path} must hold {_HEAD} and may hold {_NORM}, nothing else; it holds "
+                f"{', '.join(sorted(shapes)) or 'nothing'}"
+            )
+        for name, shape in shapes.items():
+            if shape != expected[name]:
+                raise CheckpointError(f"early_exit: {name} in {path} has the shape {shape}, expected {expected[name]}")
+        tensors = load_file(path)
+        self._weight = tensors[_HEAD].to(target.device, target.dtype)
+        _, self._norm = norm_after_layers(base_of(target.model), target.num_layers)
+        self._own = {"weight": tensors[_NORM].to(target.device, target.dtype)} if _NORM in tensors else {}
+
+    @torch.inference_mode()
+    def __call__(self, states: Tensor) -> Tensor:
+        """States at the exit (.., H) -> raw logits (.., V)."""
+        normed: Tensor = functional_call(self._norm, self._own, (states,))
+        return linear(normed, self._weight)
+
+    def nbytes(self) -> int:
+        """Bytes of the weights that the target does not have."""
+        return self._weight.nbytes + sum(weight.nbytes for weight in self._own.values())

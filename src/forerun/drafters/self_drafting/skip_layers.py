@@ -1,0 +1,352 @@
+"""Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own cache.
+
+Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
+skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916; see `OnlineSearch`). Draft nodes see the prefix as
+the whole target left it; scoring runs them in full and overwrites what drafting wrote. No weights and no memory of its
+own. Output is lossless whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed
+may depend on what was decoded before, its distribution does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from forerun.core.step import Scores
+from forerun.core.tree import TokenTree
+from forerun.drafters.base import DraftContext, DrafterSetup, check_least
+from forerun.drafters.self_drafting.base import SelfDrafter
+from forerun.drafters.self_drafting.skipping import (
+    Floats,
+    SkipFile,
+    SkipSet,
+    Space,
+    Trial,
+    evenly,
+    every,
+    parse,
+    propose,
+)
+from forerun.drafters.trees import TreeOptions
+from forerun.errors import ArgumentError, nearest
+from forerun.model import Plan
+from forerun.model.inputs import Nodes
+from forerun.types import Budget, Drawn, Verdict
+
+# The skip set is searched while decoding: SWIFT (arXiv 2410.06916).
+#
+# As in the paper: a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
+# random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
+# candidate is judged over a window of 32 tokens by how often its likeliest token is the target's; the search ends at a
+# score of .95, after 1000 candidates, or when 300 in a row were no better.
+#
+# Unlike the paper: * The paper runs a candidate over the last committed tokens once more, beside decoding. Here a
+# candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the scores that
+# verification computes anyway: no extra pass and no second set of keys, but while the search goes on half of the drafts
+# come from candidates. * A candidate that can no longer reach the best is dropped before its window is full. * The best
+# set's score goes on being measured while it drafts, so a set that was lucky once is replaced.
+
+
+SKIP_RATIO = 0.45
+WINDOW = 32
+PATIENCE = 300
+MAX_CANDIDATES = 1000
+BAYES_EVERY = 25
+GOOD_ENOUGH = 0.95
+_KAPPA = 2.5
+_MEMORY = 8
+"""Windows after which the best set's older counts fade."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """How often a set's likeliest token was the target's."""
+
+    skip: SkipSet
+    right: float = 0.0
+    judged: float = 0.0
+
+    @property
+    def score(self) -> float:
+        return self.right / self.judged if self.judged else 0.0
+
+    def add(self, right: int, judged: int) -> None:
+        self.right += right
+        self.judged += judged
+
+
+def _upper_bound(mean: Floats, spread: Floats, _best: float) -> Floats:
+    """(m,) what a set might be worth."""
+    bound: Floats = mean + _KAPPA * spread
+    return bound
+
+
+class OnlineSearch:
+    """Which set drafts the coming step; learns from how it did.
+
+    Args:
+        layers: of the model.
+        ratio: share of all sub-layers that is skipped, 0..1.
+        window: drafted nodes over which a candidate is judged.
+        patience: candidates in a row that may fail before the search ends.
+        seed: of the proposals.
+
+    Raises:
+        ArgumentError: with the first and the last layer kept there are not enough sub-layers to choose from.
+    """
+
+    def __init__(
+        self, layers: int, ratio: float = SKIP_RATIO, *, window: int = WINDOW, patience: int = PATIENCE, seed: int = 0
+    ) -> None:
+        allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
+        size = round(ratio * 2 * layers)
+        if not 1 <= size < len(allowed):
+            raise ArgumentError(
+                f"skip_layers: skip_ratio {ratio:g} of {2 * layers} sub-layers is {size}; SWIFT keeps the first and "
+                f"the last layer and needs 1 to {len(allowed) - 1} for a model of {layers} layers"
+            )
+        self.space = Space(allowed=allowed, size=size)
+        self.candidates = 0
+        """Judged so far."""
+        self._window, self._patience = window, patience
+        self._propose = partial(propose, self.space, random=np.random.default_rng(seed), acquisition=_upper_bound)
+        self._random = np.random.default_rng(seed + 1)
+        self._best = _Record(evenly(allowed, size))
+        self._candidate: _Record | None = None
+        self._trials: list[Trial] = []
+        self._failed = 0
+        self._step = 0
+
+    @property
+    def best(self) -> SkipSet:
+        """The best set so far."""
+        return self._best.skip
+
+    @property
+    def score(self) -> float:
+        """How often its likeliest token was the target's, 0..1."""
+        return self._best.score
+
+    @property
+    def done(self) -> bool:
+        """Whether only the best set is used from now on."""
+        found = self._best.judged >= 2 * self._window and self._best.score >= GOOD_ENOUGH
+        return found or self.candidates >= MAX_CANDIDATES or self._failed >= self._patience
+
+    def choose(self) -> SkipSet:
+        """The set for the coming step: the best one, every second time a candidate."""
+        self._step += 1
+        if self.done or self._step % 2 or self._best.judged < self._window:
+            return self._best.skip
+        if self._candidate is None:
+            self._candidate = _Record(self._next())
+        return self._candidate.skip
+
+    def observe(self, skip: SkipSet, right: int, judged: int) -> None:
+        """A step drafted with `skip`: at `right` of `judged` nodes its likeliest token was the target's."""
+        if skip == self._best.skip:
+            self._best.add(right, judged)
+            if self._best.judged > _MEMORY * self._window:
+                self._best.right, self._best.judged = self._best.right / 2, self._best.judged / 2
+        elif self._candidate is not None and skip == self._candidate.skip:
+            self._candidate.add(right, judged)
+            self._judge(self._candidate)
+
+    def _judge(self, candidate: _Record) -> None:
+        """Settle a candidate once its window is full, or once it cannot win any more."""
+        left = max(0.0, self._window - candidate.judged)
+        hopeless = (candidate.right + left) / (candidate.judged + left) <= self._best.score
+        if left and not hopeless:
+            return
+        self.candidates += 1
+        self._trials.append(Trial(candidate.skip, candidate.score))
+        self._candidate = None
+        if hopeless:
+            self._failed += 1
+            return
+        self._trials.append(Trial(self._best.skip, self._best.score))
+        self._best, self._failed = candidate, 0
+
+    def _next(self) -> SkipSet:
+        """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
+        found: SkipSet | None = None
+        if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
+            found = self._propose(self._trials)
+        while found is None or found == self._best.skip:
+            found = self.space.random(self._random)
+        return found
+
+
+SEARCHES = ("swift",)
+_FIRST_THRESHOLD = (0.8, 0.5)
+"""Where an adapted threshold begins: greedy, sampled (Draft & Verify)."""
+_RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9
+"""Draft & Verify's beta 1, epsilon and beta 2."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipLayersConfig(TreeOptions):
+    """Options of `skip_layers`."""
+
+    skip: Sequence[str] | str | None = None
+    """Sub-layers that drafting leaves out, such as ``["3.attn", "3.mlp", "5.mlp"]``, or the path of the file that
+    ``forerun tune skip-layers`` wrote."""
+    search: str | None = None
+    """``swift`` searches the set while decoding, instead of `skip`."""
+    skip_ratio: float = SKIP_RATIO
+    """Share of all sub-layers that ``swift`` skips, 0..1."""
+    search_window: int = WINDOW
+    """Drafted nodes over which ``swift`` judges a set."""
+    search_patience: int = PATIENCE
+    """``swift`` ends after so many sets in a row that were no better."""
+    stop_below: float | None = None
+    """Draft no deeper once every last node of a row is less likely than this, 0..1; that node itself stays. None
+    always drafts the whole shape."""
+    adapt_threshold: bool = False
+    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
+    `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones."""
+    target_acceptance: float = 0.9
+    """Accepted / drafted, 0..1, that `adapt_threshold` aims at."""
+
+    def __post_init__(self) -> None:
+        self.check_tree("skip_layers")
+        if (self.skip is None) == (self.search is None):
+            raise ArgumentError(
+                "skip_layers needs either skip, a list such as ['3.attn', '3.mlp'] or the file that forerun tune "
+                "skip-layers wrote, or search='swift'"
+            )
+        if self.search is not None and self.search not in SEARCHES:
+            raise ArgumentError(f"skip_layers: search is 'swift', got {self.search!r}.{nearest(self.search, SEARCHES)}")
+        for name in ("skip_ratio", "stop_below", "target_acceptance"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ArgumentError(f"skip_layers: {name} must lie between 0 and 1, got {value}")
+        check_least("skip_layers", self, search_window=1, search_patience=1)
+
+
+@dataclass(slots=True)
+class Threshold:
+    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
+
+    value: float
+    """In 0..1."""
+    acceptance: float
+    """Running accepted / drafted, 0..1."""
+
+    def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
+        """Learn from one step.
+
+        Args:
+            accepted: depth of the accepted path.
+            drafted: depth of the drafted tree, at least 1.
+            wanted: accepted / drafted to aim at.
+            whole: drafting was not stopped, so that a lower threshold would change nothing.
+        """
+        self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
+        step = 0.0 if whole else -_STEP
+        if self.acceptance < wanted:
+            step = _STEP
+        self.value = min(1.0, max(0.0, self.value + (1 - _THRESHOLD_MEMORY) * step))
+
+
+class SkipLayersDrafter(SelfDrafter):
+    """Drafts with the target, some sub-layers left out."""
+
+    name = "skip_layers"
+    Config = SkipLayersConfig
+
+    def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
+        super().__init__(config.fixed_tree(), setup.target)
+        self.config = config
+        self.search: OnlineSearch | None = None
+        """What SWIFT knows; None where the set is given."""
+        if config.search is not None:
+            self.search = OnlineSearch(
+                setup.target.num_layers,
+                config.skip_ratio,
+                window=config.search_window,
+                patience=config.search_patience,
+            )
+        self.skip: SkipSet = self.search.best if self.search else _given(config.skip, setup)
+        """The sub-layers that the next draft leaves out; may be replaced between steps."""
+        self._thresholds: dict[int, Threshold] = {}
+        self._try_out(frozenset(self.search.space.allowed) if self.search else self.skip)
+
+    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        states = self.target.run(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))
+        return self.target.lm_head(self.target.final_norm(states))
+
+    def stop_below(self, row: int, *, greedy: bool) -> float | None:
+        if not self.config.adapt_threshold:
+            return self.config.stop_below
+        if row not in self._thresholds:
+            first = self.config.stop_below
+            first = _FIRST_THRESHOLD[0 if greedy else 1] if first is None else first
+            self._thresholds[row] = Threshold(first, self.config.target_acceptance)
+        return self._thresholds[row].value
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        if self.search is not None:
+            self.skip = self.search.choose()
+        return super().propose(context, budget)
+
+    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
+        right = judged = 0
+        for index, (row, verdict) in enumerate(zip(context.rows, verdicts, strict=True)):
+            tree = scores.trees[index]
+            if not tree.size:
+                continue
+            threshold, depth = self._thresholds.get(row), max(tree.depths)
+            if threshold is not None:
+                whole = depth == len(self._tree.shape.widths)
+                threshold.update(len(verdict.path), depth, self.config.target_acceptance, whole=whole)
+            if self.search is not None and not self.search.done:
+                own = agreement(scores, index)
+                right, judged = right + own[0], judged + own[1]
+        if self.search is not None and judged:
+            self.search.observe(self.skip, right, judged)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)
+        for row, length in zip(rows, lengths, strict=True):
+            if length == 0:
+                self._thresholds.pop(row, None)
+
+    def _try_out(self, skip: SkipSet) -> None:
+        """One token with these sub-layers left out: a model that cannot do this is refused now, not when it drafts."""
+        row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
+        plan = Plan(stop=self.target.num_layers, skip=skip)
+        self.target.run([row], [TokenTree(0)], plan)
+        self.target.truncate([row], [self.target.lengths[row]])
+
+
+def agreement(scores: Scores, index: int) -> tuple[int, int]:
+    """(nodes at which the draft's likeliest token was the target's, nodes that have children) of one row's tree.
+
+    Counts every node, whether or not it was accepted: the target was asked at all of them.
+    """
+    tree, probs = scores.trees[index], scores.row(index)
+    right = judged = 0
+    for node, children in enumerate(tree.children):
+        if not children:
+            continue
+        judged += 1
+        given = tree.drawn[children[0]] is Drawn.DETERMINISTIC
+        favourite = tree.tokens[children[0]] if given else int(tree.draft_probs[node].argmax())
+        right += favourite == probs.argmax(node)
+    return right, judged
+
+
+def _given(skip: Sequence[str] | str | None, setup: DrafterSetup) -> SkipSet:
+    """The set that a list or a file names."""
+    if isinstance(skip, str | Path):
+        path = Path(skip)
+        found = SkipFile.read(path)
+        found.check(setup.target, path)
+        return found.skip
+    return parse(skip or (), setup.target.num_layers)

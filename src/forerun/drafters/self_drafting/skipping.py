@@ -1,0 +1,363 @@
+"""Sets of attention and MLP sub-layers that a draft pass leaves out: their names, their search, their file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.errors import ArgumentError, DataError, nearest
+from forerun.writing import written
+
+if TYPE_CHECKING:
+    from forerun.model import Target
+
+
+Sublayer = tuple[int, str]
+"""(layer, "attn" | "mlp")"""
+SkipSet = frozenset[Sublayer]
+
+PARTS = ("attn", "mlp")
+
+
+def every(layers: int) -> tuple[Sublayer, ...]:
+    """All sub-layers of a model, in the order in which they run."""
+    return tuple((layer, part) for layer in range(layers) for part in PARTS)
+
+
+def names(skip: Iterable[Sublayer]) -> list[str]:
+    """``["3.attn", "3.mlp"]``, in the order in which they run."""
+    return [f"{layer}.{part}" for layer, part in sorted(skip)]
+
+
+def parse(given: Iterable[str], layers: int) -> SkipSet:
+    """The set behind names such as ``"3.attn"``.
+
+    Raises:
+        ArgumentError: a name means no sub-layer of a model with so many layers, or nothing or everything is named.
+    """
+    known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
+    chosen = list(given)
+    for name in chosen:
+        if name not in known:
+            raise ArgumentError(
+                f"skip_layers: there is no sub-layer {name!r}; the model's are 0.attn, 0.mlp, ..., {layers - 1}.attn, "
+                f"{layers - 1}.mlp.{nearest(str(name), known)}"
+            )
+    skip = frozenset(known[name] for name in chosen)
+    if not skip:
+        raise ArgumentError("skip_layers: nothing is skipped, so a draft would cost what the target costs")
+    if len(skip) == len(known):
+        raise ArgumentError(f"skip_layers: all {len(known)} sub-layers are skipped; leave at least one to draft with")
+    return skip
+
+
+def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
+    """`count` of the allowed sub-layers, half of them attention, at even distances: where a search may begin."""
+    chosen = list[Sublayer]()
+    for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
+        own = [sublayer for sublayer in allowed if sublayer[1] == part]
+        chosen += (own[(2 * place + 1) * len(own) // (2 * share)] for place in range(share))
+    return frozenset(chosen)
+
+
+Floats = NDArray[np.floating[Any]]
+
+NOISE = 1e-2
+"""Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)."""
+_LENGTHS = (0.1, 0.25, 0.5, 1.0)
+"""Of the exponential, as a share of the number of entries."""
+_ADDITIVE = (0.0, 0.5, 0.9)
+
+
+class GaussianProcess:
+    """A small Gaussian process over subsets, which are vectors of 0 and 1.
+
+    Their likeness is a mixture of the share of entries in which they agree (effects that add up) and an exponential of
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
+
+    Args:
+        points: (n, d) of 0 and 1.
+        values: (n,) larger is better.
+        noise: variance of an observation, relative to the variance of `values`.
+    """
+
+    def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:
+        self._points = points
+        self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
+        scaled = (values - self._mean) / self._scale
+        fits = [self._fit(scaled, length, additive, noise) for length in _LENGTHS for additive in _ADDITIVE]
+        _, self._kernel, self._factor, self._weights = max(fits, key=lambda fit: fit[0])
+
+    def predict(self, points: Floats) -> tuple[Floats, Floats]:
+        """Mean (m,) and standard deviation (m,) at `points` (m, d), in the units of the values."""
+        cross = _likeness(points, self._points, *self._kernel)
+        solved = np.linalg.solve(self._factor, cross.T)
+        spread = np.sqrt(np.clip(1.0 - (solved**2).sum(0), 1e-12, None))
+        return cross @ self._weights * self._scale + self._mean, spread * self._scale
+
+    def _fit(
+        self, values: Floats, length: float, additive: float, noise: float
+    ) -> tuple[float, tuple[float, float], Floats, Floats]:
+        """(log evidence, kernel, Cholesky factor, weights)"""
+        likeness = _likeness(self._points, self._points, length, additive)
+        factor = np.linalg.cholesky(likeness + noise * np.eye(len(values)))
+        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, values))
+        evidence = -0.5 * float(values @ weights) - float(np.log(np.diag(factor)).sum())
+        return evidence, (length, additive), factor, weights
+
+
+def expected_improvement(mean: Floats, spread: Floats, best: float) -> Floats:
+    """(m,) how much better than `best` a value is expected to be, worse ones counted as 0."""
+    ahead = mean - best
+    scaled = ahead / spread
+    above = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in scaled])
+    density = np.exp(-0.5 * scaled**2) / math.sqrt(2 * math.pi)
+    improvement: Floats = ahead * above + spread * density
+    return improvement
+
+
+def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
+    """(n, m) in 0..1, 1 for equal subsets."""
+    share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
+    likeness: Floats = additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
+    return likeness
+
+
+Acquisition = Callable[[Floats, Floats, float], Floats]
+"""(mean (m,), standard deviation (m,), best value) -> (m,) how much each is worth trying."""
+
+_POOL = 384
+"""Random subsets among which the next one is chosen; as many neighbours of the best come on top."""
+_ENUMERABLE = 10
+"""Up to so many sub-layers every subset is in the pool."""
+_REMEMBERED = 300
+"""Most trials that the Gaussian process is fitted to: the best half and the latest half."""
+_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)
+"""Of the sub-layers, skipped at even distances in the first trials."""
+_RANDOM_STARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Which subsets may be proposed."""
+
+    allowed: tuple[Sublayer, ...]
+    """Sub-layers that may be skipped, in order."""
+    size: int | None = None
+    """How many are skipped; None: any number but none and all."""
+
+    def __post_init__(self) -> None:
+        least = 1 if self.size is None else self.size
+        if not 1 <= least < len(self.allowed):
+            raise ArgumentError(
+                f"skip_layers: {least} of {len(self.allowed)} sub-layers that may be skipped leaves nothing to search"
+            )
+
+    def vector(self, skip: SkipSet) -> Floats:
+        """(d,) of 0 and 1."""
+        return np.array([float(sublayer in skip) for sublayer in self.allowed])
+
+    def random(self, random: np.random.Generator) -> SkipSet:
+        """Any subset; without a fixed size every size is equally likely."""
+        size = int(random.integers(1, len(self.allowed))) if self.size is None else self.size
+        return frozenset(self.allowed[place] for place in random.permutation(len(self.allowed))[:size])
+
+    def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
+        """One or two sub-layers exchanged; without a fixed size, one added or removed as well."""
+        inside, outside = sorted(skip), sorted(set(self.allowed) - skip)
+        found = set(skip)
+        for _ in range(int(random.integers(1, 3))):
+            leave = self.size is not None or random.random() < 2 / 3
+            enter = self.size is not None or not leave or random.random() < 0.5
+            if leave:
+                found.discard(inside[int(random.integers(len(inside)))])
+            if enter and outside:
+                found.add(outside[int(random.integers(len(outside)))])
+        valid = len(found) == self.size if self.size is not None else 0 < len(found) < len(self.allowed)
+        return frozenset(found) if valid else skip
+
+    def all(self) -> list[SkipSet]:
+        """Every subset, where they are few."""
+        sizes = range(1, len(self.allowed)) if self.size is None else [self.size]
+        return [frozenset(chosen) for size in sizes for chosen in itertools.combinations(self.allowed, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One subset that was valued."""
+
+    skip: SkipSet
+    value: float
+    """Larger is better."""
+
+
+def propose(
+    space: Space, trials: Sequence[Trial], random: np.random.Generator, acquisition: Acquisition
+) -> SkipSet | None:
+    """The untried subset that is most worth trying by what a Gaussian process says; None if all were tried."""
+    tried = {trial.skip for trial in trials}
+    pool = [skip for skip in _pool(space, trials, random) if skip not in tried]
+    if not pool:
+        return None
+    known = _remembered(trials)
+    process = GaussianProcess(
+        np.stack([space.vector(trial.skip) for trial in known]), np.array([trial.value for trial in known])
+    )
+    mean, spread = process.predict(np.stack([space.vector(skip) for skip in pool]))
+    return pool[int(acquisition(mean, spread, max(trial.value for trial in trials)).argmax())]
+
+
+class Search:
+    """Bayesian optimisation by expected improvement, after a few subsets at even distances and at random."""
+
+    def __init__(self, space: Space, *, seed: int = 0) -> None:
+        self.space = space
+        self.trials: list[Trial] = []
+        self._random = np.random.default_rng(seed)
+        self._starts = _starts(space, self._random)
+
+    @property
+    def best(self) -> Trial | None:
+        """The best so far; None before the first."""
+        return max(self.trials, key=lambda trial: trial.value, default=None)
+
+    def ask(self) -> SkipSet | None:
+        """What to value next; None if every subset was."""
+        if len(self.trials) < len(self._starts):
+            return self._starts[len(self.trials)]
+        return propose(self.space, self.trials, self._random, expected_improvement)
+
+    def tell(self, skip: SkipSet, value: float) -> None:
+        """A subset's value."""
+        self.trials.append(Trial(skip, value))
+
+
+def _starts(space: Space, random: np.random.Generator) -> list[SkipSet]:
+    count = len(space.allowed)
+    sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
+    even = [evenly(space.allowed, size) for size in sizes]
+    return list(dict.fromkeys([*even, *(space.random(random) for _ in range(_RANDOM_STARTS))]))
+
+
+def _pool(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> list[SkipSet]:
+    if len(space.allowed) <= _ENUMERABLE:
+        return space.all()
+    leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
+    near = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
+    return list(dict.fromkeys([*near, *(space.random(random) for _ in range(_POOL))]))
+
+
+def _remembered(trials: Sequence[Trial]) -> list[Trial]:
+    if len(trials) <= _REMEMBERED:
+        return list(trials)
+    latest = list(trials[-_REMEMBERED // 2 :])
+    return sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)[: _REMEMBERED // 2] + latest
+
+
+FORMAT = "forerun-skip-layers"
+_STRUCTURE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+"""What makes a set of sub-layers transferable: two checkpoints that agree in these are taken for relatives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipFile:
+    """A tuned set of sub-layers and where it comes from."""
+
+    model: str
+    """Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere."""
+    num_layers: int
+    structure: str
+    """`structure_hash` of the model."""
+    skip: SkipSet
+    num_speculative_tokens: int
+    """Length of the chain at which the set was the cheapest, tokens."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of the set, of plain decoding, and the setting they hold for."""
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    """Every set that was tried, in order."""
+
+    def write(self, path: Path) -> None:
+        """Write the file; it is whole or not there.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        body = {
+            "format": FORMAT,
+            "model": self.model,
+            "num_layers": self.num_layers,
+            "structure": self.structure,
+            "skip": names(self.skip),
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "measured": dict(self.measured),
+            "trace": self.trace,
+        }
+        try:
+            with written(path) as fresh:
+                fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
+
+    @classmethod
+    def read(cls, path: Path) -> SkipFile:
+        """The file at `path`.
+
+        Raises:
+            DataError: it is missing, no JSON, or not what the tuner writes.
+            ArgumentError: it names sub-layers that its model does not have.
+        """
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read the skipped sub-layers from {path}: {error}") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
+        try:
+            return cls(
+                model=str(body["model"]),
+                num_layers=int(body["num_layers"]),
+                structure=str(body["structure"]),
+                skip=parse(body["skip"], int(body["num_layers"])),
+                num_speculative_tokens=int(body["num_speculative_tokens"]),
+                measured=body.get("measured", {}),
+                trace=body.get("trace", []),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise DataError(f"{path} is damaged ({error!r}); tune again") from error
+
+    def check(self, target: Target, path: Path) -> None:
+        """Raise ArgumentError unless the set was tuned on a model like this one."""
+        remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
+        if self.num_layers != target.num_layers:
+            raise ArgumentError(
+                f"{path} was tuned on {self.model} with {self.num_layers} layers; this model has {target.num_layers}. "
+                f"{remedy}"
+            )
+        if self.structure != structure_hash(target):
+            raise ArgumentError(f"{path} was tuned on {self.model}, which is built differently. {remedy}")
+
+
+def structure_hash(target: Target) -> str:
+    """What kind of model this is: a hash of family and sizes, not of the weights."""
+    facts = {name: getattr(target.config, name, None) for name in _STRUCTURE}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,281 @@
+"""SPEED: for decoders that repeat a block of layers, tokens at different depths share each pass of the block.
+
+The root goes through the block; what its first exit expects enters the block in the next pass, beside the root on its
+way through the second repetition; and so on. With P repetitions a pass of the block finishes one token once the
+pipeline is full, where plain decoding takes P. When a token is finished and the whole model finds another successor
+likeliest than the exit did, what came in behind it is flushed. Source: SPEED (arXiv 2310.12072).
+
+What differs from the paper: a step ends in one verification, so the pipeline is drained at the end of each step (P - 1
+passes that take in nothing), and in a batch a row that was flushed waits for the others; drafts are greedy, and a
+sampled answer keeps them with the target's own probability; states are exact, nothing is approximated or retrained. All
+submitted nodes have run through all layers, so scoring is left with the final norm and the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forerun.core.sampling import Sampler
+from forerun.core.tree import Resume, TokenTree
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.drawing import Shape, attempt
+from forerun.errors import UnsupportedModelError
+from forerun.model.inputs import Nodes
+from forerun.model.layers import Plan, is_quantised
+from forerun.model.partial import compare
+from forerun.types import Budget, DraftKind
+
+if TYPE_CHECKING:
+    from forerun.model.target import Target
+
+# Tokens at different depths in one pass, for decoders whose layers share their weights.
+#
+# Where layer i + g has the weights of layer i, token k at block d and token k + 1 at block d - 1 need the same
+# matrices: one pass over both reads them once. Every token keeps its own layer in the cache.
+
+
+def shared_block(target: Target) -> int:
+    """How many layers the block has that a target repeats.
+
+    Raises:
+        UnsupportedModelError: there is none: each layer has weights of its own.
+    """
+    count = target.num_layers
+    types = getattr(target.config, "layer_types", None) or [None] * count
+    storages = [
+        [weight.data_ptr() for weight in layer.parameters()]
+        + [id(getattr(m, "packed_weight", None)) for m in layer.modules()]
+        for layer in target._layers
+    ]
+    for size in range(1, count // 2 + 1):
+        same = all(storages[i] == storages[i - size] and types[i] == types[i - size] for i in range(size, count))
+        if count % size == 0 and same and not is_quantised(target.model):
+            return size
+    raise UnsupportedModelError(
+        f"{type(target.model).__name__} has weights of its own in each of its {count} layers, as most models have. "
+        "Pipelined drafting needs a decoder that runs the same layers several times; use early_exit"
+    )
+
+
+class _Cache:
+    """The target's cache for a batch of B * F tokens: token f of a row is at block ``blocks[f]``."""
+
+    is_compileable = False
+
+    def __init__(self, target: Target, rows: Sequence[int], slots: Tensor, width: int) -> None:
+        self.blocks: list[int] = []
+        self.size = 0
+        self._cache, self._rows, self._slots, self._width = target.cache, rows, slots, width
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_args: object, **_kwargs: object) -> Any:
+        """As `SlotCache.update`, each token at its own layer."""
+        batch = len(self._rows)
+        seen = []
+        for place, block in enumerate(self.blocks):
+            self._cache.begin(self._rows, self._slots[:, place : place + 1], self._width)
+            mine = [part.reshape(batch, -1, *part.shape[1:])[:, place] for part in (keys, values)]
+            seen.append(self._cache.update(mine[0], mine[1], block * self.size + layer % self.size))
+        return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
+
+
+class Pipeline:
+    """Runs the tokens of a chain through a shared block, each at its own depth."""
+
+    def __init__(self, target: Target) -> None:
+        """Find the block; errors as `shared_block`."""
+        self.target, self.size = target, shared_block(target)
+        self.depth: int = target.num_layers // self.size
+        """Passes of the block that make the whole model."""
+
+    @classmethod
+    def proved(cls, target: Target) -> Pipeline:
+        """For a target whose logits come out the same; raises UnsupportedModelError, also where nothing is shared."""
+        pipeline = cls(target)
+        compare(target, _stream, (0, 1))
+        return pipeline
+
+    @torch.inference_mode()
+    def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
+        """One pass: each of the last F nodes of a chain goes through its block; they rise by one.
+
+        Args:
+            nodes: the chains so far, from the first of the F on.
+            states: (B, F or F - 1, H) before their blocks; without those of the last node it enters the model now.
+            blocks: (F,) which of the model's `depth` blocks each node runs next.
+
+        Returns:
+            (B, F, H) behind their blocks.
+        """
+        target, count, batch = self.target, len(blocks), len(rows)
+        size = target._nodes(rows, nodes).ids.shape[1]
+        if states is None or states.shape[1] < count:
+            new = self._enter(rows, replace(nodes, start=size - 1))
+            states = new if states is None else torch.cat([states, new], dim=1)
+        inputs = target._place(rows, nodes, padded=False)
+        masks = inputs["attention_mask"]
+        lengths = torch.tensor([target.lengths[row] for row in rows]).unsqueeze(1)
+        slots = torch.where(nodes.real, lengths + torch.arange(size), target.cache.dump)[:, -count:]
+        width = next(iter(masks.values())).shape[-1] if isinstance(masks, dict) else masks.shape[-1]
+        cache = _Cache(target, rows, slots.to(target.device), width)
+        cache.blocks, cache.size = list(blocks), self.size
+
+        def apart(mask: Tensor) -> Tensor:
+            return mask.transpose(1, 2).reshape(batch * count, 1, 1, width)
+
+        inputs |= {
+            "input_ids": inputs["input_ids"].reshape(-1, 1),
+            "position_ids": inputs["position_ids"].reshape(-1, 1),
+            "attention_mask": {k: apart(m) for k, m in masks.items()} if isinstance(masks, dict) else apart(masks),
+            "past_key_values": cache,
+        }
+        block = Plan(start=self.size, stop=2 * self.size)
+        return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
+
+    def _enter(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
+        """States (B, 1, H) of the last node before the first layer."""
+        inputs = self.target._place(rows, nodes, padded=False)
+        return self.target._ranges.run(Plan(start=0, stop=0), inputs, None)
+
+
+def _stream(target: Target, tree: TokenTree) -> Resume:
+    """A whole chain through the pipeline, one token behind the other."""
+    pipeline, states, finished = Pipeline(target), None, list[Tensor]()
+    for step in range(pipeline.depth + tree.size):
+        first, last = len(finished), min(step, tree.size)
+        nodes = Nodes.of_trees([tree.only(range(1, last + 1))], start=first)
+        states = pipeline.advance([0], nodes, states, [step - node for node in range(first, last + 1)])
+        if step - first == pipeline.depth - 1:
+            finished.append(states[:, :1])
+            states = states[:, 1:]
+    return Resume(boundary=target.num_layers, states=torch.cat(finished, dim=1)[0], stamp=target.writes[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedConfig:
+    """Options of `speed`."""
+
+    num_speculative_tokens: int = 8
+    """Most tokens that follow the root into the pipeline in one step."""
+
+    def __post_init__(self) -> None:
+        check_least("speed", self, num_speculative_tokens=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """One proposal under way, for A rows."""
+
+    members: Sequence[int]
+    """Indices in the context."""
+    limits: list[int]
+    """Per row the last node that may still be submitted; a flush lowers it."""
+    ids: Tensor
+    """(A, K) drafted tokens."""
+    confidence: list[list[float]]
+    finished: list[Tensor]
+    """(A, 1, H) at the last boundary, node by node."""
+
+
+class SpeedDrafter(Drafter):
+    """Drafts a chain in the pipeline of a decoder whose layers share their weights."""
+
+    name = "speed"
+    Config = SpeedConfig
+
+    def __init__(self, config: SpeedConfig, setup: DrafterSetup) -> None:
+        """Find the shared block; raises UnsupportedModelError where each layer has weights of its own."""
+        self.target = setup.target
+        self._pipeline = Pipeline.proved(setup.target)
+        self._shape = Shape.regular((1,) * config.num_speculative_tokens)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        limits = [
+            self._shape.within(nodes, min(depth, self.target.max_length - len(tokens)))
+            for nodes, depth, tokens in zip(budget.nodes, budget.depth, context.tokens, strict=True)
+        ]
+        members = [index for index, limit in enumerate(limits) if limit > 0]
+        if not members:
+            return context.trees()
+        run = _Run(
+            members=members,
+            limits=[limits[index] for index in members],
+            ids=torch.zeros(len(members), 0, dtype=torch.int64, device=self.target.device),
+            confidence=[[] for _ in members],
+            finished=[],
+        )
+        self._stream(context, run)
+        return self._draft(context, run)
+
+    def _stream(self, context: DraftContext, run: _Run) -> None:
+        """Pass after pass of the shared block, until every node that is not flushed has left the last one."""
+        rows, roots = [context.rows[i] for i in run.members], [context.tokens[i][-1] for i in run.members]
+        depth, states, step = self._pipeline.depth, None, 0
+        while (first := len(run.finished)) <= max(run.limits):
+            last = min(step, max(run.limits))
+            parents, counts = self._shape.parents, run.limits
+            nodes = Nodes.of_levels(roots, run.ids[:, :last], parents, counts=counts, start=first)
+            blocks = [step - node for node in range(first, last + 1)]
+            held = None if states is None else states[:, : last + 1 - first]
+            states = self._pipeline.advance(rows, nodes, held, blocks)
+            if last == step and last < max(run.limits):
+                best = self._likeliest(context, run, states[:, -1:], last)
+                run.ids = torch.cat([run.ids, torch.tensor(best, device=run.ids.device).unsqueeze(1)], dim=1)
+            if blocks[0] == depth - 1:
+                run.finished.append(states[:, :1])
+                states = states[:, 1:] if last > first else None
+                self._flush(context, run, first)
+            step += 1
+
+    def _likeliest(self, context: DraftContext, run: _Run, states: Tensor, node: int) -> list[int]:
+        """(A,) what follows `node` according to its states (A, 1, H)."""
+        logits = self._logits(states)
+        best: list[int] = logits.argmax(-1).tolist()
+        for place, index in enumerate(run.members):
+            if not context.samplers[index].neutral:
+                raw, output = logits[place], self._output(context, run, place, node)
+                best[place] = int(attempt(raw, context.samplers[index].process, raw, output).argmax())
+        return best
+
+    def _flush(self, context: DraftContext, run: _Run, node: int) -> None:
+        """Node `node` is finished: rows whose next node is not what the whole model finds likeliest end there."""
+        if node >= max(run.limits):
+            return
+        logits = self._logits(run.finished[node])
+        right = self._likeliest(context, run, run.finished[node], node)
+        for place, index in enumerate(run.members):
+            drafted, sampler = int(run.ids[place, node]), context.samplers[index]
+            if drafted != right[place]:
+                run.limits[place] = min(run.limits[place], node)
+            if sampler.greedy:
+                run.confidence[place].append(1.0)
+                continue
+            output = self._output(context, run, place, node)
+            probs = attempt(torch.zeros_like(logits[place]), sampler.probs, logits[place], output)
+            run.confidence[place].append(float(probs[drafted]))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.target.lm_head(self.target.final_norm(states))[:, 0]
+
+    def _output(self, context: DraftContext, run: _Run, place: int, node: int) -> list[int]:
+        index = run.members[place]
+        return [*context.tokens[index][context.prompt_lengths[index] :], *run.ids[place, :node].tolist()]
+
+    def _draft(self, context: DraftContext, run: _Run) -> list[TokenTree]:
+        trees, states = context.trees(), torch.cat(run.finished, dim=1)
+        for place, index in enumerate(run.members):
+            tree, limit, parent = trees[index], run.limits[place], 0
+            for token, confidence in zip(run.ids[place, :limit].tolist(), run.confidence[place], strict=False):
+                parent = tree.add(token, parent, confidence=confidence)
+            if not self.target.buckets.nodes:  # reproducible bits need passes of one shape: everything runs again
+                stamp = self.target.writes[context.rows[index]]
+                begun = states[place, : tree.size + 1]
+                tree.resume = Resume(boundary=self.target.num_layers, states=begun, stamp=stamp)
+        return trees

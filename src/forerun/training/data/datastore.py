@@ -1,0 +1,184 @@
+"""Data files to a datastore: tokenize, sort, write under a temporary name, rename. Knows no search and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.drafters.lookup.datastore import (
+    ITEM,
+    KIND,
+    MOST_ITEMS,
+    SEPARATOR,
+    SORTED_TOKENS,
+    SUFFIXES,
+    TOKENS,
+    Manifest,
+    StoredFile,
+)
+from forerun.errors import ArgumentError, DataError
+from forerun.manifests import TokenizerIdentity, digest_of
+from forerun.training.data.prepare import BadRecords, Record, read_records
+from forerun.writing import written_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tell = Callable[[str], None]
+"""Is told what is being done."""
+SORTING_BYTES = 48
+"""Memory that sorting takes per token: text, ranks, keys and the order that is being made."""
+_EVERY = 100
+"""Documents between two words about the progress."""
+
+
+def build(
+    paths: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    output: str | Path,
+    *,
+    name: str | None = None,
+    bad: BadRecords | None = None,
+    tell: Tell = lambda words: None,
+) -> Manifest:
+    """A datastore directory from data files.
+
+    Args:
+        paths: plain text, or JSONL, JSON and parquet with `text`, `messages`, `conversations` or `prompt`.
+        tokenizer: the target's.
+        output: the directory to write; must not hold anything yet.
+        name: the target's name for the manifest; the tokenizer's own if None.
+        bad: what to do with records that cannot be used; stops at the first if None.
+        tell: is told what is being done.
+
+    Raises:
+        DataError: a file or record that cannot be used, or nothing to draft from.
+        ArgumentError: `output` holds something, or there are too many tokens.
+    """
+    files = [Path(path) for path in paths]
+    if not files:
+        raise DataError("no data file was named")
+    documents = _documents(files, tokenizer, bad or BadRecords(skip=False))
+    sources = [{"path": path.name, "sha256": digest_of(path)} for path in files if path.is_file()]
+    return write(documents, TokenizerIdentity.of(tokenizer, name), output, sources=sources, tell=tell)
+
+
+def write(
+    documents: Iterable[Sequence[int]],
+    identity: TokenizerIdentity,
+    output: str | Path,
+    *,
+    sources: Sequence[Mapping[str, Any]] = (),
+    tell: Tell = lambda words: None,
+) -> Manifest:
+    """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all.
+
+    Sorting takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins.
+    """
+    final = Path(output).expanduser().absolute()
+    if final.is_file() or (final.is_dir() and any(final.iterdir())):
+        raise ArgumentError(f"{final} holds something already; name a new directory for the datastore")
+    with written_folder(final) as folder:
+        count = _write_tokens(documents, folder / TOKENS, tell)
+        text = np.fromfile(folder / TOKENS, dtype=ITEM)
+        tell(f"sorting {len(text):,} tokens in about {len(text) * SORTING_BYTES / 2**20:,.0f} MiB of memory")
+        places = sorted_places(text, tell)
+        if not len(places):
+            raise DataError("nothing to draft from: no document has two tokens")
+        places.tofile(folder / SUFFIXES)
+        manifest = Manifest(
+            tokenizer=identity,
+            documents=count,
+            tokens=len(text) - count - 1,
+            places=len(places),
+            largest_token=int(text[text != SEPARATOR].max()),
+            sorted_tokens=SORTED_TOKENS,
+            files={name: StoredFile.of(folder / name) for name in (TOKENS, SUFFIXES)},
+            sources=tuple(sources),
+        )
+        KIND.write(folder, asdict(manifest))
+    return manifest
+
+
+def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> NDArray[np.uint32]:
+    """(places,) uint32: the contents of ``suffixes.bin`` for the contents (N,) of ``tokens.bin``."""
+    order = suffix_order(text[::-1], SORTED_TOKENS, tell)
+    # Suffix s of the reversed text begins with the token before place N - s.
+    places = len(text) - order[order > 0]
+    kept = (text[places - 1] != SEPARATOR) & (text[places] != SEPARATOR)
+    result: NDArray[np.uint32] = places[kept].astype(ITEM)
+    return result
+
+
+def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
+    """(N,) int64: beginnings of the text's suffixes, sorted by at least their first `depth` tokens, ties by place.
+
+    Prefix doubling (Manber and Myers 1993): ranks by w tokens, paired, give ranks by 2 w. Stopping at `depth` bounds
+    the rounds, however long the text repeats itself.
+    """
+    rank, width = text.astype(np.uint64), 1
+    order = np.arange(len(text))
+    while width < depth:
+        tell(f"sorting by {2 * width} of {depth} tokens")
+        key = rank << np.uint64(32)
+        key[:-width] |= rank[width:]
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        rank[order[:1]] = 0
+        rank[order[1:]] = np.cumsum(key[1:] != key[:-1])
+        width *= 2
+        if len(order) and rank[order[-1]] == len(order) - 1:
+            break
+    return order
+
+
+def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) -> int:
+    """Write ``tokens.bin``; the number of documents."""
+    end = np.array([SEPARATOR], dtype=ITEM)
+    count, items = 0, 1
+    with path.open("wb") as file:
+        end.tofile(file)
+        for document in documents:
+            if not len(document):
+                continue
+            count, items = count + 1, items + len(document) + 1
+            if items > MOST_ITEMS:
+                raise ArgumentError(f"more than {MOST_ITEMS:,} tokens do not fit into one datastore; leave files out")
+            np.asarray(document, dtype=ITEM).tofile(file)
+            end.tofile(file)
+            if count % _EVERY == 0:
+                tell(f"{count:,} documents, {items:,} tokens")
+    return count
+
+
+def _documents(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> Iterator[Sequence[int]]:
+    for path in paths:
+        for record in read_records(path, bad):
+            try:
+                text = _text(record, tokenizer)
+            except DataError as error:
+                bad.report(f"{record.where}: {error}")
+                continue
+            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _text(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The record as the target would see it: conversations in its chat template."""
+    if not record.messages:
+        return record.text
+    if not tokenizer.chat_template:
+        if record.pair is not None:
+            return "".join(record.pair)
+        raise DataError("a conversation, but the tokenizer has no chat template; use plain text or another target")
+    from jinja2 import TemplateError
+
+    tools = [dict(tool) for tool in record.tools] or None
+    try:
+        return str(tokenizer.apply_chat_template(list(record.messages), tools=tools, tokenize=False))
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"the chat template refuses the conversation: {error}") from error
