@@ -90,16 +90,18 @@ def _arguments() -> argparse.Namespace:
 
 
 def _arms(head: Path) -> dict[str, dict[str, Any]]:
-    """Name -> what each engine is told; None is plain decoding."""
+    """Name -> what each engine is told, forerun besides to draft as vLLM does, the same at every step; None is plain
+    decoding."""
     ngram = {"method": "ngram", "num_speculative_tokens": LENGTH, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     draft = {"method": "draft_model", "num_speculative_tokens": LENGTH, "model": str(FOLDER / "draft")}
     eagle = {"method": "eagle3", "num_speculative_tokens": LENGTH, "model": str(head)}
+    fixed = {"adaptive": False}
     return {
         "plain": {"vllm": None, "forerun": False},
-        "ngram": {"vllm": ngram, "forerun": ngram},
+        "ngram": {"vllm": ngram, "forerun": ngram | fixed},
         # vLLM gives a draft model the target's number format, forerun the one of its checkpoint.
-        "draft_model": {"vllm": draft, "forerun": {**draft, "dtype": "float32"}},
-        "eagle3": {"vllm": eagle, "forerun": eagle},
+        "draft_model": {"vllm": draft, "forerun": {**draft, **fixed, "dtype": "float32"}},
+        "eagle3": {"vllm": eagle, "forerun": eagle | fixed},
     }
 
 
