@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.drawing import DraftVocabulary
-from forerun.drafters.trees import DynamicTree, columns
+from forerun.drafters.trees import DynamicTree
 from forerun.types import Drawn
 
 VOCABULARY = 5
@@ -39,7 +39,7 @@ def paths_of(tree: DynamicTree, model: Markov, depth: int, nodes: int) -> list[s
     """The token path of every submitted node, row by row."""
     grown = tree.grow(model.first, model.descend, None, depth)
     found = []
-    for row in columns(grown):
+    for row in grown.fetch():
         cut, _ = tree.cut(0, row, nodes, depth)
         found.append({tuple(cut.tokens[step] for step in cut.path(node)) for node in range(1, cut.size + 1)})
     return found
@@ -89,7 +89,7 @@ def test_tokens_are_the_targets_and_nodes_are_given() -> None:
         return model.descend(torch.searchsorted(ids, tokens), parents)
 
     tree = DynamicTree(depth=2, top_k=2, nodes=5)
-    row = columns(tree.grow(model.first, descend, vocabulary, 2))[0]
+    row = tree.grow(model.first, descend, vocabulary, 2).fetch()[0]
     cut, submitted = tree.cut(7, row, 5, 2)
     assert cut.tokens[0] == 7 and cut.size == 5 and set(cut.tokens[1:]) <= set(ids.tolist())
     assert set(cut.drawn) == {Drawn.DETERMINISTIC}

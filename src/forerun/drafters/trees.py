@@ -320,22 +320,39 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, F), places of their parents in the level before (B, F)) -> raw logits (B, F, V')."""
 
 
+class Candidate(NamedTuple):
+    """One node of an `Expanded` on the host."""
+
+    entry: int
+    token: int
+    parent: int
+    probability: float
+    depth: int
+    rank: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expanded:
     """The likeliest nodes of every row, best first."""
 
     order: Tensor
-    """(B, n) place of each node in the pool: parents come before children."""
+    """(B, n) entry of each node in the pool: parents come before children."""
     tokens: Tensor
     """(B, n) the target's token ids."""
     parents: Tensor
-    """(B, n) place of the parent in the pool, plus one; 0 is the root."""
+    """(B, n) entry of the parent in the pool, plus one; 0 is the root."""
     probabilities: Tensor
     """(B, n) of the token after its parent, by the drafter."""
     depths: Tensor
     """(B, n) from 1."""
     ranks: Tensor
     """(B, n) among its siblings, likeliest 0."""
+
+    def fetch(self) -> list[list[Candidate]]:
+        """(B, n) in one transfer."""
+        fields = (self.order, self.tokens, self.parents, self.probabilities, self.depths, self.ranks)
+        rows = zip(*(part.tolist() for part in fetched(fields)), strict=True)
+        return [[Candidate(*node) for node in zip(*row, strict=True)] for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,31 +391,22 @@ class DynamicTree:
         return pool.best(self.nodes, vocabulary)
 
     def cut(
-        self, root: int, grown: Sequence[tuple[float, ...]], nodes: int, depth: int, salt: str | None = None
+        self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
     ) -> tuple[TokenTree, Submitted]:
-        """One row's tree from its columns (see `columns`): the likeliest nodes that its budget allows.
+        """One row's tree: the likeliest of its candidates that its budget allows.
 
         Args:
             salt: the row's isolation domain.
         """
         tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
         submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
-        chosen = [column for column in grown if column[4] <= depth][:nodes]
-        for place, token, parent, probability, _, rank in sorted(chosen):
-            if int(parent) not in ids:  # only where rounding gave a child its parent's score
+        for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
+            if found.parent not in ids:  # only where rounding gave a child its parent's score
                 continue
-            evidence = by_draft_prob(Drawn.DETERMINISTIC, int(rank), probability)
-            node = tree.add(int(token), ids[int(parent)], confidence=acceptance.estimate(*evidence))
-            ids[int(place) + 1] = node
-            submitted.evidence[node] = evidence
+            evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
+            node = tree.add(found.token, ids[found.parent], confidence=acceptance.estimate(*evidence))
+            ids[found.entry + 1], submitted.evidence[node] = node, evidence
         return tree, submitted
-
-
-def columns(grown: Expanded) -> list[list[tuple[float, ...]]]:
-    """(B, n, 6) on the host: place, token, parent, probability, depth, rank of each node; one transfer."""
-    fields = (grown.order, grown.tokens, grown.parents, grown.probabilities, grown.depths, grown.ranks)
-    rows = zip(*(part.tolist() for part in fetched(fields)), strict=True)
-    return [list(zip(*row, strict=True)) for row in rows]
 
 
 class _Pool:

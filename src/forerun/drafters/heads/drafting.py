@@ -30,7 +30,6 @@ from forerun.drafters.trees import (
     Grown,
     Submitted,
     check_drawing,
-    columns,
     not_finite,
 )
 from forerun.errors import ArgumentError, VocabularyMismatchError
@@ -188,8 +187,8 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         key = None if tree.stop_below else deepest
         grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=key)
-        for index, row in zip(active, columns(grown), strict=True):
-            if any(math.isnan(node[3]) for node in row):
+        for index, row in zip(active, grown.fetch(), strict=True):
+            if any(math.isnan(node.probability) for node in row):
                 context.fail(index, not_finite())
                 continue
             root, salt = context.tokens[index][-1], context.salt(index)
