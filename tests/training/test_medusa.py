@@ -88,17 +88,17 @@ def test_a_fresh_head_predicts_at_every_depth_what_the_target_does() -> None:
 def test_the_default_tree_holds_the_likeliest_ranks() -> None:
     """By product of ranks: 1 for the chain, 2 for one second choice anywhere, ..."""
     assert tree_of_ranks(3, 3) == Shape.regular((1, 1, 1))
-    assert tree_of_ranks(2, 4).parents == (0, 0, 1, 1)
+    assert tree_of_ranks(2, 4).parents == (-1, 0, 0, 1, 1)
     for depth, nodes in ((1, 5), (3, 8), (5, 32), (4, 200)):
         shape = tree_of_ranks(depth, nodes)
-        assert len(shape.parents) == nodes and max(shape.depths) <= depth
-        products, ranks = {0: 1}, shape.ranks
-        for node, parent in enumerate(shape.parents, start=1):
-            products[node] = products[parent] * (ranks[node - 1] + 1)
+        assert shape.size == nodes and max(shape.depths) <= depth
+        products = {0: 1}
+        for node in range(1, nodes + 1):
+            products[node] = products[shape.parents[node]] * (shape.ranks[node] + 1)
         left_out = [
             products[node] * (shape.parents.count(node) + 1)
             for node in range(nodes + 1)
-            if node == 0 or shape.depths[node - 1] < depth
+            if shape.depths[node] < depth
         ]
         assert max(products.values()) <= min(left_out)
 
