@@ -56,9 +56,11 @@ class _Active:
 
     def repeats(self, row: Row) -> bool:
         """Whether the same is to be drafted for a row at every step: what is sampled shows in the text, which shall be
-        the same for the same seed. `auto` drafts deterministically for such rows instead."""
-        seeded = row.sampler.params.seed is not None and self.config.method != AUTO
-        return seeded and self.drafter.kind(row.sampler).sampled
+        the same for the same seed. `auto` drafts deterministically for such rows instead, and a walk gives the text of
+        plain decoding whatever was drafted."""
+        if row.sampler.params.seed is None or self.config.method == AUTO or row.rule == "sample_walk":
+            return False
+        return self.drafter.kind(row.sampler).sampled
 
     def group(self, nodes: int) -> Group:
         """The drafter, with no rows yet."""

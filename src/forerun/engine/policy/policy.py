@@ -40,7 +40,7 @@ from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, 
 from forerun.engine.policy.explore import Contribution, LookupTrials, RowTrials, Survival, guessed, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
-from forerun.types import Budget
+from forerun.types import Budget, StepTrace
 
 # --- the sentence -----------------------------------------------------------------------------------------------------
 
@@ -527,8 +527,11 @@ class Policy:
                 self._learn_outcomes(plan, offer, chosen, emitted)
         used, size = plan.used(), self.costs.shape.size(plan.counts)
         ms = plan.times[size] + sum(offer.ms for offer in used)
-        if self.measure:
-            ms = self._learn_times(plan, size, next(iter(emitted[member] for member in plan.rows)))
+        trace = next(emitted[member].trace for member in plan.rows)
+        if self.measure and any(count for row, count in enumerate(plan.counts) if row not in plan.rows):
+            self.costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)  # its host's work is not ours alone
+        elif self.measure:
+            ms = self._learn_times(plan, size, trace)
         tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), ms / plan.times[0]
         self._goodput.learn("all", tokens, cost)
         if not used:
@@ -582,10 +585,9 @@ class Policy:
         times = self._depth_times(plan, self.arms[offer.arm], offer.depth, rows)
         return 1 + (times[-1] / times[0] - 1) * plan.batch / rows
 
-    def _learn_times(self, plan: _StepPlan, size: int, step: Emitted) -> float:
+    def _learn_times(self, plan: _StepPlan, size: int, trace: StepTrace) -> float:
         """Correct the costs by what the step took; returns that without what reading a prompt took, ms."""
-        trace, costs = step.trace, self.costs
-        host = trace.draft_ms + trace.commit_ms
+        costs, host = self.costs, trace.draft_ms + trace.commit_ms
         costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)
         used, lookup_ms = plan.used(), sum(found.ms for found in plan.lookups)
         if not used:
