@@ -20,7 +20,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium (apt-get install chromium)")
 
-DRAFTER = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5}
+DRAFTER = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5, "adaptive": False}
 TOKENS = 48
 KINDS = ("accepted", "recovered", "bonus", "target", "rejected")
 
@@ -109,7 +109,7 @@ def test_greedy_fills_both_panes_and_says_that_they_are_equal(opened: Page) -> N
     assert opened.count("#fast .accepted") > 0 and opened.count("#fast .rejected") > 0
     steps = opened.page.evaluate("result.fast.moments.length")
     assert opened.count("#ruler button") == steps < TOKENS
-    assert "tokens/s" in opened.page.inner_text("#fast-speed") and 1 <= opened.count("#positions .bar") <= 5
+    assert "tokens/s" in opened.page.inner_text("#fast-speed") and opened.count("#positions .bar") == 5
 
 
 def test_a_sampled_run_shows_every_kind_in_its_own_shape(opened: Page) -> None:

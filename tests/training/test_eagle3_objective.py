@@ -109,17 +109,17 @@ def test_loss_and_metrics_equal_a_written_out_reference(size: int, divergence: D
     for index in range(len(text)):
         agreed: list[bool] = []
         for step, (output, share) in enumerate(zip(outputs, shares, strict=True)):
-            judged, predicted = index + 1 + step, index + 2 + step
+            verified, predicted = index + 1 + step, index + 2 + step
             if not 5 <= predicted < len(text):
                 continue
-            probs, draft = probs[judged], torch.zeros(VOCABULARY)
+            own, draft = probs[verified], torch.zeros(VOCABULARY)
             draft[ids] = made.lm_head(output[index]).softmax(-1).detach()
-            overlaps[step].append(float(torch.minimum(probs, draft).sum()))
-            agreed.append(int(probs.argmax()) == int(draft.argmax()))
+            overlaps[step].append(float(torch.minimum(own, draft).sum()))
+            agreed.append(int(own.argmax()) == int(draft.argmax()))
             if len(agreed) == step + 1:
                 chains[step].append(all(agreed))
-            if not skip or int(probs.argmax()) in ids:
-                total, weight = total + share * divergence_of(probs, draft, ids, divergence), weight + share
+            if not skip or int(own.argmax()) in ids:
+                total, weight = total + share * divergence_of(own, draft, ids, divergence), weight + share
     torch.testing.assert_close(report.loss, total, atol=1e-5, rtol=1e-5)
     assert float(report.weight) == pytest.approx(weight)
     for name, values in (("overlap", overlaps), ("acceptance", chains)):
