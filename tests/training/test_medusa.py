@@ -96,9 +96,7 @@ def test_the_default_tree_holds_the_likeliest_ranks() -> None:
         for node in range(1, nodes + 1):
             products[node] = products[shape.parents[node]] * (shape.ranks[node] + 1)
         left_out = [
-            products[node] * (shape.parents.count(node) + 1)
-            for node in range(nodes + 1)
-            if shape.depths[node] < depth
+            products[node] * (shape.parents.count(node) + 1) for node in range(nodes + 1) if shape.depths[node] < depth
         ]
         assert max(products.values()) <= min(left_out)
 

@@ -39,9 +39,9 @@ class SpeculativeConfig:
     rule: str | None = None
     """A verification rule by name; None takes the best for how the draft was drawn."""
     adaptive: bool = True
-    """Let the policy decide at every step how much to draft, or nothing, up to `num_speculative_tokens`. False drafts
-    the same at every step; so does a drafter that samples, for sampled requests that have a seed: their text repeats.
-    """
+    """Let the policy decide at every step how much to draft, or nothing, up to `num_speculative_tokens`; for sampled
+    requests that have a seed models then draft deterministically, so that their text repeats. False drafts the same at
+    every step, as the drafter draws."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
 
@@ -179,10 +179,11 @@ def arms_of(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 
 def repeats(config: SpeculativeConfig) -> bool:
-    """Whether what is drafted for sampled requests that have a seed is deterministic, so that their text repeats.
+    """Whether what the policy's drafters draft for sampled requests that have a seed is deterministic, so that their
+    text repeats.
 
-    So it is under `auto` unless option ``reproducible`` is false: who drafts depends there on what other requests
-    showed and on the clock. A drafter that is named draws as it was told to.
+    So it is unless option ``reproducible`` is false: how much is drafted, and by whom, depends on what other requests
+    showed and on the clock.
 
     Raises:
         ArgumentError: ``reproducible`` is neither true nor false.
@@ -190,7 +191,7 @@ def repeats(config: SpeculativeConfig) -> bool:
     wanted = config.options.get("reproducible", True)
     if config.method == AUTO and not isinstance(wanted, bool):
         raise ArgumentError(f"{AUTO}: reproducible is true or false, got {wanted!r}")
-    return config.method == AUTO and bool(wanted)
+    return bool(wanted)
 
 
 def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:

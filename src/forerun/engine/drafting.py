@@ -54,18 +54,6 @@ class _Active:
         """The one drafter, or the first."""
         return self.drafters[0][1]
 
-    def repeats(self, row: Row) -> bool:
-        """Whether the same is to be drafted for a row at every step: what is sampled shows in the text, which shall be
-        the same for the same seed. `auto` drafts deterministically for such rows instead, and a walk gives the text of
-        plain decoding whatever was drafted."""
-        if row.sampler.params.seed is None or self.config.method == AUTO or row.rule == "sample_walk":
-            return False
-        return self.drafter.kind(row.sampler).sampled
-
-    def group(self, nodes: int) -> Group:
-        """The drafter, with no rows yet."""
-        return Group(name=self.config.method, drafter=self.drafter, members=(), depths=(), nodes=nodes)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewSequence:
@@ -150,18 +138,20 @@ class DrafterPool:
         for key in dict.fromkeys(key for key in keys if key is not None):
             active = self._active[key]
             members = [index for index, other in enumerate(keys) if other == key]
-            fixed = [index for index in members if active.policy is None or active.repeats(rows[index])]
-            planned = list[Group]()
-            if active.policy is not None and len(fixed) < len(members):
-                free = [index for index in members if index not in fixed]
-                limits = [self.depth(key, depths[index]) for index in free]
-                planned = active.policy.plan(rows, free, limits, awaited=awaited)
+            limits = [self.depth(key, depths[index]) for index in members]
+            if active.policy is not None:
+                groups += active.policy.plan(rows, members, limits, awaited=awaited)
                 self._planned.append(active.policy)
-            if fixed:  # a drafter proposes once in a step: with the rows that the policy drafts for, if there are any
-                group = planned.pop() if planned else active.group(self._nodes)
-                limits = [self.depth(key, depths[index]) for index in fixed]
-                planned.append(replace(group, members=[*group.members, *fixed], depths=[*group.depths, *limits]))
-            groups += planned
+                continue
+            groups.append(
+                Group(
+                    name=active.config.method,
+                    drafter=active.drafter,
+                    members=members,
+                    depths=limits,
+                    nodes=self._nodes,
+                )
+            )
         return groups
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
