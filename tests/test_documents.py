@@ -69,7 +69,7 @@ def test_the_drafter_in_contributing_works(checkpoint: Path, monkeypatch: pytest
     entries = eval(f"{{{blocks[1]}}}", {"Entry": Entry})
     monkeypatch.setitem(DRAFTERS, "echo", entries["echo"])
 
-    llm = LLM(checkpoint, speculative_config={"method": "echo"})
+    llm = LLM(checkpoint, speculative_config={"method": "echo", "adaptive": False})
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]
     echo = llm.generate(["the cat"], params)[0].outputs[0]

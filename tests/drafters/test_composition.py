@@ -402,11 +402,11 @@ def test_unknown_members_and_senseless_numbers_are_refused() -> None:
 @pytest.mark.parametrize("method", ["merge", "first_of", "cascade"])
 def test_members_have_defaults_and_may_be_names(method: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    model = {"model": "demo-draft"} if method == "cascade" else {}
+    fixed = {"method": method, "adaptive": False, **({"model": "demo-draft"} if method == "cascade" else {})}
     named = {"inner": "suffix"} if method == "cascade" else {"drafters": ["ngram", {"method": "suffix"}]}
     texts = [
         LLM("demo", dtype="float32", speculative_config=config).generate("import os\nimport", greedy)
-        for config in (None, {"method": method, **model}, {"method": method, **model, **named})
+        for config in (None, fixed, {**fixed, **named})
     ]
     plain, *others = [output[0].outputs[0] for output in texts]
     for answer in others:

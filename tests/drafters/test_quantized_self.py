@@ -114,7 +114,7 @@ def test_layers_that_do_not_fit_the_four_bit_kernel_get_eight() -> None:
 
 @torch.inference_mode()
 def test_four_bits_are_lossless_too() -> None:
-    config = {"method": "quantized_self", "bits": 4, "num_speculative_tokens": 3}
+    config = {"method": "quantized_self", "bits": 4, "num_speculative_tokens": 3, "adaptive": False}
     engine = LLM(copy.deepcopy(model()), tokenizer=False, speculative_config=config, max_model_len=64, check=True)
     params = SamplingParams(temperature=0.0, max_tokens=24)
     found = engine.generate(as_prompts([PROMPT]), params)

@@ -123,7 +123,8 @@ def test_senseless_options_are_refused(store: str, options: dict[str, int]) -> N
 
 
 def llm(checkpoint: Path, folder: Path) -> LLM:
-    return LLM(checkpoint, speculative_config={"method": "rest", "datastore": str(folder)}, dtype="float32")
+    config = {"method": "rest", "datastore": str(folder), "adaptive": False}
+    return LLM(checkpoint, speculative_config=config, dtype="float32")
 
 
 def test_a_foreign_or_damaged_datastore_is_refused_before_the_first_token(checkpoint: Path, tmp_path: Path) -> None:
