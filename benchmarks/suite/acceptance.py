@@ -18,8 +18,10 @@ from torch import Tensor
 from benchmarks.suite.speed import Progress
 from benchmarks.suite.workloads import loops
 from forerun import LLM, SamplingParams
+from forerun.core.row import Row
 from forerun.core.sampling import Sampler
-from forerun.core.step import Group, Row, Scores, context_for, first_tokens, step
+from forerun.core.scores import Scores
+from forerun.core.step import Group, context_for, first_tokens, step
 from forerun.core.tree import TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup

@@ -25,9 +25,10 @@ from contract.harness import Variant
 from forerun import LLM, SamplingParams
 from forerun.core import step as stepping
 from forerun.core.enumeration import EnumeratingRng, outcomes
+from forerun.core.row import Row
 from forerun.core.sampling import Rng
 from forerun.core.scores import Scores
-from forerun.core.step import Emitted, Row, Verified
+from forerun.core.step import Emitted, Verified
 from forerun.engine import drafting
 from forerun.engine.completion import Completion
 from forerun.engine.grammar import Budget, GrammarProcessor

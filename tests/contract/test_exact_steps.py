@@ -18,10 +18,10 @@ from contract.harness import SAMPLED, Variant, kind_for, variants, without_unlik
 from contract.tongues import retold, tongue
 from forerun.core import step as stepping
 from forerun.core.enumeration import TOLERANCE
+from forerun.core.row import Row
 from forerun.core.rules.base import default_rule, kind_of
 from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
-from forerun.core.step import Row
 from forerun.core.tree import TokenTree, join
 from forerun.drafters import trees
 from forerun.drafters.combined import first_of, merge

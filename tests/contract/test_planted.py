@@ -36,7 +36,7 @@ from forerun import LLM, SamplingParams
 from forerun.core import step
 from forerun.core.rules.base import rule_named
 from forerun.core.sampling import Rng, Stream
-from forerun.core.step import Scores
+from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters import drawing
 from forerun.drafters.trees import Submitted

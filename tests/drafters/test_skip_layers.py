@@ -17,8 +17,9 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, tokens_of
 from forerun import LLM, SamplingParams
+from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
-from forerun.core.step import Row, Scores
+from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement

@@ -15,7 +15,7 @@ from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
 from forerun.drafters import Entry
-from forerun.engine.core import BLOCK, PrefixCache, PrefixQuery, RowContents
+from forerun.engine.core import BLOCK, PrefixCache, PrefixQuery
 from forerun.types import LAST_HIDDEN, RequestOutput
 
 pytestmark = pytest.mark.thorough
@@ -181,9 +181,9 @@ def test_rows_are_chosen_by_text_then_by_their_neighbours_then_by_age(checkpoint
         prefixes.acquire(PrefixQuery(tokens=()), {})
     assert len(prefixes) == 0
     for row in (3, 0, 4, 1, 2):
-        prefixes.release(row, RowContents(tokens=texts[row]), None)
+        prefixes.release(row, (texts[row], None), None)
     assert prefixes.acquire(PrefixQuery(tokens=[*texts[4], 99]), {}).row == 4
     assert prefixes.acquire(PrefixQuery(tokens=[99] * 30), {}).row == 3, "the oldest"
-    busy = {3: RowContents(tokens=[]), 4: RowContents(tokens=[])}
+    busy = {3: ([], None), 4: ([], None)}
     assert prefixes.acquire(PrefixQuery(tokens=[*texts[0][:BLOCK], 99]), busy).row == 2, "next to the busy ones"
     assert prefixes.drop(40) == [] and prefixes.held == 30, "the older one goes"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.core.step import Scores
+from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup

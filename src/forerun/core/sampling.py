@@ -22,35 +22,6 @@ from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
 from forerun.types import LogitsProcessor, SamplingParams
 
-# Token sequences that may not be produced: which tokens would end one.
-
-
-class BadWords:
-    """Words by the token before their last: a position in a text looks only at those that may end there.
-
-    Args:
-        words: token ids, none of them empty.
-    """
-
-    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        self.always = [word[0] for word in words if len(word) == 1]
-        """Words of one token."""
-        self._after = defaultdict[int, list[tuple[int, ...]]](list)
-        for word in words:
-            if len(word) > 1:
-                self._after[word[-2]].append(word)
-
-    def ends(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
-        """The tokens that would end a word behind a prompt and an output."""
-        found = list(self.always)
-        for word in self._after.get((output or prompt or (-1,))[-1], ()):
-            missing = max(len(word) - 1 - len(output), 0)
-            tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
-            if tail == word[:-1]:
-                found.append(word[-1])
-        return found
-
-
 TOLERANCE = 1e-3
 """How far from 1 the probabilities of a distribution may add up to."""
 _HINT = "check logit_bias, the processors and the checkpoint"
@@ -350,6 +321,33 @@ class Sampler:
             ids = torch.as_tensor(list(counts), device=logits.device)
             times = torch.as_tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+class BadWords:
+    """Token sequences that may not be produced, by the token before their last: a position in a text looks only at
+    those that may end there.
+
+    Args:
+        words: token ids, none of them empty.
+    """
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self.always = [word[0] for word in words if len(word) == 1]
+        """Words of one token."""
+        self._after = defaultdict[int, list[tuple[int, ...]]](list)
+        for word in words:
+            if len(word) > 1:
+                self._after[word[-2]].append(word)
+
+    def ends(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+        """The tokens that would end a word behind a prompt and an output."""
+        found = list(self.always)
+        for word in self._after.get((output or prompt or (-1,))[-1], ()):
+            missing = max(len(word) - 1 - len(output), 0)
+            tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
+            if tail == word[:-1]:
+                found.append(word[-1])
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

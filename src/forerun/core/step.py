@@ -1,7 +1,4 @@
-"""One step of speculative decoding: propose, score, verify, commit, learn. The engine and a cascade both call it.
-
-Knows the target, the drafters' protocol and the rules. Does not know requests, text or scheduling.
-"""
+"""One step of speculative decoding: propose, score, verify, commit, learn. The engine and a cascade both call it."""
 
 from __future__ import annotations
 
@@ -34,50 +31,6 @@ from forerun.types import (
     TracedNode,
     Verdict,
 )
-
-# A row whose numbers failed is scored again without its draft, which may be the reason. Knows rows and the target.
-#
-# A token's keys and values reach all others of its row, whether or not these see it: a drafted token whose numbers
-# overflow takes the row's root with it, and so does what was left behind the root by a draft that was never scored.
-
-
-def score_roots_again(
-    target: Target, rows: Sequence[Row], scored: Scored, row_trees: list[TokenTree]
-) -> dict[int, NumericError]:
-    """Let rows that failed for their numbers, and had more in their slots than the root, decode plainly in this step.
-
-    What stood behind their roots is gone, their trees are empty, the scores at their roots are new, and they have no
-    error any longer.
-
-    Returns:
-        the errors that they had, by index into `rows`.
-    """
-    numeric = {index: row.error for index, row in enumerate(rows) if isinstance(row.error, NumericError)}
-    lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
-    if not lost:
-        return lost
-    indices = list(lost)
-    for index in indices:
-        row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
-    alone = [row_trees[index] for index in indices]
-    again = target.score([rows[index].cache_row for index in indices], alone, signals=scored.signals.keys())
-    scored.logits[indices, 0] = again.logits[:, 0]
-    for signal, states in scored.signals.items():
-        states[indices, 0] = again.signals[signal][:, 0]
-    return lost
-
-
-__all__ = [
-    "Admit",
-    "Emitted",
-    "Group",
-    "Row",
-    "Scores",
-    "context_for",
-    "first_tokens",
-    "step",
-]
-
 
 Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 """Of each emitted token, and of the likeliest at its position."""
@@ -361,6 +314,34 @@ def _emitted(row: Row, scores: Scores, index: int, result: Verified, clock: _Clo
         logprobs=result.logprobs,
         trace=trace,
     )
+
+
+def score_roots_again(
+    target: Target, rows: Sequence[Row], scored: Scored, row_trees: list[TokenTree]
+) -> dict[int, NumericError]:
+    """Let rows that failed for their numbers, and had more in their slots than the root, decode plainly in this step.
+
+    A token's keys and values reach all others of its row, whether or not these see it: a drafted token whose numbers
+    overflow takes the row's root with it, and so does what was left behind the root by a draft that was never scored.
+    What stood behind their roots is gone, their trees are empty, the scores at their roots are new, and they have no
+    error any longer.
+
+    Returns:
+        the errors that they had, by index into `rows`.
+    """
+    numeric = {index: row.error for index, row in enumerate(rows) if isinstance(row.error, NumericError)}
+    lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
+    if not lost:
+        return lost
+    indices = list(lost)
+    for index in indices:
+        row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
+    alone = [row_trees[index] for index in indices]
+    again = target.score([rows[index].cache_row for index in indices], alone, signals=scored.signals.keys())
+    scored.logits[indices, 0] = again.logits[:, 0]
+    for signal, states in scored.signals.items():
+        states[indices, 0] = again.signals[signal][:, 0]
+    return lost
 
 
 def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.sampling import Sampler
-from forerun.core.step import Scores
+from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, Seeds
 from forerun.drafters.guarded import Guarded

@@ -28,7 +28,7 @@ from forerun.model.layers import check_signals
 from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
-    from forerun.core.step import Scores
+    from forerun.core.scores import Scores
     from forerun.model import Target
 
 # What a tree must be before anybody works with it.

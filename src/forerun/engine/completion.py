@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from forerun.core.step import Emitted, Row
+from forerun.core.row import Row
+from forerun.core.step import Emitted
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import Isolation
 from forerun.types import (

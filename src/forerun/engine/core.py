@@ -1,7 +1,6 @@
 """The engine: rows that advance unevenly, finish, are replaced by waiting requests, and give way when memory runs out.
 
-Knows requests, rows and passes. Does not know how a prompt became tokens, how a step works inside, nor who is next:
-that is `scheduling`.
+Who gets the next row is decided in `scheduling`, what a step does in `core.step`.
 """
 
 from __future__ import annotations
@@ -14,197 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.core.step import Row, first_tokens, step
+from forerun.core.step import first_tokens, step
 from forerun.core.tree import TokenTree
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
-from forerun.engine.grammar import GrammarProcessor
-from forerun.engine.policy.ranking import prune
+from forerun.engine.grammar import permitted
 from forerun.engine.scheduling import Prefill, Scheduling, next_in_line, pass_of, run_prefills, youngest
-from forerun.errors import ArgumentError, Isolation
+from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import StreamChunk
-
-# Free rows, and what still stands in their slots: a prompt that begins with it need not read that part again.
-#
-# Knows the target's rows; does not know requests, nor what a drafter is.
-
-
-BLOCK = 16
-"""Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
-far a guess at another one is right."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FreeRow:
-    """A free row."""
-
-    tokens: Sequence[int] = ()
-    """What its slots hold."""
-    salt: str | None = None
-    """Isolation domain of what its slots hold."""
-    drafter: str | None = None
-    """Key of the drafter that has not forgotten the row."""
-    writes: int = 0
-    """`Target.writes` when the row became free: a pass that has written to it since, to measure, made it worthless."""
-    used: int = 0
-    """Rises with every row that becomes free."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixQuery:
-    """What is to be prefilled, and whose rows may serve it."""
-
-    tokens: Sequence[int]
-    salt: str | None = None
-    """Isolation domain: what rows of another hold is as good as unknown."""
-    drafter: str | None = None
-    """Key of the drafter that will work for the row."""
-    needs_drafter: bool = False
-    """Without the drafter's own state of the prefix, the target's is of no use: it reads hidden states."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Allocation:
-    """A row of the cache for a sequence."""
-
-    row: int
-    shared: int = 0
-    """Tokens that the row holds already."""
-    drafter: str | None = None
-    """Key of the drafter that has not forgotten the row."""
-    known: int = 0
-    """Of these tokens that drafter may keep so many: one more than are shared, for the hidden state of the last shared
-    token is gone, and the token behind it is the next that is run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowContents:
-    """A row that is in use."""
-
-    tokens: Sequence[int]
-    """What its slots hold."""
-    salt: str | None = None
-    """Isolation domain of that."""
-
-
-class PrefixCache:
-    """The free rows of a target."""
-
-    def __init__(self, target: Target, *, enabled: bool) -> None:
-        self._target, self.enabled = target, enabled
-        self._free = {row: _FreeRow() for row in range(target.rows)}
-        self._clock = 0
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    @property
-    def held(self) -> int:
-        """Tokens kept in free rows."""
-        return sum(len(kept.tokens) for kept in self._free.values())
-
-    def release(self, row: int, held: RowContents, drafter: str | None) -> None:
-        """A row becomes free; its slots hold what they held, and so does the state of `drafter`, where one is named."""
-        self._clock += 1
-        self._target.truncate([row], [0])
-        writes = self._target.writes[row]
-        self._free[row] = _FreeRow(
-            tokens=list(held.tokens), salt=held.salt, drafter=drafter, writes=writes, used=self._clock
-        )
-
-    def drop(self, most: int) -> list[tuple[int, str]]:
-        """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with their drafters' keys."""
-        forgotten = []
-        for row, kept in sorted(self._free.items(), key=lambda entry: entry[1].used):
-            if self.held <= most:
-                break
-            self._free[row] = _FreeRow(used=kept.used)
-            if kept.drafter is not None:
-                forgotten.append((row, kept.drafter))
-        return forgotten
-
-    def acquire(self, query: PrefixQuery, running: Mapping[int, RowContents]) -> Allocation:
-        """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
-
-        Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
-        of several such rows the one that was used least recently.
-
-        Args:
-            query: at least one token of it is left to be read.
-            running: what the busy rows hold.
-        """
-        shared = {row: self._shared(row, query) for row in self._free}
-        best = max(shared, key=lambda row: shared[row])
-        lenders = {row: busy for row, busy in running.items() if busy.salt == query.salt and not query.needs_drafter}
-        copied = {row: _common(busy.tokens, query.tokens) for row, busy in lenders.items()}
-        source = max(copied, key=lambda row: copied[row], default=None)
-        if source is not None and self.enabled and copied[source] > shared[best]:
-            found = self._take(self._quiet(running), 0, query)
-            self._target.copy_row(source, found.row, copied[source])
-            return Allocation(row=found.row, shared=copied[source], drafter=found.drafter)
-        if shared[best]:
-            return self._take(best, shared[best], query)
-        return self._take(self._quiet(running), 0, query)
-
-    def _shared(self, row: int, query: PrefixQuery) -> int:
-        kept = self._free[row]
-        if kept.salt != query.salt:
-            return 0
-        if kept.writes != self._target.writes[row] or (query.needs_drafter and kept.drafter != query.drafter):
-            return 0
-        return _common(kept.tokens, query.tokens)
-
-    def _take(self, row: int, shared: int, query: PrefixQuery) -> Allocation:
-        kept = self._free.pop(row)
-        self._target.lengths[row] = shared  # Its slots still hold them: see `_FreeRow.writes`.
-        self._target.clear(row)
-        known = shared + 1 if shared and kept.drafter == query.drafter else 0
-        return Allocation(row=row, shared=shared, drafter=kept.drafter, known=known)
-
-    def _quiet(self, busy: Mapping[int, object]) -> int:
-        def spread(row: int) -> tuple[int, int, int]:
-            span = max((*busy, row)) - min((*busy, row))
-            return span, self._free[row].used, row
-
-        return min(self._free, key=spread)
-
-
-def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Whole blocks of the common beginning, in tokens; its last token is no part of them: its state is needed anew."""
-    pairs = enumerate(zip(held, wanted, strict=False))
-    length = next((index for index, (left, right) in pairs if left != right), min(len(held), len(wanted)))
-    return max(0, length - 1) // BLOCK * BLOCK
-
-
-# Before a pass: deterministic nodes that an answer's grammar forbids are left out, since no rule could keep them.
-#
-# Knows drafts and grammars. Sampled nodes stay: they were drawn under the grammar, and what was drawn decides
-# nothing.
-
-
-def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
-    """The trees of a step of `rows` without the deterministic nodes that their grammars forbid, and all below those."""
-    keep = dict[int, list[int]]()
-    for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-        grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)
-        if grammar is None or not tree.prunable:
-            continue
-        with Isolation(row):
-            allowed = _allowed(grammar, row.tokens[row.prompt_length :], tree)
-            if len(allowed) < tree.size:
-                keep[index] = allowed
-    return prune(trees, keep) if keep else trees
-
-
-def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> list[int]:
-    """Node ids, parents first."""
-    paths = {0: output}
-    for node in range(1, tree.size + 1):
-        parent, token = tree.parents[node], tree.tokens[node]
-        if parent in paths and grammar.valid(paths[parent], [token]):
-            paths[node] = [*paths[parent], token]
-    return [node for node in paths if node]
 
 
 class Engine:
@@ -341,15 +158,15 @@ class Engine:
             self.drafting.forget(found.drafter, [found.row], [found.known])
         return found
 
-    def _held(self, answer: Completion) -> RowContents:
+    def _held(self, answer: Completion) -> CachedText:
         row = answer.row
-        return RowContents(tokens=row.tokens[: self.target.lengths[row.cache_row]], salt=row.cache_salt)
+        return row.tokens[: self.target.lengths[row.cache_row]], row.cache_salt
 
     def _release(self, answer: Completion, *, keep: bool) -> None:
         """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
         row, drafter = answer.row, answer.drafter
         keep = keep and self._prefixes.enabled
-        held = self._held(answer) if keep else RowContents(tokens=())
+        held: CachedText = self._held(answer) if keep else ((), None)
         remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
         if drafter is not None and not remembers:
             self.drafting.forget(drafter, [row.cache_row], [0])
@@ -470,3 +287,137 @@ class Engine:
             if self._requests[request_id].finished:
                 self._requests.pop(request_id).release()
         return closed
+
+
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+BLOCK = 16
+"""Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
+far a guess at another one is right."""
+CachedText = tuple[Sequence[int], str | None]
+"""What a row's slots hold, and the isolation domain of that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixQuery:
+    """What is to be prefilled, and whose rows may serve it."""
+
+    tokens: Sequence[int]
+    salt: str | None = None
+    """Isolation domain: what rows of another hold is as good as unknown."""
+    drafter: str | None = None
+    """Key of the drafter that will work for the row."""
+    needs_drafter: bool = False
+    """Without the drafter's own state of the prefix, the target's is of no use: it reads hidden states."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """A row of the cache for a sequence."""
+
+    row: int
+    shared: int
+    """Tokens that the row holds already."""
+    drafter: str | None
+    """Key of the drafter that has not forgotten the row."""
+    known: int = 0
+    """Of these tokens that drafter may keep so many: one more than are shared, for the hidden state of the last shared
+    token is gone, and the token behind it is the next that is run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FreeRow:
+    tokens: Sequence[int] = ()
+    salt: str | None = None
+    drafter: str | None = None
+    writes: int = 0
+    """`Target.writes` when the row became free: a pass that has written to it since, to measure, made it worthless."""
+    used: int = 0
+    """Rises with every row that becomes free."""
+
+
+class PrefixCache:
+    """The free rows of a target, and what still stands in their slots: a prompt that begins with that is read from
+    there on only."""
+
+    def __init__(self, target: Target, *, enabled: bool) -> None:
+        self._target, self.enabled = target, enabled
+        self._free = {row: _FreeRow() for row in range(target.rows)}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Tokens kept in free rows."""
+        return sum(len(kept.tokens) for kept in self._free.values())
+
+    def release(self, row: int, held: CachedText, drafter: str | None) -> None:
+        """A row becomes free; its slots hold what they held, and so does the state of `drafter`, where one is named."""
+        self._clock += 1
+        self._target.truncate([row], [0])
+        self._free[row] = _FreeRow(
+            tokens=list(held[0]),
+            salt=held[1],
+            drafter=drafter,
+            writes=self._target.writes[row],
+            used=self._clock,
+        )
+
+    def drop(self, most: int) -> list[tuple[int, str]]:
+        """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with their drafters' keys."""
+        forgotten = []
+        for row, kept in sorted(self._free.items(), key=lambda entry: entry[1].used):
+            if self.held <= most:
+                break
+            self._free[row] = _FreeRow(used=kept.used)
+            if kept.drafter is not None:
+                forgotten.append((row, kept.drafter))
+        return forgotten
+
+    def acquire(self, query: PrefixQuery, running: Mapping[int, CachedText]) -> Allocation:
+        """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
+
+        Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
+        of several such rows the one that was used least recently.
+
+        Args:
+            query: at least one token of it is left to be read.
+            running: what the busy rows hold.
+        """
+        shared = {row: self._shared(row, query) for row in self._free}
+        best = max(shared, key=lambda row: shared[row])
+        copied = {
+            row: _common(tokens, query.tokens)
+            for row, (tokens, salt) in running.items()
+            if self.enabled and salt == query.salt and not query.needs_drafter
+        }
+        source = max(copied, key=lambda row: copied[row], default=-1)
+        lent = copied.get(source, 0)
+        row = best if shared[best] >= max(1, lent) else self._between(running)
+        length = shared[best] if row == best and shared[best] >= lent else 0
+        kept = self._free.pop(row)
+        self._target.lengths[row] = length  # its slots still hold them: see `_FreeRow.writes`
+        self._target.clear(row)
+        if lent > length:
+            self._target.copy_row(source, row, lent)
+            return Allocation(row=row, shared=lent, drafter=kept.drafter)
+        known = length + 1 if length and kept.drafter == query.drafter else 0
+        return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
+
+    def _shared(self, row: int, query: PrefixQuery) -> int:
+        kept = self._free[row]
+        lost = kept.writes != self._target.writes[row] or (query.needs_drafter and kept.drafter != query.drafter)
+        return 0 if lost or kept.salt != query.salt else _common(kept.tokens, query.tokens)
+
+    def _between(self, busy: Mapping[int, object]) -> int:
+        """The free row that keeps the busy ones side by side."""
+        return min(self._free, key=lambda row: (max((*busy, row)) - min((*busy, row)), self._free[row].used, row))
+
+
+def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """Whole blocks of the common beginning, in tokens; its last token is no part of them: its state is needed anew."""
+    pairs = enumerate(zip(held, wanted, strict=False))
+    length = next((index for index, (left, right) in pairs if left != right), min(len(held), len(wanted)))
+    return max(0, length - 1) // BLOCK * BLOCK

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from forerun.core.row import Row
 from forerun.core.rules import check_fits, rule_named
 from forerun.core.sampling import Sampler
-from forerun.core.step import Emitted, Group, Row, context_for
+from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters import AUTO
 from forerun.drafters.base import Drafter, DrafterSetup

@@ -28,9 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from forerun.core.row import Row
+from forerun.core.tree import TokenTree
 from forerun.engine import grammar_trial
 from forerun.engine.grammar_trial import compiled, complaint
-from forerun.errors import ArgumentError
+from forerun.engine.policy.ranking import prune
+from forerun.errors import ArgumentError, Isolation
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.types import StructuredOutputs
 
@@ -164,10 +167,7 @@ def _rules(text: str) -> dict[str, list[str]]:
     return rules
 
 
-# The process that tries grammars (`grammar_trial`): started when first needed, and again when one has ended it.
-#
-# Knows no grammar.
-
+# --- the process that tries grammars ----------------------------------------------------------------------------------
 
 TRIAL_S = 2.0
 """Time to compile one grammar, seconds; ordinary schemas take some milliseconds."""
@@ -176,7 +176,8 @@ START_S = 60.0
 
 
 class Trials:
-    """Tries one grammar at a time.
+    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
+    grammar has ended it.
 
     Args:
         tokenizer: what llguidance's tokenizer is made from, as keywords.
@@ -238,6 +239,8 @@ def _ended(process: subprocess.Popen[str]) -> None:
     with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
         pass
 
+
+# --- the processor ----------------------------------------------------------------------------------------------------
 
 GRACE_S = 0.1
 """Time that the masks of one request may take together, seconds of the thread, and"""
@@ -450,3 +453,27 @@ def source(outputs: StructuredOutputs) -> tuple[str, str]:
         return "grammar", f"start: CHOICE\nCHOICE: {options}"
     assert outputs.grammar is not None, "checked when it was made"
     return "grammar", outputs.grammar
+
+
+def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
+    """The trees of a step of `rows` without the deterministic nodes that their grammars forbid, and all below those."""
+    keep = dict[int, list[int]]()
+    for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+        grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)
+        if grammar is None or not tree.prunable:
+            continue
+        with Isolation(row):
+            allowed = _allowed(grammar, row.tokens[row.prompt_length :], tree)
+            if len(allowed) < tree.size:
+                keep[index] = allowed
+    return prune(trees, keep) if keep else trees
+
+
+def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> list[int]:
+    """Node ids, parents first."""
+    paths = {0: output}
+    for node in range(1, tree.size + 1):
+        parent, token = tree.parents[node], tree.tokens[node]
+        if parent in paths and grammar.valid(paths[parent], [token]):
+            paths[node] = [*paths[parent], token]
+    return [node for node in paths if node]

@@ -1,7 +1,6 @@
-"""From what a user passes to a queued request: token ids, resolved sampling parameters, stop ids.
+"""From what a user passes to a queued request: chat template, token ids, resolved sampling parameters, stop ids.
 
-Also the threads in which that is done, so that neither the engine nor an event loop waits for it. Knows a tokenizer and
-a generation configuration; does not know the engine.
+Also the threads in which that is done, so that neither the engine nor an event loop waits for it.
 """
 
 from __future__ import annotations
@@ -9,20 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
-import logging
+import inspect
+import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
+from forerun.core.row import Row
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Sampler, check_token_ids, request_seed
-from forerun.core.step import Row
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import Budget, GrammarCompiler
@@ -33,84 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-
-LARGE = 50_000
-"""Characters, bytes or tokens from which on something is large: reading it then takes more than some milliseconds."""
-
-
-class Lane(Enum):
-    """Things of one kind wait for each other, and not for those of another kind."""
-
-    SMALL = "small"
-    LARGE = "large"
-    GRAMMAR = "grammar"
-    """Compiled in another process, for which the thread waits."""
-
-    @classmethod
-    def of(cls, size: int) -> Lane:
-        """For something of so many characters, bytes or tokens."""
-        return cls.LARGE if size >= LARGE else cls.SMALL
-
-
-class Lanes:
-    """A thread for each lane.
-
-    What is large rests for as long as it took: while one thread runs Python, each operation of another one waits until
-    it is let in, so that the engine would all but stand still under large requests that come one after the other.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._closed = False
-        self._threads = {
-            lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-{lane.value}") for lane in Lane
-        }
-
-    async def run(self, lane: Lane, task: Callable[[], T]) -> T:
-        """What `task` returns; what it raises is raised here. A cancelled task that has begun runs to its end.
-
-        Raises:
-            RuntimeError: closed.
-        """
-        threads, work = self._threads[lane], partial(contextvars.copy_context().run, task)
-        loop = asyncio.get_running_loop()
-        took: list[float] = []
-        done = loop.run_in_executor(threads, partial(_timed, work, took))
-        if lane is Lane.LARGE:
-            threads.submit(_rest, took)
-        try:
-            return await done
-        except asyncio.CancelledError:
-            waiting = asyncio.current_task()
-            if self._closed and (waiting is None or not waiting.cancelling()):
-                raise RuntimeError("the engine was closed") from None
-            raise
-        finally:
-            del done  # whose error names this frame
-
-    def close(self) -> None:
-        """Take no more; what has not begun is dropped."""
-        self._closed = True
-        for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _rest(took: list[float]) -> None:
-    """For as long as the work before took; then give back its memory, which glibc would keep for the thread."""
-    time.sleep(sum(took))
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
-
-
-def _timed(work: Callable[[], T], took: list[float]) -> T:
-    began = time.thread_time()
-    try:
-        return work()
-    finally:
-        took.append(time.thread_time() - began)
-
-
-log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
@@ -356,3 +279,177 @@ def as_params(given: SamplingParams | Sequence[SamplingParams] | None, count: in
     if len(given) != count:
         raise ArgumentError(f"{len(given)} sampling parameters for {count} prompts; give one, or one for each")
     return list(given)
+
+
+# --- the chat template ------------------------------------------------------------------------------------------------
+
+_SANITIZE = "sanitize_control_tokens"
+"""transformers' argument by which what stands in messages is text, whatever it says."""
+_marks: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+) -> dict[str, Any]:
+    """The conversation as text and token ids, ending where the answer begins.
+
+    Control tokens, such as the marks of roles, come from the template alone: where messages, tools or variables hold
+    the text of one, that is read as text.
+
+    Args:
+        variables: of the template, besides messages and tools; also ``add_generation_prompt`` (whether it ends with
+            what opens the answer; True) and ``continue_final_message`` (whether it ends within the last one; False).
+        encode: makes token ids of a text that is not too long.
+
+    Raises:
+        ArgumentError: a variable that is not the template's, a conversation that it refuses, the text of a control
+            token where it cannot be read as text, or whatever `encode` refuses.
+    """
+    text = _applied(tokenizer, messages, tools, variables, tokenize=False)
+    ids, mark = encode(text), _written_mark(tokenizer, [messages, tools, variables])
+    if mark is None:
+        return {"prompt": text, "prompt_token_ids": list(ids)}
+    if _SANITIZE not in inspect.signature(tokenizer.apply_chat_template).parameters:
+        raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
+    ids = _applied(tokenizer, messages, tools, variables, tokenize=True, return_dict=False, **{_SANITIZE: True})
+    return {"prompt": text, "prompt_token_ids": list(ids)}
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+    **options: Any,
+) -> Any:
+    ending = {"add_generation_prompt": True, "continue_final_message": False}
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - ending.keys()
+    reserved = sorted(taken & variables.keys())
+    if reserved:
+        raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=list(tools or ()) or None, **options, **{**ending, **variables}
+        )
+    except Exception as error:  # a template is a program that came with the checkpoint
+        raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
+
+
+def _written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
+    """The text of some control token that stands in what users wrote; None where there is none.
+
+    Raises:
+        ArgumentError: it stands in the name of a field, which transformers does not look at.
+    """
+    marks, found = _marks.get(tokenizer), None
+    if marks is None:
+        texts = [text for text in tokenizer.added_tokens_encoder if not text.isspace()]
+        marks = _marks[tokenizer] = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+    for text, is_name in _strings(given):
+        mark = marks.search(text)
+        if mark is not None and is_name:
+            raise _cannot(mark[0], f"it is part of the name of a field, {text[:80]!r}")
+        found = found or (mark and mark[0])
+    return found
+
+
+def _strings(given: Any) -> Iterator[tuple[str, bool]]:
+    """Every string in nested lists and mappings, and whether it names a field."""
+    left = [given]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one, False
+        elif isinstance(one, Mapping):
+            yield from ((name, True) for name in one if isinstance(name, str))
+            left.extend(one.values())
+        elif isinstance(one, Sequence):
+            left.extend(one)
+
+
+def _cannot(mark: str, reason: str) -> ArgumentError:
+    return ArgumentError(
+        f"{mark!r} is a control token of this model and cannot be read as text here: {reason}; leave it out"
+    )
+
+
+# --- the threads in which it is done ----------------------------------------------------------------------------------
+
+LARGE = 50_000
+"""Characters, bytes or tokens from which on something is large: reading it then takes more than some milliseconds."""
+
+
+class Lane(Enum):
+    """Things of one kind wait for each other, and not for those of another kind."""
+
+    SMALL = "small"
+    LARGE = "large"
+    GRAMMAR = "grammar"
+    """Compiled in another process, for which the thread waits."""
+
+    @classmethod
+    def of(cls, size: int) -> Lane:
+        """For something of so many characters, bytes or tokens."""
+        return cls.LARGE if size >= LARGE else cls.SMALL
+
+
+class Lanes:
+    """A thread for each lane.
+
+    What is large rests for as long as it took: while one thread runs Python, each operation of another one waits until
+    it is let in, so that the engine would all but stand still under large requests that come one after the other.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._closed = False
+        self._threads = {
+            lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-{lane.value}") for lane in Lane
+        }
+
+    async def run(self, lane: Lane, task: Callable[[], T]) -> T:
+        """What `task` returns; what it raises is raised here. A cancelled task that has begun runs to its end.
+
+        Raises:
+            RuntimeError: closed.
+        """
+        threads, work = self._threads[lane], partial(contextvars.copy_context().run, task)
+        loop = asyncio.get_running_loop()
+        took: list[float] = []
+        done = loop.run_in_executor(threads, partial(_timed, work, took))
+        if lane is Lane.LARGE:
+            threads.submit(_rest, took)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            waiting = asyncio.current_task()
+            if self._closed and (waiting is None or not waiting.cancelling()):
+                raise RuntimeError("the engine was closed") from None
+            raise
+        finally:
+            del done  # whose error names this frame
+
+    def close(self) -> None:
+        """Take no more; what has not begun is dropped."""
+        self._closed = True
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _rest(took: list[float]) -> None:
+    """For as long as the work before took; then give back its memory, which glibc would keep for the thread."""
+    time.sleep(sum(took))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _timed(work: Callable[[], T], took: list[float]) -> T:
+    began = time.thread_time()
+    try:
+        return work()
+    finally:
+        took.append(time.thread_time() - began)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from forerun.core.row import Row
 from forerun.core.sampling import Sampler
-from forerun.core.step import Group, Row, context_for, first_tokens, step
+from forerun.core.step import Group, context_for, first_tokens, step
 from forerun.drafters.base import Drafter
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS
 from forerun.engine.costs import DraftCost, free_rows

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from forerun.core.step import Emitted, Group, Row, context_for
+from forerun.core.row import Row
+from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.deferred import Deferred

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.core.acceptance import Acceptance, Evidence, by_draft_prob
+from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
-from forerun.core.step import Group, Row, context_for, step
+from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, changed, check_least
 from forerun.drafters.combined.members import Spec, member_of, options_of

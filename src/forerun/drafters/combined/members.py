@@ -14,7 +14,7 @@ from forerun.errors import ArgumentError
 from forerun.types import DraftKind, Signal, Verdict
 
 if TYPE_CHECKING:
-    from forerun.core.step import Scores
+    from forerun.core.scores import Scores
 
 Spec = Mapping[str, Any] | str
 """A member: ``{"method": name, option: value, ...}``, or a name alone."""

@@ -31,7 +31,7 @@ from forerun.types import Budget, Verdict
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.core.step import Scores
+    from forerun.core.scores import Scores
 
 # The matrix of likely successors of every token, in memory and in a file.
 

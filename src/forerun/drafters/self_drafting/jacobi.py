@@ -20,7 +20,7 @@ from forerun.drafters.domains import PerDomain
 from forerun.types import Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
-    from forerun.core.step import Scores
+    from forerun.core.scores import Scores
 
 
 class Window:

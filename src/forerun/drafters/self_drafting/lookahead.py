@@ -26,7 +26,7 @@ from forerun.drafters.self_drafting.jacobi import Window
 from forerun.types import Budget, Drawn, Verdict
 
 if TYPE_CHECKING:
-    from forerun.core.step import Scores
+    from forerun.core.scores import Scores
 
 # The n-grams that a request has come across, by their first token; the least recently seen are forgotten.
 

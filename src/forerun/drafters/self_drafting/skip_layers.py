@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from forerun.core.step import Scores
+from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup, check_least
 from forerun.drafters.self_drafting.base import SelfDrafter

@@ -17,8 +17,9 @@ from statistics import median
 
 import torch
 
+from forerun.core.row import Row
 from forerun.core.sampling import Sampler
-from forerun.core.step import Group, Row, first_tokens, step
+from forerun.core.step import Group, first_tokens, step
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter

@@ -29,7 +29,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from forerun.core.acceptance import Acceptance
-from forerun.core.step import Emitted, Group, Row, context_for
+from forerun.core.row import Row
+from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
 from forerun.drafters import entry_named
 from forerun.drafters.base import DrafterSetup
