@@ -3,7 +3,7 @@
 * **Numbers**: `CostModel` (a pass over n nodes, by rows and context), `DraftCost` (fixed and per level). The planner
   reads them, too; ``v(n) = T(n) / T(1)`` is what a pass costs in passes over one node (docs/planning.md).
 * **Measuring**: `load_or_measure` times passes on free rows within a time budget, and keeps the figures: one JSON file
-  per model, device, dtype, threads, packing and torch version, with a hash.
+  per model, device, dtype, threads, packing and torch version.
 * **Prediction**: `StepCosts`, what a step will take, corrected by what steps were seen to take. Costs are a staircase;
   `PassShape` says which nodes of which rows make up one stair.
 
@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import TypeAdapter
+
 from forerun.caching import cache_root
 from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
@@ -46,8 +48,7 @@ log = logging.getLogger(__name__)
 class DraftCost:
     """What one drafter configuration costs per proposal, wall time."""
 
-    fixed_ms: float
-    """Whatever the depth: catching up with the accepted tokens, look-ups, host work; ms."""
+    fixed_ms: float  # Whatever the depth: catching up with the accepted tokens, look-ups, host work; ms
     level_ms: float
     """Per level of depth, ms; about 0 for drafters that copy and for those that draft all levels in one pass."""
 
@@ -61,7 +62,6 @@ class DraftCost:
 
 
 FREE = DraftCost(fixed_ms=0.0, level_ms=0.0)
-"""A drafter that takes no time."""
 
 
 class PassCost(Protocol):
@@ -72,12 +72,12 @@ class PassCost(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Nominal:
     """A pass cost for where none could be measured. In plain passes; ratios seen while running make milliseconds."""
 
-    slope: float = 0.04
-    """What each node adds, in passes over one."""
+    def __init__(self, slope: float = 0.04) -> None:
+        """`slope`: what each node adds, in passes over one."""
+        self.slope = slope
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """In passes of a single node."""
@@ -88,16 +88,12 @@ class Nominal:
 class CostModel:
     """Measured wall time of target passes over a grid of (rows, nodes per row, context)."""
 
-    nodes: tuple[int, ...]
-    """Scored nodes of a row, root included; rising, the first is 1."""
-    rows: tuple[int, ...]
-    """Rows of a pass, rising."""
-    contexts: tuple[int, ...]
-    """Committed tokens of every row, rising."""
+    nodes: tuple[int, ...]  # Scored nodes of a row, root included; rising, the first is 1
+    rows: tuple[int, ...]  # Rows of a pass, rising
+    contexts: tuple[int, ...]  # Committed tokens of every row, rising
     pass_times_ms: tuple[tuple[tuple[float, ...], ...], ...]
     """``pass_times_ms[context][rows][nodes]`` by index into the three grids; in nodes they never fall."""
-    drafts: Mapping[str, DraftCost] = field(default_factory=dict)
-    """What drafters cost, by `SpeculativeConfig.key`."""
+    drafts: dict[str, DraftCost] = field(default_factory=dict)  # What drafters cost, by `SpeculativeConfig.key`
     stairs: bool = True
     """Passes are padded up to the next measured size; False: they are not, and costs between sizes are interpolated."""
 
@@ -127,10 +123,10 @@ class CostModel:
         if len(self.rows) == 1 and rows > self.rows[0]:
             nodes, rows = -(-nodes * rows // self.rows[0]), self.rows[0]
         by_context = [
-            along(self.rows, [along(self.nodes, line, nodes, stairs=self.stairs) for line in plane], rows)
+            _along(self.rows, [_along(self.nodes, line, nodes, stairs=self.stairs) for line in plane], rows)
             for plane in self.pass_times_ms
         ]
-        return along(self.contexts, by_context, context)
+        return _along(self.contexts, by_context, context)
 
     def v(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """``pass_ms(nodes) / pass_ms(1)`` at the same rows and context."""
@@ -141,19 +137,11 @@ class CostModel:
         return replace(self, drafts={**self.drafts, key: draft})
 
     def record(self) -> dict[str, Any]:
-        """As JSON knows it; `from_record` reads it back."""
+        """As JSON knows it."""
         return asdict(self)
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> CostModel:
-        """What `record` made; a KeyError, TypeError or ValueError says that it is none."""
-        sizes = {name: tuple(record[name]) for name in ("nodes", "rows", "contexts")}
-        times = tuple(tuple(tuple(map(float, line)) for line in plane) for plane in record["pass_times_ms"])
-        drafts = {key: DraftCost(**draft) for key, draft in record["drafts"].items()}
-        return cls(**sizes, pass_times_ms=times, drafts=drafts, stairs=bool(record["stairs"]))
 
-
-def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:
+def _along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:
     """`values` on a rising `grid` at `where`: the next one up (`stairs`) or interpolated.
 
     Below the grid its first value, above it a straight line through its last two that does not fall.
@@ -164,54 +152,84 @@ def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs:
     if index == len(grid):
         slope = (values[-1] - values[-2]) / (grid[-1] - grid[-2])
         return values[-1] + max(0.0, slope) * (where - grid[-1])
-    if stairs or grid[index] == where:
-        return values[index]
-    share = (where - grid[index - 1]) / (grid[index] - grid[index - 1])
+    share = 1.0 if stairs else (where - grid[index - 1]) / (grid[index] - grid[index - 1])
     return values[index - 1] + share * (values[index] - values[index - 1])
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
-NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Sizes that are measured by default, root included."""
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # Sizes that are measured by default, root included
 CONTEXTS = (64, 512, 2048)
 """Committed tokens that are measured by default, as far as they fit; the cost of attention is a line between them."""
-ROWS = (1, 4, 16, 64)
-"""Row counts that are measured by default, as far as the target has them; its own number is added."""
-REPEATS = 7
-SECONDS = 10.0
-"""Time budget of a measurement; large passes that would break it are left out and extrapolated."""
-Tell = Callable[[str], None]
-Point = tuple[int, int, int]
-"""(context, rows, nodes)"""
+ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
+Point = tuple[int, int, int]  # (context, rows, nodes)
+Grid = Mapping[str, tuple[int, ...]]  # What is measured: ``nodes``, ``rows`` and ``contexts``, rising
 
 
-Grid = Mapping[str, tuple[int, ...]]
-"""What is measured: ``nodes``, ``rows`` and ``contexts``, rising."""
+def load_or_measure(
+    target: Target,
+    *,
+    rows: Sequence[int] | None = None,
+    nodes: Sequence[int] = NODES,
+    contexts: Sequence[int] = CONTEXTS,
+    repeats: int = 7,
+    seconds: float = 10.0,
+    force: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> CostModel:
+    """What this target's passes cost here: read from disk, else measured on free rows and kept.
 
+    One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
+    commit. The rows are free again afterwards; what stands in their slots is overwritten. Contexts are only announced,
+    not prefilled: the cost of attention does not depend on what it reads. Where more sizes are wanted than a file
+    holds, both are measured together. A file that is corrupt, foreign or of another format is ignored with a warning.
 
-def _grid(target: Target, rows: Sequence[int], nodes: Sequence[int], contexts: Sequence[int] | None) -> Grid:
-    """The sizes that fit the target's slots and context."""
+    Args:
+        rows: how many rows a pass has; default 1, 4, 16, 64 and all rows, as far as they are there.
+        nodes: scored nodes of a row, root included; 1 is added.
+        contexts: committed tokens of each row, as far as they fit.
+        repeats: passes of each size; the lower quartile counts.
+        seconds: stop adding passes after this long; the smallest sizes are measured in any case.
+        force: measure although there is a file; the drafters in it are forgotten.
+        tell: told how far it is.
+
+    Raises:
+        ArgumentError: a size is out of range, or it must be measured and too few rows are free.
+    """
+    if rows is None:
+        rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
     if not rows or not nodes or min(*rows, *nodes, 1) < 1 or max(rows) > target.rows:
         raise ArgumentError(f"rows must be in 1..{target.rows} and node counts at least 1, got {rows} and {nodes}")
-    room = _room(target)
+    room = min(target.slots, target.max_length)
     sizes = sorted({1, *(size for size in nodes if size < room)})
-    fitting = {max(0, min(context, room - sizes[-1])) for context in (CONTEXTS if contexts is None else contexts)}
-    return {"nodes": tuple(sizes), "rows": tuple(sorted(set(rows))), "contexts": tuple(sorted(fitting))}
+    fitting = {max(0, min(context, room - sizes[-1])) for context in contexts}
+    grid: Grid = {"nodes": tuple(sizes), "rows": tuple(sorted(set(rows))), "contexts": tuple(sorted(fitting))}
+    kept = None if force else _read(target)
+    if kept is not None:
+        if all(set(sizes) <= set(kept[0][name]) for name, sizes in grid.items()):
+            return kept[1]
+        most = {"nodes": room, "rows": target.rows, "contexts": room}
+        known = {name: [size for size in sizes if size <= most[name]] for name, sizes in kept[0].items()}
+        grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
+    free = free_rows(target, grid["rows"][-1])
+    try:
+        samples = _sampled(target, free, grid, repeats, seconds, tell)
+    finally:
+        target.truncate(free, [0] * len(free))
+    drafts = {} if kept is None else kept[1].drafts
+    cost = replace(_fitted(grid, samples), drafts=drafts, stairs=bool(target.buckets.nodes))
+    _write(target, grid, cost)
+    return cost
 
 
-def _room(target: Target) -> int:
-    """Tokens of a row."""
-    return min(target.slots, target.max_length)
-
-
-def _points(grid: Grid, room: int) -> list[Point]:
-    """What is measured within a row's `room`, the cheapest first; behind further contexts few sizes, for what they add
-    is smooth."""
-    first, nodes = grid["contexts"][0], grid["nodes"]
-    sparse = {nodes[0], *(n for n in nodes if n in (4, 16, 64)), nodes[-1]}
-    every = ((c, r, n) for c in grid["contexts"] for r in grid["rows"] for n in nodes if c + n <= room)
-    return sorted((p for p in every if p[0] == first or p[2] in sparse), key=lambda p: (p[1] * p[2], p))
+def known_or_nominal(target: Target) -> PassCost:
+    """From disk or by measuring on free rows; where none are free, a nominal figure that steps will correct."""
+    try:
+        return load_or_measure(target)
+    except ArgumentError:
+        free = sum(length == 0 for length in target.lengths)
+        log.info("%d rows are free to measure what a pass costs", free)
+        return load_or_measure(target, rows=(free,)) if free else Nominal()
 
 
 def free_rows(target: Target, count: int) -> list[int]:
@@ -227,25 +245,21 @@ def free_rows(target: Target, count: int) -> list[int]:
     return min(runs, key=lambda run: run[-1] - run[0])
 
 
-def _measured(target: Target, grid: Grid, repeats: int, seconds: float, tell: Tell) -> CostModel:
-    rows = free_rows(target, grid["rows"][-1])
-    try:
-        samples = _sampled(target, rows, grid, repeats, seconds, tell)
-    finally:
-        target.truncate(rows, [0] * len(rows))
-    return _model(grid, samples, stairs=bool(target.buckets.nodes))
-
-
 def _sampled(
-    target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Tell
+    target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]
 ) -> dict[Point, list[float]]:
-    """Wall times in seconds. The first round, with a warm-up of each size, decides what fits the budget."""
-    deadline = time.perf_counter() + seconds
-    samples: dict[Point, list[float]] = {}
-    rate, least = 0.0, [(grid["contexts"][0], grid["rows"][0], nodes) for nodes in grid["nodes"][:2]]
-    for point in _points(grid, _room(target)):
-        tokens = point[1] * point[2]
-        if point not in least and time.perf_counter() + 2 * rate * tokens > deadline:
+    """Wall times in seconds, the cheapest points first; behind further contexts few sizes, for what they add is smooth.
+
+    The first round, with a warm-up of each size, decides what fits the budget.
+    """
+    deadline, room = time.perf_counter() + seconds, min(target.slots, target.max_length)
+    first, nodes, least = grid["contexts"][0], grid["nodes"], grid["rows"][0]
+    few = {nodes[0], *(n for n in nodes if n in (4, 16, 64)), nodes[-1]}
+    every = [(c, r, n) for c in grid["contexts"] for r in grid["rows"] for n in nodes if c + n <= room]
+    samples, rate = dict[Point, list[float]](), 0.0
+    for point in sorted((p for p in every if p[0] == first or p[2] in few), key=lambda p: (p[1] * p[2], p)):
+        tokens, needed = point[1] * point[2], point[:2] == (first, least) and point[2] in nodes[:2]
+        if not needed and time.perf_counter() + 2 * rate * tokens > deadline:
             continue
         tell(f"{point[2]} nodes in {point[1]} rows behind {point[0]} tokens")
         _time(target, rows, point)
@@ -280,7 +294,7 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
         return time.perf_counter() - began
 
 
-def _model(grid: Grid, samples: Mapping[Point, Sequence[float]], *, stairs: bool) -> CostModel:
+def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
     """Times in ms; sizes that were left out are filled in, row counts and contexts with too few sizes are dropped."""
     # The lower quartile: what else runs on the machine can only add to a time.
     ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
@@ -289,18 +303,17 @@ def _model(grid: Grid, samples: Mapping[Point, Sequence[float]], *, stairs: bool
     least = min(2, len(nodes))
     rows = [r for r in grid["rows"] if len(known[first, r]) >= least]
     contexts = [c for c in grid["contexts"] if all(len(known[c, r]) >= least for r in rows)]
-    base = {r: dict.fromkeys(nodes, 0.0) for r in rows}
-    planes = list[tuple[tuple[float, ...], ...]]()
+    base = {(r, n): 0.0 for r in rows for n in nodes}
+    planes = list[list[list[float]]]()
     for c in contexts:
-        lines = dict[int, tuple[float, ...]]()
+        plane = list[list[float]]()
         for r in rows:  # behind further contexts what they add to the first one's times is interpolated
-            added = [ms[c, r, n] - base[r][n] for n in known[c, r]]
-            lines[r] = tuple(rising([base[r][n] + along(known[c, r], added, n) for n in nodes]))
-        base = base if planes else {r: dict(zip(nodes, line, strict=True)) for r, line in lines.items()}
-        planes.append(tuple(lines.values()))
-    return CostModel(
-        nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=tuple(planes), stairs=stairs
-    )
+            added = [ms[c, r, n] - base[r, n] for n in known[c, r]]
+            plane.append(rising([base[r, n] + _along(known[c, r], added, n) for n in nodes]))
+        planes.append(plane)
+        base = {(r, n): planes[0][i][j] for i, r in enumerate(rows) for j, n in enumerate(nodes)}
+    times = tuple(tuple(map(tuple, plane)) for plane in planes)
+    return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=times)
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -316,66 +329,8 @@ def rising(values: Sequence[float]) -> list[float]:
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
-FORMAT = 1
-"""Raise it when figures of before are no longer comparable."""
+FORMAT = 1  # Raise it when figures of before are no longer comparable
 _VOLATILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype")
-
-
-def load_or_measure(
-    target: Target,
-    *,
-    rows: Sequence[int] | None = None,
-    nodes: Sequence[int] = NODES,
-    contexts: Sequence[int] | None = None,
-    repeats: int = REPEATS,
-    seconds: float = SECONDS,
-    force: bool = False,
-    tell: Tell | None = None,
-) -> CostModel:
-    """What this target's passes cost here: read from disk, else measured on free rows and kept.
-
-    One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
-    commit. The rows are free again afterwards; what stands in their slots is overwritten. Contexts are only announced,
-    not prefilled: the cost of attention does not depend on what it reads. Where more sizes are wanted than a file
-    holds, both are measured together. A file that is corrupt, foreign or of another format is ignored with a warning.
-
-    Args:
-        rows: how many rows a pass has; default 1, 4, 16, 64 and all rows, as far as they are there.
-        nodes: scored nodes of a row, root included; 1 is added.
-        contexts: committed tokens of each row; default `CONTEXTS`, as far as they fit.
-        repeats: passes of each size; the lower quartile counts.
-        seconds: stop adding passes after this long; the smallest sizes are measured in any case.
-        force: measure although there is a file; the drafters in it are forgotten.
-        tell: told how far it is.
-
-    Raises:
-        ArgumentError: a size is out of range, or it must be measured and too few rows are free.
-    """
-    if rows is None:
-        rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
-    grid = _grid(target, rows, nodes, contexts)
-    kept = None if force else _read(target)
-    if kept is not None:
-        if all(set(sizes) <= set(kept[0][name]) for name, sizes in grid.items()):
-            return kept[1]
-        most = {"nodes": _room(target), "rows": target.rows, "contexts": _room(target)}
-        known = {name: [size for size in sizes if size <= most[name]] for name, sizes in kept[0].items()}
-        grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
-    cost = _measured(target, grid, repeats, seconds, tell or (lambda _: None))
-    if kept is not None:
-        cost = replace(cost, drafts=kept[1].drafts)
-    _write(target, grid, cost)
-    return cost
-
-
-def known_or_nominal(target: Target) -> PassCost:
-    """From disk or by measuring on free rows; where none are free, a nominal figure that steps will correct."""
-    try:
-        return load_or_measure(target)
-    except ArgumentError:
-        free = sum(length == 0 for length in target.lengths)
-        log.info("%d rows are free to measure what a pass costs", free)
-        return load_or_measure(target, rows=(free,)) if free else Nominal()
 
 
 def save(target: Target, cost: CostModel) -> Path:
@@ -440,14 +395,13 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}
-        if body["format"] != FORMAT or kept["sha256"] != _hash(body) or body["identity"] != _plain(identity(target)):
+        own = json.loads(json.dumps(identity(target), default=str))
+        if body["format"] != FORMAT or kept["sha256"] != _hash(body) or body["identity"] != own:
             raise ValueError("its format, hash or identity is another's")
-        return {name: tuple(body["grid"][name]) for name in ("nodes", "rows", "contexts")}, CostModel.from_record(
-            body["cost"]
-        )
+        return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s is no cost model of this target (%r); measuring anew", path, error)
         return None
 
@@ -455,18 +409,14 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """All or nothing. A cache that cannot be written is no reason to fail."""
     path = file_of(target)
-    body = _plain({"format": FORMAT, "identity": identity(target), "grid": grid, "cost": cost.record()})
+    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": cost.record()}
     try:
         with written(path) as fresh:
-            fresh.write_text(json.dumps({**body, "sha256": _hash(body)}, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)
+            fresh.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("the cost model could not be kept in %s: %s", path, error)
     return path
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON: tuples are lists."""
-    return json.loads(json.dumps(value, default=str))
 
 
 def _hash(value: Any) -> str:
@@ -475,8 +425,7 @@ def _hash(value: Any) -> str:
 
 # --- prediction -------------------------------------------------------------------------------------------------------
 
-_CONTEXT_STEP = 256
-"""Predictions are renewed when the context grows into the next multiple of this, tokens."""
+_CONTEXT_STEP = 256  # Predictions are renewed when the context grows into the next multiple of this, tokens
 _LEAST_MS = 1e-3
 
 
@@ -527,10 +476,8 @@ class Correction:
     def __init__(self) -> None:
         self._latest: deque[tuple[tuple[int, int], float]] = deque(maxlen=SETTINGS.pace_window)
         self._seen: dict[tuple[int, int], deque[tuple[int, float]]] = {}
-        self._own: dict[tuple[int, int], float] = {}
-        """Median of the ratios kept of a size, the pace taken out."""
-        self._family = dict[bool, float]()
-        """Median of these by family."""
+        self._own: dict[tuple[int, int], float] = {}  # Median of the ratios kept of a size, the pace taken out
+        self._family = dict[bool, float]()  # Median of these by family
         self._count = 0
         self._pace = 1.0
 

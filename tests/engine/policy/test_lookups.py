@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.policy.explore import Contribution, LookupTrials, settle
+from forerun.engine.policy.explore import LookupTrials, settle
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_one_that_is_dear_is_asked_all_the_time_only_if_it_repays_itself(
     trials, asked = LookupTrials(), 0
     for step in range(1000 + 20 * 264):
         if trials.due(step):
-            settle([Contribution(trials=trials, ms=ms, tokens=1.0)], step, gain_ms=gain_ms, plain_ms=50.0)
+            settle([(trials, ms, 1.0)], step, gain_ms=gain_ms, plain_ms=50.0)
             asked += step >= 1000
     assert asked == pytest.approx(share * 20 * 264, abs=8)
 
@@ -29,7 +29,7 @@ def test_one_that_was_put_off_stays_once_it_repays_itself() -> None:
         if trials.due(step):
             asked.append(step)
             gain = 9.0 if step > 200 else 0.0
-            settle([Contribution(trials=trials, ms=2.0, tokens=1.0)], step, gain_ms=gain, plain_ms=50.0)
+            settle([(trials, 2.0, 1.0)], step, gain_ms=gain, plain_ms=50.0)
     assert asked[-500:] == list(range(500, 1000))
 
 
@@ -38,9 +38,7 @@ def test_of_two_that_draft_the_same_one_is_put_off() -> None:
     both = [LookupTrials(), LookupTrials()]
     asked = [0, 0]
     for step in range(1000):
-        turns = [
-            Contribution(trials=one, ms=2.0 + index / 4, tokens=1.0) for index, one in enumerate(both) if one.due(step)
-        ]
+        turns = [(one, 2.0 + index / 4, 1.0) for index, one in enumerate(both) if one.due(step)]
         settle(turns, step, gain_ms=3.0, plain_ms=50.0)
         asked = [count + one.due(step) for count, one in zip(asked, both, strict=True)]
     assert asked[0] > 900 and asked[1] < 200
@@ -52,6 +50,6 @@ def test_after_a_rest_a_few_stand_for_all_until_it_has_shown_that_it_pays() -> N
         if trials.due(step):
             asked.append(len(trials.of(range(20))))
             gain = 9.0 if step > 90 else 0.0
-            settle([Contribution(trials=trials, ms=2.0, tokens=1.0)], step, gain_ms=gain, plain_ms=50.0)
+            settle([(trials, 2.0, 1.0)], step, gain_ms=gain, plain_ms=50.0)
     assert asked == [20] * 32 + [7] * 9 + [20] * (160 - 95 - 9)
     assert list(trials.of([])) == []

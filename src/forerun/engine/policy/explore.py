@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean, median
-from typing import NamedTuple
 
 from forerun.core.acceptance import Acceptance
 from forerun.engine.policy.settings import SETTINGS
@@ -48,10 +47,8 @@ class Backoff:
 @dataclass(slots=True)
 class _Trial:
     tokens: float = 0.0
-    cost: float = 0.0
-    """In plain steps."""
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    """(accepted, drafted)"""
+    cost: float = 0.0  # In plain steps
+    steps: list[tuple[int, int]] = field(default_factory=list)  # (accepted, drafted)
 
 
 class RowTrials:
@@ -63,19 +60,14 @@ class RowTrials:
     """
 
     def __init__(self) -> None:
-        self._misses: dict[int, int] = {}
-        """Row -> steps in a row that did not pay."""
-        self._known: set[int] = set()
-        """Rows that it has drafted for."""
-        self._off: dict[int, None] = {}
-        """Rows that it is off for, those that were tried last at the end."""
+        self._misses: dict[int, int] = {}  # Row -> steps in a row that did not pay
+        self._known: set[int] = set()  # Rows that it has drafted for
+        self._off: dict[int, None] = {}  # Rows that it is off for, those that were tried last at the end
         self._trials: dict[int, _Trial] = {}
-        self._useless = False
-        """No known row was on when last looked."""
+        self._useless = False  # No known row was on when last looked
         self._backoff = Backoff()
         self._step = 0
-        self._spent, self._passed = 0.0, False
-        """Of the latest trials: their cost, and whether one passed."""
+        self._spent, self._passed = 0.0, False  # Of the latest trials: their cost, and whether one passed
 
     def begin(self, rows: Sequence[int]) -> None:
         """A step of these rows begins: new ones start, and trials where they are due."""
@@ -169,11 +161,9 @@ class LookupTrials:
     """When a drafter that copies is asked: always if that is cheap or repays itself, else on trial, for a few rows."""
 
     def __init__(self) -> None:
-        self._costs: deque[float] = deque(maxlen=15)
-        self._gains: deque[float] = deque(maxlen=SETTINGS.off_after)
-        self._backoff, self._trying = Backoff(first=0), False
-        self._left = SETTINGS.off_after
-        """Steps that it is asked before it can be put off."""
+        self._seen = deque[tuple[float, float]](maxlen=SETTINGS.off_after)
+        """(ms added, ms saved) of the steps that it was asked in of late."""
+        self._backoff, self._needed = Backoff(first=0), SETTINGS.off_after
 
     def due(self, step: int) -> bool:
         """Whether to ask in this step."""
@@ -181,59 +171,52 @@ class LookupTrials:
 
     def of(self, members: Sequence[int]) -> Sequence[int]:
         """Those of the members to ask it for: in a trial a few stand for all."""
-        return members[:: -(-len(members) // SETTINGS.trial_rows)] if self._trying and members else members
+        trying = self._needed == SETTINGS.lookup_steps and len(self._seen) <= self._needed
+        return members[:: -(-len(members) // SETTINGS.trial_rows)] if trying and members else members
 
     def looked_up(self, step: int, *, ms: float, gain_ms: float) -> None:
         """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
-        self._costs.append(ms)
-        self._gains.append(gain_ms)
-        self._left -= 1
-        self._trying = self._trying and self._left >= 0
-        if len(self._gains) == SETTINGS.off_after:
+        self._seen.append((ms, gain_ms))
+        if len(self._seen) == SETTINGS.off_after:
             self._backoff.passed(step)
 
     def loss_ms(self, plain_ms: float) -> float:
         """What asking takes beyond what it saves, a step; 0 where it is cheap, repays itself or is too new to tell."""
-        if self._left > 0 or len(self._gains) < SETTINGS.lookup_steps:
+        if len(self._seen) < self._needed:
             return 0.0
-        cost = median(self._costs)
-        return max(0.0, cost - fmean(self._gains)) if cost > SETTINGS.cheap * plain_ms else 0.0
+        cost = median(ms for ms, _ in self._seen)
+        return max(0.0, cost - fmean(gain for _, gain in self._seen)) if cost > SETTINGS.cheap * plain_ms else 0.0
 
     def put_off(self, step: int) -> None:
         """It is not asked until the next trial."""
         self._backoff.failed(step)
-        self._gains.clear()
-        self._left, self._trying = SETTINGS.lookup_steps, True
+        self._needed = SETTINGS.lookup_steps
+        self._seen.clear()
 
     def look_again(self) -> None:
         """What it saves is another matter from now on."""
-        self._gains.clear()
+        self._seen.clear()
 
 
-class Contribution(NamedTuple):
-    """One who was asked in a step."""
+def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gain_ms: float, plain_ms: float) -> None:
+    """Put off the drafter that loses most by being asked; the others are looked at again: they may have drafted the
+    same.
 
-    trials: LookupTrials
-    ms: float
-    """Added to the step, for all rows."""
-    tokens: float
-    """Expected of its nodes, were they alone."""
-
-
-def settle(asked: Sequence[Contribution], step: int, *, gain_ms: float, plain_ms: float) -> None:
-    """Share out what all who were asked save together, `gain_ms`, by what each would bring alone; the one that loses
-    most by it is put off, and the others are looked at again: they may have drafted the same."""
-    tokens = sum(one.tokens for one in asked)
+    Args:
+        asked: the trials of each drafter, what asking it added to the step (ms, for all rows), and the tokens that its
+            nodes alone would bring: what all save together, `gain_ms`, is shared by these.
+    """
+    tokens = sum(own for *_, own in asked)
     for trials, ms, own in asked:
         trials.looked_up(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
-    losses = [one.trials.loss_ms(plain_ms) for one in asked]
+    losses = [trials.loss_ms(plain_ms) for trials, *_ in asked]
     if max(losses, default=0.0) > 0.0:
         worst = losses.index(max(losses))
-        for index, one in enumerate(asked):
+        for index, (trials, *_) in enumerate(asked):
             if index == worst:
-                one.trials.put_off(step)
+                trials.put_off(step)
             else:
-                one.trials.look_again()
+                trials.look_again()
 
 
 class Survival:

@@ -38,7 +38,7 @@ from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times, known_or_nominal
-from forerun.engine.policy.explore import Contribution, LookupTrials, RowTrials, Survival, guessed, optimism, settle
+from forerun.engine.policy.explore import LookupTrials, RowTrials, Survival, guessed, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, StepTrace
@@ -50,10 +50,8 @@ class Bid(NamedTuple):
     """What an arm would bring a row."""
 
     arm: int
-    nodes: int
-    """Scored for it; expected, where nothing is drafted yet."""
-    tokens: float
-    """Expected to be accepted of these."""
+    nodes: int  # Scored for it; expected, where nothing is drafted yet
+    tokens: float  # Expected to be accepted of these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +60,8 @@ class Offer:
 
     arm: int
     depth: int
-    ms: float
-    """Of its proposal, for all rows together."""
-    bids: Mapping[int, Bid]
-    """By row; only those that it may draft for."""
+    ms: float  # Of its proposal, for all rows together
+    bids: Mapping[int, Bid]  # By row; only those that it may draft for
     unread: Mapping[int, int] = field(default_factory=dict)
     """By row, tokens that the drafter must read before its proposal."""
 
@@ -163,24 +159,18 @@ class Arm:
     """One drafter, and how it does."""
 
     name: str
-    key: str
-    """Of its configuration: costs are kept under it."""
+    key: str  # Of its configuration: costs are kept under it
     drafter: Deferred
-    copies: bool
-    """Contribution before the choice, because a proposal costs no forward pass."""
-    limit: int
-    """Most tokens on one path."""
-    confidence: Confidence = field(default_factory=Confidence)
-    """Of its deterministic trees, if it costs a forward pass."""
+    copies: bool  # Contribution before the choice, because a proposal costs no forward pass
+    limit: int  # Most tokens on one path
+    confidence: Confidence = field(default_factory=Confidence)  # Of its deterministic trees, if it costs a forward pass
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
     trials: RowTrials = field(default_factory=RowTrials)
     nodes: dict[int, float] = field(default_factory=dict)
     """Depth -> nodes of each row of a proposal down to it, of late."""
-    used: float = 1.0
-    """Share of its offers that were taken, of late."""
-    read: int = 0
-    """The step in which it was last offered for a text that it had to read."""
+    used: float = 1.0  # Share of its offers that were taken, of late
+    read: int = 0  # The step in which it was last offered for a text that it had to read
 
     def expected_nodes(self, depth: int) -> int:
         """Nodes per row of a proposal down to `depth`, in proportion to the nearest that was seen, else a chain."""
@@ -195,10 +185,8 @@ class _Lookup(NamedTuple):
 
     arm: int
     trees: Mapping[int, TokenTree]
-    ms: float
-    """What asking took."""
-    stands_for: float
-    """Rows that each row stands for that it was asked for."""
+    ms: float  # What asking took
+    stands_for: float  # Rows that each row stands for that it was asked for
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,31 +194,21 @@ class _StepPlan:
     """One step of the rows that a policy decides for, from plan to learning. Rows go by their index in the step."""
 
     rows: Mapping[int, Row]
-    limits: Mapping[int, int]
-    """Most tokens on a path; 0 where nothing may be drafted."""
-    batch: int
-    """Rows of the step, other policies' included."""
-    context: int
-    """Longest text, tokens."""
-    awaited: bool
-    """Others wait for their first token."""
-    times: Times
-    """By size of the pass: the step without drafting, ms."""
-    goodput: float
-    """Tokens per ms of the whole step that decoding yields of late."""
+    limits: Mapping[int, int]  # Most tokens on a path; 0 where nothing may be drafted
+    batch: int  # Rows of the step, other policies' included
+    context: int  # Longest text, tokens
+    awaited: bool  # Others wait for their first token
+    times: Times  # By size of the pass: the step without drafting, ms
+    goodput: float  # Tokens per ms of the whole step that decoding yields of late
     lookups: list[_Lookup] = field(default_factory=list)
-    merged: dict[int, Ranking] = field(default_factory=dict)
-    """The trees of all that copy as one."""
+    merged: dict[int, Ranking] = field(default_factory=dict)  # The trees of all that copy as one
     copies: dict[int, Bid] = field(default_factory=dict)
     offers: list[Offer] = field(default_factory=list)
-    taken: dict[int, int] = field(default_factory=dict)
-    """Row -> the arm that drafts for it."""
+    taken: dict[int, int] = field(default_factory=dict)  # Row -> the arm that drafts for it
     ranked: dict[int, Ranking] = field(default_factory=dict)
     """Deterministic trees that are proposed, wherever they come from."""
-    pruned: Container[int] = ()
-    """Rows that lost nodes after they were drafted."""
-    counts: Sequence[int] = ()
-    """By row of the step: nodes that the target scores."""
+    pruned: Container[int] = ()  # Rows that lost nodes after they were drafted
+    counts: Sequence[int] = ()  # By row of the step: nodes that the target scores
 
     def of(self, arm: int) -> list[int]:
         """Rows that an arm drafts for."""
@@ -267,13 +245,11 @@ class Policy:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.arms, self.costs, self.measure = list(arms), costs, measure
-        self.agreement = Confidence()
-        """What the merged trees of those that copy are worth, by who holds a node."""
+        self.agreement = Confidence()  # What the merged trees of those that copy are worth, by who holds a node
         self.steps = 0
         self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
         """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's forward pass."""
-        self._most_taken = 0.0
-        """Nodes that the row took that took most, of late."""
+        self._most_taken = 0.0  # Nodes that the row took that took most, of late
         self._nodes, self._clock = nodes, clock
         self._plan: _StepPlan | None = None
 
@@ -422,10 +398,10 @@ class Policy:
     def _settle(self, plan: _StepPlan) -> None:
         """Say what asking took and what it saves, so that those are put off for whom it is not worth it."""
         asked = [
-            Contribution(
-                trials=self.arms[index].lookup_trials,
-                ms=each * self.costs.lookup_ms(plan.batch, ms),
-                tokens=each * sum(plan.merged[row].held(index, plan.copies[row].nodes) for row in found),
+            (
+                self.arms[index].lookup_trials,
+                each * self.costs.lookup_ms(plan.batch, ms),
+                each * sum(plan.merged[row].held(index, plan.copies[row].nodes) for row in found),
             )
             for index, found, ms, each in plan.lookups
         ]
@@ -448,30 +424,23 @@ class Policy:
             limit, trying = min(arm.limit, plan.limits[member]), arm.trials.trying(row.cache_row)
             if limit > 0 and (trying or arm.trials.on(row.cache_row)):
                 curves[member] = guessed(limit) if trying else arm.survival.curve(row.cache_row, limit)
-        unread = {
-            member: arm.drafter.unread(plan.rows[member].cache_row, len(plan.rows[member].tokens)) for member in curves
-        }
-        readings = {member: self.costs.reading_ms(arm.key, tokens) for member, tokens in unread.items()}
-        if any(readings.values()):
-            curves = self._repaying(plan, arm, curves, readings)
         if not curves:
             return None
-        depth, ratio, added = self._depth(plan, arm, curves)
-        least = plan.batch * added / plan.times[0] / len(curves) + SETTINGS.tie_tokens * ratio
-        nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
-        for member, curve in curves.items():
-            cache_row = plan.rows[member].cache_row
-            hoped = sum(curve[:depth]) + optimism(curve[:depth], arm.survival.evidence(cache_row), self.steps)
-            more = SETTINGS.trial_tokens if arm.trials.trying(cache_row) else 0.0
-            bids[member] = Bid(index, nodes, max(hoped, least) + more)
-        ms = self.costs.draft_ms(arm.key, depth, plan.batch)
-        return Offer(arm=index, depth=depth, ms=ms, bids=bids, unread={member: unread[member] for member in curves})
-
-    def _depth(self, plan: _StepPlan, arm: Arm, curves: Mapping[int, Sequence[float]]) -> tuple[int, float, float]:
-        """How deep to draft for these rows, times plain decoding, and what that adds to a plain step, ms."""
         times = self._depth_times(plan, arm, max(map(len, curves.values())), len(curves))
         depth, ratio = best_depth(list(curves.values()), times, plan.batch)
-        return depth, ratio, times[depth] - times[0]
+        row_ms = plan.batch * (times[depth] - times[0]) / len(curves)
+        nodes, bids, unread = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid](), dict[int, int]()
+        for member, curve in curves.items():
+            row = plan.rows[member]
+            unread[member] = arm.drafter.unread(row.cache_row, len(row.tokens))
+            reading, trying = self.costs.reading_ms(arm.key, unread[member]), arm.trials.trying(row.cache_row)
+            if reading and not trying and not self._repays(plan, arm, row, reading, sum(curve[:depth]), row_ms):
+                continue
+            hoped = sum(curve[:depth]) + optimism(curve[:depth], arm.survival.evidence(row.cache_row), self.steps)
+            least = row_ms / plan.times[0] + SETTINGS.tie_tokens * ratio
+            bids[member] = Bid(index, nodes, max(hoped, least) + (SETTINGS.trial_tokens if trying else 0.0))
+        ms = self.costs.draft_ms(arm.key, depth, plan.batch)
+        return Offer(arm=index, depth=depth, ms=ms, bids=bids, unread=unread) if bids else None
 
     def _depth_times(self, plan: _StepPlan, arm: Arm, deepest: int, rows: int) -> list[float]:
         """Entry d: a step in which a drafter drafts to depth d for so many rows, ms; entry 0 is plain decoding."""
@@ -481,32 +450,27 @@ class Policy:
             times.append(plan.times[size] + self.costs.draft_ms(arm.key, depth, plan.batch))
         return times
 
-    def _repaying(
-        self, plan: _StepPlan, arm: Arm, curves: Mapping[int, Sequence[float]], readings: Mapping[int, float]
-    ) -> dict[int, Sequence[float]]:
-        """Without the rows whose text the drafter has yet to read and would not repay it in what is left to write.
+    def _repays(self, plan: _StepPlan, arm: Arm, row: Row, reading: float, accepted: float, row_ms: float) -> bool:
+        """Whether a row's text, which the drafter has yet to read, is worth reading for what is left to write.
 
-        What a text repays is what drafting gains beyond the tokens that decoding yields in the same time without
-        models, in the share of the steps that fall to this drafter. A text is read all the same where none has been for
-        so long that it takes little of the time; none in its first tokens while others wait for theirs.
+        What it repays is what drafting gains beyond the tokens that decoding yields in the same time without models, in
+        the share of the steps that fall to this drafter. A text is read all the same where none has been for so long
+        that it takes little of the time; none in its first tokens while others wait for theirs.
+
+        Args:
+            reading: ms, once.
+            accepted: tokens expected of a draft.
+            row_ms: what drafting adds to a step for this row.
         """
-        depth, _, added = self._depth(plan, arm, curves)
-        unaided, found = self.goodput("unaided"), dict[int, Sequence[float]]()
-        per_ms = unaided / plan.times[0]
-        for member, curve in curves.items():
-            row, reading = plan.rows[member], readings[member]
-            if plan.awaited and reading and len(row.tokens) - row.prompt_length <= SETTINGS.first_tokens:
-                continue
-            accepted = sum(curve[:depth])
-            steps = arm.used * row.room / max(1.0 + accepted, unaided)
-            repays = (
-                steps * (accepted - per_ms * plan.batch * added / len(curves)) > SETTINGS.returns * per_ms * reading
-            )
-            due = self.steps - arm.read >= reading / plan.times[0] / SETTINGS.trial_share
-            if reading == 0.0 or arm.trials.trying(row.cache_row) or due or repays:
-                found[member] = curve
-                arm.read = self.steps if reading else arm.read
-        return found
+        if plan.awaited and len(row.tokens) - row.prompt_length <= SETTINGS.first_tokens:
+            return False
+        unaided = self.goodput("unaided")
+        per_ms, steps = unaided / plan.times[0], arm.used * row.room / max(1.0 + accepted, unaided)
+        due = self.steps - arm.read >= reading / plan.times[0] / SETTINGS.trial_share
+        if due or steps * (accepted - per_ms * row_ms) > SETTINGS.returns * per_ms * reading:
+            arm.read = self.steps
+            return True
+        return False
 
     # --- after the step -----------------------------------------------------------------------------------------------
 

@@ -21,16 +21,11 @@ Estimate = Callable[[int, float], float]
 class Ranking:
     """What the nodes of a tree are expected to bring. All are deterministic: nothing else may be pruned."""
 
-    tree: TokenTree
-    """Its confidences are those that were stated."""
-    survival: tuple[float, ...]
-    """Entry k: probability that the whole path to node k survives; 1 for the root."""
-    holders: tuple[int, ...]
-    """(N,) who proposed each node, as bits."""
-    order: tuple[int, ...]
-    """Node ids by falling survival; parents come before their children."""
-    worth: tuple[float, ...]
-    """Entry n: expected number of accepted tokens if the first n of `order` are submitted."""
+    tree: TokenTree  # Its confidences are those that were stated
+    survival: tuple[float, ...]  # Entry k: probability that the whole path to node k survives; 1 for the root
+    holders: tuple[int, ...]  # (N,) who proposed each node, as bits
+    order: tuple[int, ...]  # Node ids by falling survival; parents come before their children
+    worth: tuple[float, ...]  # Entry n: expected number of accepted tokens if the first n of `order` are submitted
 
     @classmethod
     def of(cls, tree: TokenTree, estimate: Estimate, holders: Sequence[int] | None = None) -> Ranking:

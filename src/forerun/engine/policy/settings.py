@@ -25,25 +25,19 @@ class PolicySettings:
     weight: float = 12.0
     """Observations that an estimate's prior is worth: a drafter's word to what all rows showed, that to a row, a depth
     to the next one. Simulated."""
-    carried: float = 0.8
-    """Share of a row's surprise at one depth that is expected at the next. Simulated."""
+    carried: float = 0.8  # Share of a row's surprise at one depth that is expected at the next. Simulated.
     long_memory: float = half_life(4096)
     """Per step, of a drafter's long run, towards which estimates fade: fading towards the first guess read every prompt
     again after 256 steps, at 45 ms each."""
     shared_memory: float = half_life(256)
     """Per step, of what all rows showed. Unfaded, one that became good was not taken up in 6 of 12 simulated runs."""
-    row_memory: float = half_life(96)
-    """Per step, of what a row showed. Simulated."""
-    node_memory: float = half_life(1024)
-    """Per node of the same stated confidence, of all rows. Simulated."""
-    row_node_memory: float = half_life(128)
-    """Per node of the same stated confidence, of a row. Simulated."""
-    latest: float = 1 / 8
-    """Weight of one step in running averages: nodes by depth, share of offers taken. Simulated."""
+    row_memory: float = half_life(96)  # Per step, of what a row showed. Simulated.
+    node_memory: float = half_life(1024)  # Per node of the same stated confidence, of all rows. Simulated.
+    row_node_memory: float = half_life(128)  # Per node of the same stated confidence, of a row. Simulated.
+    latest: float = 1 / 8  # Weight of one step in running averages: nodes by depth, share of offers taken. Simulated.
     goodput_memory: float = half_life(16)
     """Per step, of tokens and time. Short: time is worth what it yields in the passage at hand. Simulated."""
-    unknown_limit: int = 8
-    """Most tokens on a path of a drafter that does not say. Chosen."""
+    unknown_limit: int = 8  # Most tokens on a path of a drafter that does not say. Chosen.
     most_arms: int = 4
     """Drafters with a forward pass that are also weighed in combination, 16 at most; of more one at a time. Chosen."""
     dearest_pass: float = 4.0
@@ -62,12 +56,10 @@ class PolicySettings:
     models drafted in 30 % of the steps at 50 ms where copies gave more tokens at 37."""
     pays: float = 1.02
     """Times plain decoding that a drafter must yield: two engines over the same weights differ by 2 %."""
-    off_after: int = 32
-    """Steps without paying after which a drafter is off. Simulated: a useless one costs under 3 %."""
+    off_after: int = 32  # Steps without paying after which a drafter is off. Simulated: a useless one costs under 3 %.
     hopeless: float = 0.9
     """Times plain decoding below which a step counts `hopeless_steps` against `off_after`. Simulated."""
-    hopeless_steps: int = 4
-    """See `hopeless`. Simulated."""
+    hopeless_steps: int = 4  # See `hopeless`. Simulated.
     interval: int = 64
     """Steps until the first trial of what is off. Simulated: one that became good is back within 500 steps."""
     longest: int = 4
@@ -77,16 +69,13 @@ class PolicySettings:
     trial_rows: int = 8
     """Rows that are tried for all. Asking copies for 64 rows took 37 ms of the host, a model read 64 texts in 1.0 to
     1.6 s: with 8, `auto` at batch 64 went from 0.973 to 1.002 of plain decoding, and the trial to 0.27 s."""
-    trial_steps: tuple[int, int] = (2, 6)
-    """Steps of a row's trial that fails, and of one that passes. Simulated."""
-    lookup_steps: int = 8
-    """Steps in which a copying drafter is asked again before it can be off again. Simulated."""
+    trial_steps: tuple[int, int] = (2, 6)  # Steps of a row's trial that fails, and of one that passes. Simulated.
+    lookup_steps: int = 8  # Steps in which a copying drafter is asked again before it can be off again. Simulated.
     cheap: float = 0.01
     """Share of a plain step that asking a copying drafter may always take. Chosen: less than can be measured."""
     least_taken: int = 8
     """Nodes that a row is at least thought to take of copies, which are asked for twice what was taken of late."""
-    taken_memory: float = 0.95
-    """What a step leaves of the most nodes that a row took of late. Simulated."""
+    taken_memory: float = 0.95  # What a step leaves of the most nodes that a row took of late. Simulated.
     returns: float = 1.25
     """Times over that reading a text must repay itself: at 1.0 it paid on average before it paid for one row more (35
     ms gained for 48 ms of reading at 16 rows)."""
@@ -111,11 +100,9 @@ class PolicySettings:
     prompt kept heads from drafting at 16 rows (0.95 of plain decoding, then 1.09)."""
     lookup_overhead: float = 2.0
     """What asking copies adds to a step, over the time that they take themselves, until it was seen: up to 4 was."""
-    copy_ms: float = 0.02
-    """ms that a proposal of a copying drafter takes, until it was seen. Chosen."""
+    copy_ms: float = 0.02  # ms that a proposal of a copying drafter takes, until it was seen. Chosen.
     least_level: float = 0.02
     """Plain passes that a level of a drafter with a model is at least assumed to cost, until it was seen. Chosen."""
 
 
-SETTINGS = PolicySettings()
-"""Those in use."""
+SETTINGS = PolicySettings()  # Those in use
