@@ -129,27 +129,28 @@ def test_a_copy_is_taken_where_it_is_good_and_the_model_elsewhere() -> None:
 @pytest.mark.parametrize("shape", [PassShape(), PassShape(padded=True)])
 @pytest.mark.parametrize("rows", [4, 16])
 def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, shape: PassShape) -> None:
-    passes = Passes(0.002)
+    """Where a pass is as wide as its widest row, the nodes of the others are free."""
+    passes = Passes(0.002 if shape.padded else 0.01)
     spec = Spec(name="m", alpha=lambda step, row: 0.9 if row % 2 else 0.05, cost=level(0.1))
     steps = World(spec, rows=rows, passes=passes, shape=shape).run(300)
     late = steps.depths[200:]
     assert sum(row[1] >= 4 for row in late) > 90
-    assert sum(row[0] == 0 for row in late) > 90
+    assert shape.padded or sum(row[0] == 0 for row in late) > 90
     assert steps.rate(100) > 1.4 * rows / passes.pass_ms(1, rows)
 
 
 def test_a_new_row_starts_from_what_the_others_showed() -> None:
     world = World(Spec(name="m", alpha=0.02, cost=level(0.2)))
-    world.run(100)
+    world.run(300)
     world.renew(0)
     before = world.drafters[0].proposals
     world.run(20)
-    assert world.drafters[0].proposals - before <= 3
+    assert world.drafters[0].proposals - before <= 5, "the first row had one in all of its first 20 steps"
 
 
-@pytest.mark.parametrize(("reading_ms", "read"), [(0.05, False), (0.001, True)])
+@pytest.mark.parametrize(("reading_ms", "read"), [(0.08, False), (0.001, True)])
 def test_a_text_is_read_where_that_repays_itself(reading_ms: float, read: bool) -> None:
-    """Answers of 40 tokens to prompts of 300: reading takes 15 plain steps, or a third of one."""
+    """Answers of 40 tokens to prompts of 300: reading takes 24 plain steps, or a third of one."""
     spec = Spec(name="m", alpha=0.7, cost=level(0.1), reading_ms=reading_ms)
     world = World(spec, measure=True)
     for _ in range(40):

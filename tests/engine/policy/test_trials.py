@@ -1,70 +1,91 @@
-"""Where a drafter is off, and whom that concerns."""
+"""When a drafter with a forward pass is tried although its figures speak against it, and which rows it is good for."""
 
 from __future__ import annotations
 
-from forerun.engine.policy.explore import RowTrials
+from itertools import pairwise
+
+import pytest
+
+from engine.policy.simulation import LEVEL, Passes, Spec, World
+from forerun.engine.policy.explore import ModelTrials, few
+from forerun.engine.policy.policy import best_depth
 from forerun.engine.policy.settings import SETTINGS
 
 
-def useless_for(trials: RowTrials, row: int, steps: int = 8) -> None:
-    for _ in range(steps):
-        trials.drafted(row, 0.5)
+def steps_of(trials: ModelTrials, steps: int, *, tokens: float, cost: float = 1.5, spent: float = 0.5) -> list[int]:
+    """The steps in which it is tried."""
+    found = list[int]()
+    for step in range(steps):
+        if trials.due(step):
+            found.append(step)
+            trials.tried(step, tokens=tokens, cost=cost, spent=spent)
+    return found
 
 
-def test_rows_that_it_never_drafted_for_do_not_keep_it_on() -> None:
-    """Of 64 rows it drafts for some; the next ones would else each begin by trying it."""
-    trials = RowTrials()
-    trials.begin([0, 1, 2])
-    useless_for(trials, 0)
-    trials.begin([0, 1, 2, 3])
-    assert not any(trials.on(row) for row in range(4))
+def test_trials_that_fail_end_soon_and_become_rare() -> None:
+    found = steps_of(ModelTrials(), 2000, tokens=1.0)
+    assert found[:2] == [SETTINGS.interval, SETTINGS.interval + 1]
+    begun = found[:: SETTINGS.trial_steps[False]]
+    waits = [later - before for before, later in pairwise(begun)]
+    assert waits == sorted(waits) and waits[-1] > SETTINGS.longest * SETTINGS.interval
 
 
-def test_a_row_that_it_is_good_for_keeps_it_on() -> None:
-    trials = RowTrials()
-    trials.begin([0, 1, 2])
-    trials.drafted(1, 1.5)
-    useless_for(trials, 0)
-    trials.begin([0, 1, 2, 3])
-    assert [trials.on(row) for row in range(4)] == [False, True, True, True]
-    trials.forget(1)
-    trials.begin([0, 2, 3])
-    useless_for(trials, 2)
-    trials.begin([0, 2, 3, 4])
-    assert not any(trials.on(row) for row in (0, 2, 3, 4))
+def test_dear_trials_are_rarer() -> None:
+    cheap, dear = (steps_of(ModelTrials(), 5000, tokens=1.0, spent=spent) for spent in (0.1, 5.0))
+    assert len(cheap) > 2 * len(dear)
+    assert 10.0 * len(dear) / 2 < 2 * SETTINGS.trial_share * 5000
 
 
-def test_a_trial_that_passes_turns_it_on_for_new_rows() -> None:
-    trials = RowTrials()
-    trials.begin([0])
-    useless_for(trials, 0)
-    for _ in range(SETTINGS.interval + 1):
-        trials.begin([0])
-    assert trials.trying(0)
-    while trials.trying(0):
-        trials.tried(0, accepted=3, drafted=3, cost=1.5)
-    trials.begin([0, 1])
-    assert trials.on(0) and trials.on(1)
+def test_a_trial_that_passes_takes_longer_and_says_so() -> None:
+    trials = ModelTrials()
+    passed = [trials.tried(100 + step, tokens=3.0, cost=1.5, spent=0.5) for step in range(SETTINGS.trial_steps[True])]
+    assert passed == [False] * (SETTINGS.trial_steps[True] - 1) + [True]
 
 
-def test_of_many_rows_a_few_are_tried_and_the_others_follow_once_one_passes() -> None:
-    trials = RowTrials()
-    rows = list(range(20))
-    trials.begin(rows)
-    for row in rows:
-        useless_for(trials, row)
-    tried: list[list[int]] = []
-    for step in range(2000):
-        trials.begin(rows)
-        trying = [row for row in rows if trials.trying(row)]
-        if trying:
-            tried.append(trying)
-        for row in trying:
-            trials.tried(row, accepted=3 if step > 500 else 0, drafted=3, cost=1.5)
-        if all(trials.on(row) for row in rows):
-            break
-    rounds = [trial for trial, before in zip(tried, [[], *tried], strict=False) if trial != before]
-    assert all(len(trial) <= 8 for trial in rounds)
-    assert rounds[0] == rows[:8] and rounds[1] == rows[8:16] and rounds[2] == [*rows[:4], *rows[16:]]
-    assert all(trials.on(row) for row in rows)
-    assert len(tried) < 2 * len(rounds) + 6 * 4
+def test_who_drafts_is_not_on_trial() -> None:
+    trials = ModelTrials()
+    for step in range(1000):
+        assert not trials.due(step)
+        trials.drafted(step)
+
+
+def test_one_that_raised_drafts_on_trial_alone_until_one_passes() -> None:
+    trials = ModelTrials()
+    trials.fail(0)
+    assert trials.off
+    steps_of(trials, 500, tokens=1.0)
+    assert trials.off
+    steps_of(trials, 2000, tokens=3.0)
+    assert not trials.off
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8, 9, 20, 64])
+def test_of_many_rows_a_few_are_tried(rows: int) -> None:
+    chosen = few(range(rows))
+    assert len(chosen) <= SETTINGS.trial_rows and bool(chosen) == bool(rows)
+    assert list(chosen) == list(range(rows)) or rows > SETTINGS.trial_rows
+
+
+def test_a_few_rows_speak_for_all() -> None:
+    """Useless for 20 rows, then good: what eight of them showed brings all of them back."""
+    turn = 500
+    spec = Spec(name="m", alpha=lambda step, row: 0.02 if step < turn else 0.9, cost=LEVEL)
+    world = World(spec, rows=20, passes=Passes(0.002))
+    asked = world.drafters[0].asked
+    world.run(200)
+    before = world.drafters[0].asked
+    world.run(turn - 200)
+    assert world.drafters[0].asked - before <= 8 * 2 * 4 and before > asked
+    depths = world.run(500).depths[-100:]
+    assert all(sum(row[index] > 0 for row in depths) > 90 for index in range(20))
+
+
+def test_the_best_depth_is_that_of_the_rows_for_which_drafting_pays() -> None:
+    good, bad = [0.9**depth for depth in range(1, 9)], [0.05**depth for depth in range(1, 9)]
+
+    def time(depth: int, rows: int) -> float:
+        return 1.0 + 0.01 * depth * rows + 0.05 * depth
+
+    both, alone = (best_depth(curves, time, 8) for curves in ([good] * 4 + [bad] * 4, [good] * 4))
+    assert both == alone and both[1] == 4 and both[0] > 3 and both[2] > 1
+    assert best_depth([bad] * 8, time, 8)[2] < 1

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Sequence
 from statistics import fmean, median
 
 from forerun.core.acceptance import Acceptance
@@ -35,126 +33,57 @@ class Backoff:
         self._due = step + self._wait * max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
         self._wait = min(SETTINGS.longest, 2 * self._wait)
 
-    def put_off(self, step: int) -> None:
-        """More of it is off from now on."""
-        self._due = max(self._due, step + SETTINGS.interval)
-
     def passed(self, step: int) -> None:
         """A trial passed: the next one, of what else is off, may follow at once."""
         self._due, self._wait = step, 1
 
 
-@dataclass(slots=True)
-class _Trial:
-    tokens: float = 0.0
-    cost: float = 0.0  # In plain steps
-    steps: list[tuple[int, int]] = field(default_factory=list)  # (accepted, drafted)
+class ModelTrials:
+    """When a drafter with a forward pass is tried although its figures speak against it, for a few rows.
 
-
-class RowTrials:
-    """Which rows a drafter with a forward pass works for: off where it does not pay, on again where a trial passed.
-
-    Rows are tried together because a pass may be as wide as its widest row; of many only a few, for a drafter must read
-    their texts first, and all rows wait for that. New rows start as the drafter stands: off once it is off for every
-    row that it drafted for.
+    All rows learn from those that are tried, for the figures of a row start from what all rows showed (`Survival`).
     """
 
     def __init__(self) -> None:
-        self._misses: dict[int, int] = {}  # Row -> steps in a row that did not pay
-        self._known: set[int] = set()  # Rows that it has drafted for
-        self._off: dict[int, None] = {}  # Rows that it is off for, those that were tried last at the end
-        self._trials: dict[int, _Trial] = {}
-        self._useless = False  # No known row was on when last looked
         self._backoff = Backoff()
-        self._step = 0
-        self._spent, self._passed = 0.0, False  # Of the latest trials: their cost, and whether one passed
+        self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0  # Of the trial that goes on
+        self.off = False  # It raised: it drafts on trial alone until a trial passes
 
-    def begin(self, rows: Sequence[int]) -> None:
-        """A step of these rows begins: new ones start, and trials where they are due."""
-        self._step += 1
-        for row in rows:
-            if row not in self._misses:
-                self._misses[row] = 0
-                if self._useless:
-                    self._off[row] = None
-        if self._off and not self._trials and self._backoff.due(self._step):
-            here = set(rows)
-            self._trials = {row: _Trial() for row in islice((r for r in self._off if r in here), SETTINGS.trial_rows)}
-            self._spent, self._passed = 0.0, False
+    def due(self, step: int) -> bool:
+        """Whether it is tried in this step."""
+        return self._backoff.due(step)
 
-    def on(self, row: int) -> bool:
-        """Whether the drafter works for the row, not counting trials."""
-        return row not in self._off
+    def drafted(self, step: int) -> None:
+        """It drafted because its figures are good."""
+        self._backoff.passed(step + SETTINGS.interval)
 
-    def trying(self, row: int) -> bool:
-        """Whether the row is on trial."""
-        return row in self._trials
+    def tried(self, step: int, *, tokens: float, cost: float, spent: float) -> bool:
+        """A step of a trial; whether the trial has passed with it.
 
-    @property
-    def waiting(self) -> int:
-        """Rows that a trial speaks for: all that the drafter is off for."""
-        return len(self._off)
-
-    def drafted(self, row: int, ratio: float) -> None:
-        """A row that is on was drafted for; `ratio` to plain decoding is what its figures promise."""
-        self._known.add(row)
-        weight = SETTINGS.hopeless_steps if ratio < SETTINGS.hopeless else 1
-        self._misses[row] = 0 if ratio >= SETTINGS.pays else self._misses.get(row, 0) + weight
-        if self._misses[row] >= SETTINGS.off_after:
-            self._put_off([row])
-
-    def tried(self, row: int, *, accepted: int, drafted: int, cost: float) -> list[tuple[int, int]] | None:
-        """A row on trial was drafted for, for which it answers with `cost` plain steps.
-
-        Where it passed: its steps, (accepted, drafted).
+        Args:
+            tokens: of a row that was tried, on average.
+            cost: plain steps that such a row would answer for if all rows were drafted for.
+            spent: plain steps that the trial added to this one.
         """
-        trial = self._trials[row]
-        trial.tokens += accepted + 1
-        trial.cost += cost
-        trial.steps.append((accepted, drafted))
-        good = trial.tokens >= SETTINGS.pays * trial.cost
-        if len(trial.steps) < SETTINGS.trial_steps[good]:
-            return None
-        self._off.pop(row, None)
-        if not good:
-            self._off[row] = None
-        else:
-            self._known.add(row)
-            self._misses[row], self._useless, self._passed = 0, False, True
-        self._end([row])
-        return trial.steps if good else None
+        self._steps, self._spent = self._steps + 1, self._spent + spent
+        self._tokens, self._cost = self._tokens + tokens, self._cost + cost
+        good = self._tokens >= SETTINGS.pays * self._cost
+        if self._steps < SETTINGS.trial_steps[good]:
+            return False
+        self._backoff.failed(step, self._spent)
+        self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0
+        self.off = self.off and not good
+        return good
 
-    def spend(self, cost: float) -> None:
-        """A step with a trial took this much more than a plain one, in plain steps."""
-        self._spent += cost
+    def fail(self, step: int) -> None:
+        """It raised."""
+        self.off = True
+        self._backoff.failed(step)
 
-    def fail(self, rows: Sequence[int]) -> None:
-        """The drafter raised: these rows go on without it until the next trial."""
-        self._end(rows)
-        self._put_off(rows)
 
-    def forget(self, row: int) -> None:
-        """The row is free."""
-        self._misses.pop(row, None)
-        self._known.discard(row)
-        self._off.pop(row, None)
-        self._end([row])
-
-    def _put_off(self, rows: Sequence[int]) -> None:
-        self._off.update(dict.fromkeys(rows))
-        self._misses.update(dict.fromkeys(rows, 0))
-        self._useless = self._off.keys() >= self._known
-        if self._useless:
-            self._off.update(dict.fromkeys(self._misses))
-        self._backoff.put_off(self._step)
-
-    def _end(self, rows: Iterable[int]) -> None:
-        ended = [row for row in rows if self._trials.pop(row, None) is not None]
-        if ended and not self._trials:
-            if self._passed:
-                self._backoff.passed(self._step)
-            else:
-                self._backoff.failed(self._step, self._spent)
+def few(members: Sequence[int]) -> Sequence[int]:
+    """Some of many rows, that stand for all of them in a trial."""
+    return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
 
 
 class LookupTrials:
@@ -172,7 +101,7 @@ class LookupTrials:
     def of(self, members: Sequence[int]) -> Sequence[int]:
         """Those of the members to ask it for: in a trial a few stand for all."""
         trying = self._needed == SETTINGS.lookup_steps and len(self._seen) <= self._needed
-        return members[:: -(-len(members) // SETTINGS.trial_rows)] if trying and members else members
+        return few(members) if trying else members
 
     def looked_up(self, step: int, *, ms: float, gain_ms: float) -> None:
         """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
@@ -234,7 +163,7 @@ class Survival:
 
     def record(self, row: int, *, accepted: int, drafted: int) -> None:
         """Count a step whose path of `drafted` tokens was accepted up to `accepted`; what lies behind is unseen."""
-        own = self._rows.setdefault(row, Acceptance(weight=SETTINGS.weight))
+        own = self._rows.setdefault(row, Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory))
         self._all.clear()
         for depth in range(min(accepted + 1, drafted)):
             self._shared.learn(depth, depth < accepted)
@@ -249,7 +178,7 @@ class Survival:
         self._long.learn(0, lost * right, lost * tried)
         self._shared.fade(SETTINGS.shared_memory)
         for own in self._rows.values():
-            own.fade(SETTINGS.row_memory)
+            own.fade(SETTINGS.idle_memory)
 
     def curve(self, row: int | None, depth: int) -> list[float]:
         """Probability that depth 1, 2, ... `depth` survives; of all rows together where `row` is None or new."""
@@ -271,22 +200,15 @@ class Survival:
         own = self._rows[row].counts(0)[1] if row in self._rows else 0.0
         return 1.0 + own + min(SETTINGS.shared_evidence, self._shared.counts(0)[1])
 
-    def renew(self, row: int, steps: Sequence[tuple[int, int]]) -> None:
-        """What was known of a row no longer holds: start again from these (accepted, drafted) steps."""
-        self.forget(row)
-        self._long.fade(0.25)
-        self._shared.fade(0.25)
-        for accepted, drafted in steps:
-            self.record(row, accepted=accepted, drafted=drafted)
+    def renew(self) -> None:
+        """A trial passed: what was seen before it tells little."""
+        self._all.clear()
+        for known in (self._long, self._shared, *self._rows.values()):
+            known.fade(0.25)
 
     def forget(self, row: int) -> None:
         """The row is free."""
         self._rows.pop(row, None)
-
-
-def guessed(depth: int) -> list[float]:
-    """The curve of a drafter that nobody has seen."""
-    return [SETTINGS.first_guess**level for level in range(1, depth + 1)]
 
 
 def optimism(curve: Sequence[float], evidence: float, steps: int) -> float:

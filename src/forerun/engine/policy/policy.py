@@ -25,7 +25,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from functools import partial
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from forerun.core.acceptance import Acceptance
@@ -38,7 +39,7 @@ from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
 from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times, known_or_nominal
-from forerun.engine.policy.explore import LookupTrials, RowTrials, Survival, guessed, optimism, settle
+from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, few, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, StepTrace
@@ -62,25 +63,33 @@ class Offer:
     depth: int
     ms: float  # Of its proposal, for all rows together
     bids: Mapping[int, Bid]  # By row; only those that it may draft for
+    tried: Container[int] = ()  # Rows that it may draft for on trial
     unread: Mapping[int, int] = field(default_factory=dict)
     """By row, tokens that the drafter must read before its proposal."""
 
 
-def best_depth(curves: Sequence[Sequence[float]], times: Sequence[float], rows: int) -> tuple[int, float]:
-    """The depth, at least 1, with the most expected tokens per time over all rows, and how many times plain decoding's.
+def best_depth(
+    curves: Sequence[Sequence[float]], time: Callable[[int, int], float], rows: int
+) -> tuple[int, int, float]:
+    """The depth, at least 1, with the most expected tokens per time, if as many rows draft as that is best for.
 
     Args:
-        curves: of each row that drafts, the probability that depth 1, 2, ... survives; rows may end early.
-        times: entry d: a step that drafts to depth d, ms; entry 0 is plain decoding. At least two entries.
+        curves: of each row that may draft, the probability that depth 1, 2, ... survives; rows may end early.
+        time: of (depth, rows that draft): the step, ms; of (0, 0) plain decoding.
         rows: of the step, whether or not they draft.
+
+    Returns:
+        depth, rows that draft, and how many times plain decoding's tokens per time.
     """
-    best, most, expected = 1, 0.0, float(rows)
-    for depth in range(1, len(times)):
-        expected += sum(curve[depth - 1] for curve in curves if depth <= len(curve))
-        ratio = expected / times[depth] * times[0] / rows
-        if ratio > most:
-            best, most = depth, ratio
-    return best, most
+    best, most, plain = (1, 1), 0.0, rows / time(0, 0)
+    sums = [list(accumulate(curve)) for curve in curves]
+    for depth in range(1, max(map(len, curves)) + 1):
+        worths = sorted([own[min(depth, len(own)) - 1] for own in sums], reverse=True)
+        for drafting, tokens in enumerate(accumulate(worths, initial=rows)):
+            rate = tokens / time(depth, drafting) if drafting else 0.0
+            if rate > most:
+                best, most = (depth, drafting), rate
+    return *best, most / plain
 
 
 def choose(
@@ -88,7 +97,8 @@ def choose(
 ) -> dict[int, int]:
     """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` times the step's time.
 
-    With each subset of the offers every row takes what promises it most; rows that are missing decode plainly.
+    With each subset of the offers every row takes what promises it most, those first to which that is most; rows that
+    are missing decode plainly.
 
     Args:
         copies: by row, what drafters that copy hold ready.
@@ -99,15 +109,18 @@ def choose(
     best, most = dict[int, int](), float("-inf")
     together = len(offers) if len(offers) <= SETTINGS.most_arms else 1
     for chosen in (subset for size in range(together + 1) for subset in combinations(offers, size)):
-        taken = dict(copies)
+        ms, better = sum(offer.ms for offer in chosen), dict[int, Bid]()
         for offer in chosen:
             for row, bid in offer.bids.items():
-                if row not in taken or bid.tokens > taken[row].tokens:
-                    taken[row] = bid
-        ms = times[shape.size([bid.nodes for bid in taken.values()])] + sum(offer.ms for offer in chosen)
-        gain = sum(bid.tokens for bid in taken.values()) - goodput * ms
-        if gain > most:
-            best, most = {row: bid.arm for row, bid in sorted(taken.items()) if bid.nodes > 0}, gain
+                if bid.tokens > max(held[row].tokens if row in held else 0.0 for held in (copies, better)):
+                    better[row] = bid
+        order = sorted(better, key=lambda row: -better[row].tokens)
+        for count in range(len(order) + 1):
+            taken = {**copies, **{row: better[row] for row in order[:count]}}
+            size = shape.size([bid.nodes for bid in taken.values()])
+            gain = sum([bid.tokens for bid in taken.values()]) - goodput * (times[size] + ms)
+            if gain > most:
+                best, most = {row: bid.arm for row, bid in sorted(taken.items()) if bid.nodes > 0}, gain
     return best
 
 
@@ -166,7 +179,7 @@ class Arm:
     confidence: Confidence = field(default_factory=Confidence)  # Of its deterministic trees, if it costs a forward pass
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
-    trials: RowTrials = field(default_factory=RowTrials)
+    trials: ModelTrials = field(default_factory=ModelTrials)
     nodes: dict[int, float] = field(default_factory=dict)
     """Depth -> nodes of each row of a proposal down to it, of late."""
     used: float = 1.0  # Share of its offers that were taken, of late
@@ -218,6 +231,10 @@ class _StepPlan:
         """The offers that were taken."""
         arms = set(self.taken.values())
         return [offer for offer in self.offers if offer.arm in arms]
+
+    def tried(self, arm: int) -> Container[int]:
+        """Rows that an arm may draft for on trial."""
+        return next((offer.tried for offer in self.offers if offer.arm == arm), ())
 
     def unread(self, offer: Offer) -> int:
         """Tokens that the drafter of an offer reads before it drafts for the rows that take it."""
@@ -295,10 +312,6 @@ class Policy:
             times=times,
             goodput=self.goodput() * batch / times[0],
         )
-        ids = [row.cache_row for row in own.values()]
-        for arm in self.arms:
-            if not arm.copies:
-                arm.trials.begin(ids)
         # Now and then nobody is asked, so that what everything is held against is seen.
         if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
             self._ask(plan)
@@ -332,7 +345,7 @@ class Policy:
             arm = self.arms[index]
             if counts[row] and arm.copies:
                 plan.ranked[row] = plan.merged[row]
-            elif counts[row] and not arm.trials.trying(plan.rows[row].cache_row) and trees[row].prunable:
+            elif counts[row] and row not in plan.tried(index) and trees[row].prunable:
                 plan.ranked[row] = Ranking.of(trees[row], arm.confidence.of(plan.rows[row].cache_row))
         if max(counts, default=0) > self._nodes:
             plan.times = self.costs.times(plan.batch, plan.context, max(counts))
@@ -351,8 +364,8 @@ class Policy:
         for row in (row for row, length in zip(rows, lengths, strict=True) if length == 0):
             self.agreement.forget(row)
             for arm in self.arms:
-                for part in (arm.confidence, arm.survival, arm.trials):
-                    part.forget(row)
+                arm.confidence.forget(row)
+                arm.survival.forget(row)
 
     # --- drafters that copy -------------------------------------------------------------------------------------------
 
@@ -414,41 +427,47 @@ class Policy:
     # --- drafters that cost a forward pass ----------------------------------------------------------------------------
 
     def _offer(self, plan: _StepPlan, index: int) -> Offer | None:
-        """The drafter's offer to the rows that it is on for, or on trial for; None where there are none.
+        """The drafter's offer to the rows that it may draft for; None where there are none.
 
-        Where nothing does better than plain decoding, a drafter that is on counts as no worse: when to give up is up to
-        its trials, which take their time, and not to a noisy estimate. Where copies yield more, its time is dear.
+        In a trial it is worth more than anything to a few of them, as deep as it would go if nobody had seen it.
         """
         arm, curves = self.arms[index], dict[int, Sequence[float]]()
         for member, row in plan.rows.items():
-            limit, trying = min(arm.limit, plan.limits[member]), arm.trials.trying(row.cache_row)
-            if limit > 0 and (trying or arm.trials.on(row.cache_row)):
-                curves[member] = guessed(limit) if trying else arm.survival.curve(row.cache_row, limit)
+            if limit := min(arm.limit, plan.limits[member]):
+                curves[member] = arm.survival.curve(row.cache_row, limit)
         if not curves:
             return None
-        times = self._depth_times(plan, arm, max(map(len, curves.values())), len(curves))
-        depth, ratio = best_depth(list(curves.values()), times, plan.batch)
-        row_ms = plan.batch * (times[depth] - times[0]) / len(curves)
+        time = partial(self._time, plan, arm)
+        depth, drafting, ratio = best_depth(list(curves.values()), time, plan.batch)
+        tried = set[int]()
+        if arm.trials.off or ratio < SETTINGS.pays:
+            tried = set(few(list(curves)) if arm.trials.due(self.steps) else ())
+            unseen: dict[int, Sequence[float]] = {
+                row: [SETTINGS.first_guess**level for level in range(1, len(curves[row]) + 1)] for row in tried
+            }
+            curves = unseen if arm.trials.off else {**curves, **unseen}
+            if not curves:
+                return None
+            depth, drafting, _ = best_depth(list(curves.values()), time, plan.batch)
+        row_ms = plan.batch * (time(depth, drafting) - plan.times[0]) / drafting
         nodes, bids, unread = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid](), dict[int, int]()
         for member, curve in curves.items():
             row = plan.rows[member]
             unread[member] = arm.drafter.unread(row.cache_row, len(row.tokens))
-            reading, trying = self.costs.reading_ms(arm.key, unread[member]), arm.trials.trying(row.cache_row)
-            if reading and not trying and not self._repays(plan, arm, row, reading, sum(curve[:depth]), row_ms):
+            reading, accepted = self.costs.reading_ms(arm.key, unread[member]), sum(curve[:depth])
+            if reading and member not in tried and not self._repays(plan, arm, row, reading, accepted, row_ms):
                 continue
-            hoped = sum(curve[:depth]) + optimism(curve[:depth], arm.survival.evidence(row.cache_row), self.steps)
-            least = row_ms / plan.times[0] + SETTINGS.tie_tokens * ratio
-            bids[member] = Bid(index, nodes, max(hoped, least) + (SETTINGS.trial_tokens if trying else 0.0))
+            accepted += optimism(curve[:depth], arm.survival.evidence(row.cache_row), self.steps)
+            bids[member] = Bid(index, nodes, accepted + (SETTINGS.trial_tokens if member in tried else 0.0))
         ms = self.costs.draft_ms(arm.key, depth, plan.batch)
-        return Offer(arm=index, depth=depth, ms=ms, bids=bids, unread=unread) if bids else None
+        return Offer(arm=index, depth=depth, ms=ms, bids=bids, tried=tried, unread=unread) if bids else None
 
-    def _depth_times(self, plan: _StepPlan, arm: Arm, deepest: int, rows: int) -> list[float]:
-        """Entry d: a step in which a drafter drafts to depth d for so many rows, ms; entry 0 is plain decoding."""
-        times = [plan.times[0]]
-        for depth in range(1, deepest + 1):
-            size = self.costs.shape.even(rows, min(self._nodes, arm.expected_nodes(depth)))
-            times.append(plan.times[size] + self.costs.draft_ms(arm.key, depth, plan.batch))
-        return times
+    def _time(self, plan: _StepPlan, arm: Arm, depth: int, rows: int) -> float:
+        """A step in which a drafter drafts to `depth` for so many rows, ms; to 0: plain decoding."""
+        if depth == 0:
+            return plan.times[0]
+        size = self.costs.shape.even(rows, min(self._nodes, arm.expected_nodes(depth)))
+        return plan.times[size] + self.costs.draft_ms(arm.key, depth, plan.batch)
 
     def _repays(self, plan: _StepPlan, arm: Arm, row: Row, reading: float, accepted: float, row_ms: float) -> bool:
         """Whether a row's text, which the drafter has yet to read, is worth reading for what is left to write.
@@ -503,32 +522,24 @@ class Policy:
             self._goodput.learn("unaided", tokens, cost)
 
     def _learn_outcomes(self, plan: _StepPlan, offer: Offer, chosen: Sequence[int], emitted: Sequence[Emitted]) -> None:
-        """What became of the drafts of a drafter with a forward pass, and whether it goes on with these rows."""
-        arm, shape, rows = (
-            self.arms[offer.arm],
-            self.costs.shape,
-            {member: plan.rows[member].cache_row for member in chosen},
-        )
+        """What became of the drafts of a drafter with a forward pass."""
+        arm, shape = self.arms[offer.arm], self.costs.shape
         matched = {
-            member: arm.confidence.learn(row, plan.ranked[member], emitted[member].tokens)
-            for member, row in rows.items()
+            member: arm.confidence.learn(plan.rows[member].cache_row, plan.ranked[member], emitted[member].tokens)
+            for member in chosen
             if member in plan.ranked
         }
         if arm.drafter.drafter.failed:
             arm.drafter.drafter.failed = False
-            arm.trials.fail(list(rows.values()))
+            arm.trials.fail(self.steps)
             return
-        cost = cost_for_all = self._row_cost(plan, offer, len(chosen))
-        if any(map(arm.trials.trying, rows.values())):
-            cost_for_all = self._row_cost(plan, offer, max(len(chosen), arm.trials.waiting))
-            reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
-            arm.trials.spend((cost - 1) * len(chosen) / plan.batch + reading)
         nodes = shape.nodes(shape.size([plan.counts[member] for member in chosen]), len(chosen))
         before = arm.nodes.setdefault(offer.depth, nodes)
         arm.nodes[offer.depth] = before + SETTINGS.latest * (nodes - before)
-        for member, row in rows.items():
-            step = emitted[member]
-            if step.tokens[-1] in plan.rows[member].stop_ids:
+        tried = list[int]()
+        for member in chosen:
+            row, step = plan.rows[member], emitted[member]
+            if step.tokens[-1] in row.stop_ids:
                 continue
             # A drafter that stopped short of what it was allowed has not survived there. Of deterministic nodes that
             # were taken away the text still tells, as far as it goes, what would have been accepted.
@@ -536,19 +547,21 @@ class Policy:
             accepted, drafted = len(step.trace.path), min(allowed, step.depth + 1)
             if member in plan.pruned:
                 accepted, drafted = matched[member], min(allowed, len(step.tokens))
-            arm.survival.record(row, accepted=accepted, drafted=drafted)
-            if arm.trials.trying(row):
-                passed = arm.trials.tried(row, accepted=accepted, drafted=drafted, cost=cost_for_all)
-                if passed is not None:
-                    arm.survival.renew(row, passed)
-            else:
-                hoped = sum(arm.survival.curve(row, offer.depth)) if plan.counts[member] else 0.0
-                arm.trials.drafted(row, (1 + hoped) / cost)
+            arm.survival.record(row.cache_row, accepted=accepted, drafted=drafted)
+            if member in offer.tried:
+                tried.append(1 + accepted)
+        if not offer.tried:
+            arm.trials.drafted(self.steps)
+        elif tried:
+            reading = self.costs.reading_ms(arm.key, plan.unread(offer)) / plan.times[0]
+            spent = (self._row_cost(plan, offer, len(chosen)) - 1) * len(chosen) / plan.batch + reading
+            cost = self._row_cost(plan, offer, len(offer.bids))
+            if arm.trials.tried(self.steps, tokens=sum(tried) / len(tried), cost=cost, spent=spent):
+                arm.survival.renew()
 
     def _row_cost(self, plan: _StepPlan, offer: Offer, rows: int) -> float:
         """Plain steps that each of so many rows answers for that are drafted for: what this adds is theirs alone."""
-        times = self._depth_times(plan, self.arms[offer.arm], offer.depth, rows)
-        return 1 + (times[-1] / times[0] - 1) * plan.batch / rows
+        return 1 + (self._time(plan, self.arms[offer.arm], offer.depth, rows) / plan.times[0] - 1) * plan.batch / rows
 
     def _learn_times(self, plan: _StepPlan, size: int, trace: StepTrace) -> float:
         """Correct the costs by what the step took; returns that without what reading a prompt took, ms."""

@@ -31,7 +31,10 @@ class PolicySettings:
     again after 256 steps, at 45 ms each."""
     shared_memory: float = half_life(256)
     """Per step, of what all rows showed. Unfaded, one that became good was not taken up in 6 of 12 simulated runs."""
-    row_memory: float = half_life(96)  # Per step, of what a row showed. Simulated.
+    row_memory: float = half_life(96)  # Per observation of a row. Simulated
+    idle_memory: float = half_life(400)
+    """Per step, of what a row showed: a drafter that is not asked for a row is tried again. With 256 rows that draft in
+    vain stayed on, with 1024 a drafter that became the best was not found in 1 of 3 simulated runs."""
     node_memory: float = half_life(1024)  # Per node of the same stated confidence, of all rows. Simulated.
     row_node_memory: float = half_life(128)  # Per node of the same stated confidence, of a row. Simulated.
     latest: float = 1 / 8  # Weight of one step in running averages: nodes by depth, share of offers taken. Simulated.
@@ -44,8 +47,6 @@ class PolicySettings:
     """Plain passes that a pass may cost for copies of its size to be asked for at all. Chosen."""
     trial_tokens: float = 100.0
     """Tokens added to what a row on trial is offered: more than a draft brings, so a trial is not put off."""
-    tie_tokens: float = 1e-3
-    """Tokens per ratio that rank drafters which are kept on although plain decoding seems no worse."""
 
     # --- exploration: when something that is off is tried again ------------------------------------------------------
     exploration: float = 0.5
@@ -57,9 +58,6 @@ class PolicySettings:
     pays: float = 1.02
     """Times plain decoding that a drafter must yield: two engines over the same weights differ by 2 %."""
     off_after: int = 32  # Steps without paying after which a drafter is off. Simulated: a useless one costs under 3 %.
-    hopeless: float = 0.9
-    """Times plain decoding below which a step counts `hopeless_steps` against `off_after`. Simulated."""
-    hopeless_steps: int = 4  # See `hopeless`. Simulated.
     interval: int = 64
     """Steps until the first trial of what is off. Simulated: one that became good is back within 500 steps."""
     longest: int = 4
