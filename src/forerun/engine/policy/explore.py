@@ -1,9 +1,8 @@
 """When something that is off, or was not seen for long, is tried again. Sees counts and ratios; no draft, no clock.
 
-One schedule, `Backoff`, says when: after `interval` steps, twice as many after each failure up to a limit, and more
-where a trial is dear. `RowTrials` (drafters with a forward pass) and `LookupTrials` (drafters that copy) follow it; a
-few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little stands behind a
-figure is added to it (`optimism`). What is decided here can depend on no value of a draft that is yet to be drawn.
+One schedule, `Trials`: after `interval` steps, twice as many after each failure up to a limit, and more where a trial
+is dear; a few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little stands
+behind a figure is added to it (`optimism`). Nothing here depends on the value of a draft that is yet to be drawn.
 """
 
 from __future__ import annotations
@@ -17,45 +16,50 @@ from forerun.core.acceptance import Acceptance
 from forerun.engine.policy.settings import SETTINGS
 
 
-class Backoff:
-    """The schedule of trials of one thing that is off."""
+class Trials:
+    """The schedule of trials of one drafter.
 
-    def __init__(self, first: int = SETTINGS.interval) -> None:
-        """`first`: the step of the first trial."""
+    Args:
+        first: the step of the first one.
+    """
+
+    def __init__(self, first: int) -> None:
         self._due, self._wait = first, 1
 
     def due(self, step: int) -> bool:
         """Whether it may be tried in this step."""
         return step >= self._due
 
-    def failed(self, step: int, spent: float = 0.0) -> None:
-        """A trial failed, which took `spent` plain steps."""
-        self._due = step + self._wait * max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
+    def wait_after(self, step: int, spent: float = 0.0) -> None:
+        """A trial ended, which took `spent` plain steps."""
+        self._due = step + max(self._wait * SETTINGS.interval, round(spent / SETTINGS.trial_share))
         self._wait = min(SETTINGS.longest, 2 * self._wait)
 
-    def passed(self, step: int) -> None:
-        """A trial passed: the next one, of what else is off, may follow at once."""
-        self._due, self._wait = step, 1
+
+def few(members: Sequence[int]) -> Sequence[int]:
+    """Some of many rows, that stand for all of them in a trial."""
+    return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
 
 
-class ModelTrials:
+class ModelTrials(Trials):
     """When a drafter with a forward pass is tried although its figures speak against it, for a few rows.
 
     All rows learn from those that are tried, for the figures of a row start from what all rows showed (`Survival`).
     """
 
     def __init__(self) -> None:
-        self._backoff = Backoff()
+        super().__init__(first=SETTINGS.interval)
         self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0  # Of the trial that goes on
         self.off = False  # It raised: it drafts on trial alone until a trial passes
 
-    def due(self, step: int) -> bool:
-        """Whether it is tried in this step."""
-        return self._backoff.due(step)
+    @property
+    def begun(self) -> bool:
+        """Whether a trial goes on."""
+        return self._steps > 0
 
     def drafted(self, step: int) -> None:
         """It drafted because its figures are good."""
-        self._backoff.passed(step + SETTINGS.interval)
+        self._due, self._wait = max(self._due, step + SETTINGS.interval), 1
 
     def tried(self, step: int, *, tokens: float, cost: float, spent: float) -> bool:
         """A step of a trial; whether the trial has passed with it.
@@ -70,33 +74,28 @@ class ModelTrials:
         good = self._tokens >= SETTINGS.pays * self._cost
         if self._steps < SETTINGS.trial_steps[good]:
             return False
-        self._backoff.failed(step, self._spent)
-        self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0
+        self._end(step)
         self.off = self.off and not good
         return good
 
     def fail(self, step: int) -> None:
         """It raised."""
         self.off = True
-        self._backoff.failed(step)
+        self._end(step)
+
+    def _end(self, step: int) -> None:
+        self.wait_after(step, self._spent)
+        self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0
 
 
-def few(members: Sequence[int]) -> Sequence[int]:
-    """Some of many rows, that stand for all of them in a trial."""
-    return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
-
-
-class LookupTrials:
+class LookupTrials(Trials):
     """When a drafter that copies is asked: always if that is cheap or repays itself, else on trial, for a few rows."""
 
     def __init__(self) -> None:
+        super().__init__(first=0)
         self._seen = deque[tuple[float, float]](maxlen=SETTINGS.off_after)
         """(ms added, ms saved) of the steps that it was asked in of late."""
-        self._backoff, self._needed = Backoff(first=0), SETTINGS.off_after
-
-    def due(self, step: int) -> bool:
-        """Whether to ask in this step."""
-        return self._backoff.due(step)
+        self._needed = SETTINGS.off_after
 
     def of(self, members: Sequence[int]) -> Sequence[int]:
         """Those of the members to ask it for: in a trial a few stand for all."""
@@ -107,7 +106,7 @@ class LookupTrials:
         """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
         self._seen.append((ms, gain_ms))
         if len(self._seen) == SETTINGS.off_after:
-            self._backoff.passed(step)
+            self._due, self._wait = step, 1
 
     def loss_ms(self, plain_ms: float) -> float:
         """What asking takes beyond what it saves, a step; 0 where it is cheap, repays itself or is too new to tell."""
@@ -115,16 +114,6 @@ class LookupTrials:
             return 0.0
         cost = median(ms for ms, _ in self._seen)
         return max(0.0, cost - fmean(gain for _, gain in self._seen)) if cost > SETTINGS.cheap * plain_ms else 0.0
-
-    def put_off(self, step: int) -> None:
-        """It is not asked until the next trial."""
-        self._backoff.failed(step)
-        self._needed = SETTINGS.lookup_steps
-        self._seen.clear()
-
-    def look_again(self) -> None:
-        """What it saves is another matter from now on."""
-        self._seen.clear()
 
 
 def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gain_ms: float, plain_ms: float) -> None:
@@ -140,12 +129,11 @@ def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gai
         trials.looked_up(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
     losses = [trials.loss_ms(plain_ms) for trials, *_ in asked]
     if max(losses, default=0.0) > 0.0:
-        worst = losses.index(max(losses))
-        for index, (trials, *_) in enumerate(asked):
-            if index == worst:
-                trials.put_off(step)
-            else:
-                trials.look_again()
+        worst = asked[losses.index(max(losses))][0]
+        worst.wait_after(step)
+        worst._needed = SETTINGS.lookup_steps
+        for trials, *_ in asked:
+            trials._seen.clear()
 
 
 class Survival:

@@ -4,14 +4,13 @@ One sentence decides all of it: *every drafter offers nodes with an acceptance e
 bucket by bucket, that maximise expected accepted tokens minus the current goodput times what they cost.* Plain decoding
 is the first bucket, a pass without drafted nodes; `explore` says when what is off is tried again.
 
-Drafters come in two sorts (`Arm`). Those that **copy** cost no forward pass: they are asked first, their trees of a row
-become one, and its nodes are known when they are weighed. Of those that cost a **forward pass** only past steps are
-known: they offer a curve of survival by depth with an upper confidence bound, and their cost is shared by all rows that
-they draft for. `best_depth` and `choose` are the sentence before drafting, `allocate` is the sentence after it, when
-deterministic nodes that do not pay are taken away.
+Drafters that **copy** cost no forward pass: they are asked first, their trees of a row become one, and its nodes are
+known when they are weighed. Of those that cost a **forward pass** only past steps are known: they offer a curve of
+survival by depth with an upper confidence bound. `best_depth` and `choose` are the sentence before drafting, `allocate`
+is the sentence after it.
 
-**Lossless**: what decides before drawing sees running figures and trees of deterministic nodes alone; what decides
-after it takes away deterministic nodes alone (`Ranking` refuses others). Whether a sampled node is submitted never
+**Lossless**: what decides before drawing sees running figures and trees of deterministic nodes alone, what decides
+after it takes away deterministic nodes alone (`Ranking` refuses others): whether a sampled node is submitted never
 depends on its value.
 """
 
@@ -183,7 +182,6 @@ class Arm:
     nodes: dict[int, float] = field(default_factory=dict)
     """Depth -> nodes of each row of a proposal down to it, of late."""
     used: float = 1.0  # Share of its offers that were taken, of late
-    read: int = 0  # The step in which it was last offered for a text that it had to read
 
     def expected_nodes(self, depth: int) -> int:
         """Nodes per row of a proposal down to `depth`, in proportion to the nearest that was seen, else a chain."""
@@ -431,34 +429,33 @@ class Policy:
 
         In a trial it is worth more than anything to a few of them, as deep as it would go if nobody had seen it.
         """
-        arm, curves = self.arms[index], dict[int, Sequence[float]]()
+        arm, curves, unread = self.arms[index], dict[int, Sequence[float]](), dict[int, int]()
         for member, row in plan.rows.items():
             if limit := min(arm.limit, plan.limits[member]):
                 curves[member] = arm.survival.curve(row.cache_row, limit)
+                unread[member] = arm.drafter.unread(row.cache_row, len(row.tokens))
         if not curves:
             return None
         time = partial(self._time, plan, arm)
         depth, drafting, ratio = best_depth(list(curves.values()), time, plan.batch)
-        tried = set[int]()
-        if arm.trials.off or ratio < SETTINGS.pays:
-            tried = set(few(list(curves)) if arm.trials.due(self.steps) else ())
-            unseen: dict[int, Sequence[float]] = {
-                row: [SETTINGS.first_guess**level for level in range(1, len(curves[row]) + 1)] for row in tried
-            }
-            curves = unseen if arm.trials.off else {**curves, **unseen}
-            if not curves:
-                return None
-            depth, drafting, _ = best_depth(list(curves.values()), time, plan.batch)
         row_ms = plan.batch * (time(depth, drafting) - plan.times[0]) / drafting
-        nodes, bids, unread = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid](), dict[int, int]()
-        for member, curve in curves.items():
-            row = plan.rows[member]
-            unread[member] = arm.drafter.unread(row.cache_row, len(row.tokens))
-            reading, accepted = self.costs.reading_ms(arm.key, unread[member]), sum(curve[:depth])
-            if reading and member not in tried and not self._repays(plan, arm, row, reading, accepted, row_ms):
-                continue
-            accepted += optimism(curve[:depth], arm.survival.evidence(row.cache_row), self.steps)
-            bids[member] = Bid(index, nodes, accepted + (SETTINGS.trial_tokens if member in tried else 0.0))
+        offered = dict[int, Sequence[float]]()
+        for member, curve in curves.items() if not arm.trials.off else ():
+            reading = self.costs.reading_ms(arm.key, unread[member])
+            if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
+                offered[member] = curve
+        wanted = arm.trials.begun or ratio < SETTINGS.pays or not offered
+        tried = few(list(curves)) if wanted and arm.trials.due(self.steps) else ()
+        if tried:
+            offered |= {
+                row: [SETTINGS.first_guess ** (1 + level) for level in range(len(curves[row]))] for row in tried
+            }
+            depth, _, _ = best_depth(list(offered.values()), time, plan.batch)
+        nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
+        for member, curve in offered.items():
+            bonus = optimism(curve[:depth], arm.survival.evidence(plan.rows[member].cache_row), self.steps)
+            bonus += SETTINGS.trial_tokens if member in tried else 0.0
+            bids[member] = Bid(index, nodes, sum(curve[:depth]) + bonus)
         ms = self.costs.draft_ms(arm.key, depth, plan.batch)
         return Offer(arm=index, depth=depth, ms=ms, bids=bids, tried=tried, unread=unread) if bids else None
 
@@ -473,8 +470,7 @@ class Policy:
         """Whether a row's text, which the drafter has yet to read, is worth reading for what is left to write.
 
         What it repays is what drafting gains beyond the tokens that decoding yields in the same time without models, in
-        the share of the steps that fall to this drafter. A text is read all the same where none has been for so long
-        that it takes little of the time; none in its first tokens while others wait for theirs.
+        the share of the steps that fall to this drafter. None is read in its first tokens while others wait for theirs.
 
         Args:
             reading: ms, once.
@@ -485,11 +481,7 @@ class Policy:
             return False
         unaided = self.goodput("unaided")
         per_ms, steps = unaided / plan.times[0], arm.used * row.room / max(1.0 + accepted, unaided)
-        due = self.steps - arm.read >= reading / plan.times[0] / SETTINGS.trial_share
-        if due or steps * (accepted - per_ms * row_ms) > SETTINGS.returns * per_ms * reading:
-            arm.read = self.steps
-            return True
-        return False
+        return steps * (accepted - per_ms * row_ms) > SETTINGS.returns * per_ms * reading
 
     # --- after the step -----------------------------------------------------------------------------------------------
 
