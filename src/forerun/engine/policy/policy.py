@@ -24,8 +24,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate, combinations
+from itertools import combinations
 from typing import NamedTuple
 
 from forerun.core.acceptance import Acceptance
@@ -81,13 +80,17 @@ def best_depth(
         depth, rows that draft, and how many times plain decoding's tokens per time.
     """
     best, most, plain = (1, 1), 0.0, rows / time(0, 0)
-    sums = [list(accumulate(curve)) for curve in curves]
-    for depth in range(1, max(map(len, curves)) + 1):
-        worths = sorted([own[min(depth, len(own)) - 1] for own in sums], reverse=True)
-        for drafting, tokens in enumerate(accumulate(worths, initial=rows)):
-            rate = tokens / time(depth, drafting) if drafting else 0.0
+    order = sorted(curves, key=sum, reverse=True)
+    sums = [0.0] * len(order)
+    for depth in range(1, max(map(len, order)) + 1):
+        tokens = float(rows)
+        for index, curve in enumerate(order):
+            if depth <= len(curve):
+                sums[index] += curve[depth - 1]
+            tokens += sums[index]
+            rate = tokens / time(depth, index + 1)
             if rate > most:
-                best, most = (depth, drafting), rate
+                best, most = (depth, index + 1), rate
     return *best, most / plain
 
 
@@ -105,22 +108,27 @@ def choose(
         times: by size of the pass, ms.
         goodput: tokens per ms that decoding currently yields.
     """
-    best, most = dict[int, int](), float("-inf")
+    best, most = dict[int, Bid](), float("-inf")
+    none, own = Bid(-1, 0, 0.0), [bid.nodes for bid in copies.values()]
     together = len(offers) if len(offers) <= SETTINGS.most_arms else 1
     for chosen in (subset for size in range(together + 1) for subset in combinations(offers, size)):
         ms, better = sum(offer.ms for offer in chosen), dict[int, Bid]()
         for offer in chosen:
             for row, bid in offer.bids.items():
-                if bid.tokens > max(held[row].tokens if row in held else 0.0 for held in (copies, better)):
+                if bid.tokens > max(copies.get(row, none).tokens, better.get(row, none).tokens):
                     better[row] = bid
         order = sorted(better, key=lambda row: -better[row].tokens)
+        size, tokens = shape.size(own), sum([bid.tokens for bid in copies.values()])
         for count in range(len(order) + 1):
-            taken = {**copies, **{row: better[row] for row in order[:count]}}
-            size = shape.size([bid.nodes for bid in taken.values()])
-            gain = sum([bid.tokens for bid in taken.values()]) - goodput * (times[size] + ms)
+            if count:
+                row = order[count - 1]
+                held = copies.get(row, none)
+                tokens += better[row].tokens - held.tokens
+                size = shape.size([size, better[row].nodes - (0 if shape.padded else held.nodes)])
+            gain = tokens - goodput * (times[size] + ms)
             if gain > most:
-                best, most = {row: bid.arm for row, bid in sorted(taken.items()) if bid.nodes > 0}, gain
-    return best
+                best, most = {**copies, **{row: better[row] for row in order[:count]}}, gain
+    return {row: bid.arm for row, bid in sorted(best.items()) if bid.nodes > 0}
 
 
 def allocate(
@@ -436,7 +444,7 @@ class Policy:
                 unread[member] = arm.drafter.unread(row.cache_row, len(row.tokens))
         if not curves:
             return None
-        time = partial(self._time, plan, arm)
+        time = self._times(plan, arm, max(map(len, curves.values())))
         depth, drafting, ratio = best_depth(list(curves.values()), time, plan.batch)
         row_ms = plan.batch * (time(depth, drafting) - plan.times[0]) / drafting
         offered = dict[int, Sequence[float]]()
@@ -459,12 +467,14 @@ class Policy:
         ms = self.costs.draft_ms(arm.key, depth, plan.batch)
         return Offer(arm=index, depth=depth, ms=ms, bids=bids, tried=tried, unread=unread) if bids else None
 
-    def _time(self, plan: _StepPlan, arm: Arm, depth: int, rows: int) -> float:
-        """A step in which a drafter drafts to `depth` for so many rows, ms; to 0: plain decoding."""
-        if depth == 0:
-            return plan.times[0]
-        size = self.costs.shape.even(rows, min(self._nodes, arm.expected_nodes(depth)))
-        return plan.times[size] + self.costs.draft_ms(arm.key, depth, plan.batch)
+    def _times(self, plan: _StepPlan, arm: Arm, deepest: int) -> Callable[[int, int], float]:
+        """A step, ms, by the depth that a drafter drafts to (0: plain decoding) and the rows that it drafts for."""
+        levels = [(0, 0.0)]
+        for depth in range(1, deepest + 1):
+            nodes = min(self._nodes, arm.expected_nodes(depth))
+            levels.append((nodes, self.costs.draft_ms(arm.key, depth, plan.batch)))
+        times, even = plan.times, self.costs.shape.even
+        return lambda depth, rows: times[even(rows, levels[depth][0])] + levels[depth][1]
 
     def _repays(self, plan: _StepPlan, arm: Arm, row: Row, reading: float, accepted: float, row_ms: float) -> bool:
         """Whether a row's text, which the drafter has yet to read, is worth reading for what is left to write.
@@ -553,7 +563,8 @@ class Policy:
 
     def _row_cost(self, plan: _StepPlan, offer: Offer, rows: int) -> float:
         """Plain steps that each of so many rows answers for that are drafted for: what this adds is theirs alone."""
-        return 1 + (self._time(plan, self.arms[offer.arm], offer.depth, rows) / plan.times[0] - 1) * plan.batch / rows
+        ms = self._times(plan, self.arms[offer.arm], offer.depth)(offer.depth, rows)
+        return 1 + (ms / plan.times[0] - 1) * plan.batch / rows
 
     def _learn_times(self, plan: _StepPlan, size: int, trace: StepTrace) -> float:
         """Correct the costs by what the step took; returns that without what reading a prompt took, ms."""
