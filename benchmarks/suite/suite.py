@@ -42,7 +42,7 @@ from forerun.demo import CONTEXT, FOLDER, MODELS, contexts, resolve
 from forerun.demo.scale import ScaledModel, scale_head, scale_model
 from forerun.drafters.heads.drafting import repack
 from forerun.drafters.heads.eagle import EagleHead
-from forerun.engine.costs import load_or_measure
+from forerun.engine.measuring import load_or_measure
 from forerun.errors import ArgumentError, CheckpointError, nearest
 
 # The goals of the contest of drafters and of what speculation may cost. Knows no printing.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.conftest import Ran
-from forerun.engine import costs
+from forerun.engine import measuring
 
 Forerun = Callable[..., Ran]
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]
@@ -32,7 +32,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         timed.append(point)
         return 0.010 + 0.0005 * point[1] * point[2]
 
-    monkeypatch.setattr(costs, "_time", run)
+    monkeypatch.setattr(measuring, "_time", run)
     return timed
 
 

@@ -20,8 +20,9 @@ from forerun import SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.engine import costs
-from forerun.engine.costs import CostModel, DraftCost, Point, load_or_measure, rising
+from forerun.engine import measuring
+from forerun.engine.costs import CostModel, DraftCost
+from forerun.engine.measuring import Point, load_or_measure, rising
 from forerun.errors import ArgumentError
 from forerun.model import Buckets, Target
 from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
@@ -60,8 +61,8 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
         clock[0] += worth(point)
         return worth(point)
 
-    monkeypatch.setattr(costs, "_time", run)
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measuring, "_time", run)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
     yield timed
 
 
@@ -183,31 +184,31 @@ class TestMeasure:
 
 class TestStore:
     def test_is_measured_once(self, instant: list[Point], cache: Path) -> None:
-        first = costs.load_or_measure(target_of())
+        first = measuring.load_or_measure(target_of())
         count = len(instant)
-        assert costs.load_or_measure(target_of()) == first and len(instant) == count > 0
+        assert measuring.load_or_measure(target_of()) == first and len(instant) == count > 0
         assert [path.suffix for path in cache.iterdir()] == [".json"]
 
     def test_force_measures_again(self, instant: list[Point]) -> None:
-        costs.load_or_measure(target_of())
+        measuring.load_or_measure(target_of())
         count = len(instant)
-        costs.load_or_measure(target_of(), force=True)
+        measuring.load_or_measure(target_of(), force=True)
         assert len(instant) == 2 * count
 
     def test_more_sizes_are_measured_together_with_those_that_are_kept(self, instant: list[Point], cache: Path) -> None:
-        one = costs.load_or_measure(target_of(), nodes=(1, 2))
-        costs.save(target_of(), one.with_draft("ngram:{}", DraftCost(fixed_ms=1.0, level_ms=0.0)))
-        more = costs.load_or_measure(target_of(rows=4), rows=(1, 4), nodes=(1, 8))
+        one = measuring.load_or_measure(target_of(), nodes=(1, 2))
+        measuring.save(target_of(), one.with_draft("ngram:{}", DraftCost(fixed_ms=1.0, level_ms=0.0)))
+        more = measuring.load_or_measure(target_of(rows=4), rows=(1, 4), nodes=(1, 8))
         assert more.nodes == (1, 2, 8) and more.rows == (1, 4) and "ngram:{}" in more.drafts
         count = len(instant)
-        assert costs.load_or_measure(target_of(), nodes=(1, 2)) == more and len(instant) == count
+        assert measuring.load_or_measure(target_of(), nodes=(1, 2)) == more and len(instant) == count
         assert len(list(cache.iterdir())) == 1
 
     def test_a_file_of_a_target_with_more_slots_serves_one_with_fewer(self, instant: list[Point]) -> None:
         """What lies behind the end of its rows is left out, whatever else is measured beside it."""
         large, small = (Target(harness.model(), rows=2, slots=slots) for slots in (harness.SLOTS, 24))
-        costs.load_or_measure(large, rows=(1,))
-        kept = costs.load_or_measure(small, rows=(1, 2))
+        measuring.load_or_measure(large, rows=(1,))
+        kept = measuring.load_or_measure(small, rows=(1, 2))
         assert instant and all(context + nodes <= 24 for context, _, nodes in instant[-3:])
         assert kept.pass_ms(1, 1) > 0
 
@@ -215,12 +216,12 @@ class TestStore:
     def test_a_file_that_cannot_be_trusted_is_measured_anew(
         self, instant: list[Point], cache: Path, damage: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        good = costs.load_or_measure(target_of())
+        good = measuring.load_or_measure(target_of())
         [path] = cache.iterdir()
         text = path.read_text()
         kept = json.loads(text)
         kept["format" if damage == "another format" else "identity"] = 0
-        kept["sha256"] = costs._hash({key: kept[key] for key in ("format", "identity", "grid", "cost")})
+        kept["sha256"] = measuring._hash({key: kept[key] for key in ("format", "identity", "grid", "cost")})
         damaged = {
             "cut": text[: len(text) // 2],
             "changed": text.replace('"stairs": false', '"stairs": true'),
@@ -231,7 +232,7 @@ class TestStore:
         path.write_text(damaged.get(damage, json.dumps(kept)))
         count = len(instant)
         with caplog.at_level(logging.WARNING):
-            assert costs.load_or_measure(target_of()) == good
+            assert measuring.load_or_measure(target_of()) == good
         assert len(instant) > count and "measuring anew" in caplog.text
         assert json.loads(path.read_text()) == json.loads(text)
 
@@ -241,35 +242,35 @@ class TestStore:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
         with caplog.at_level(logging.WARNING):
-            assert costs.load_or_measure(target_of()).nodes[0] == 1
+            assert measuring.load_or_measure(target_of()).nodes[0] == 1
         assert "could not be kept" in caplog.text
 
     def test_what_a_pass_costs_depends_on(self) -> None:
         names = {
-            "itself": costs.file_of(target_of()),
-            "padding": costs.file_of(target_of(buckets=Buckets(nodes=(16,)))),
-            "dtype": costs.file_of(Target(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)),
+            "itself": measuring.file_of(target_of()),
+            "padding": measuring.file_of(target_of(buckets=Buckets(nodes=(16,)))),
+            "dtype": measuring.file_of(Target(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)),
         }
         threads = torch.get_num_threads()
         torch.set_num_threads(threads + 1)
         try:
-            names["threads"] = costs.file_of(target_of())
+            names["threads"] = measuring.file_of(target_of())
         finally:
             torch.set_num_threads(threads)
         assert len(set(names.values())) == len(names)
-        assert costs.file_of(target_of(rows=4)) == names["itself"], "rows and slots are in the grid"
+        assert measuring.file_of(target_of(rows=4)) == names["itself"], "rows and slots are in the grid"
 
     def test_drafters_that_are_objects_are_not_kept(self, instant: list[Point]) -> None:
         target, free = target_of(), DraftCost(fixed_ms=0.0, level_ms=0.0)
-        cost = costs.load_or_measure(target)
-        kept = costs.save(
+        cost = measuring.load_or_measure(target)
+        kept = measuring.save(
             target, cost.with_draft('a:{"model": "LlamaForCausalLM@1402"}', free).with_draft("b:{}", free)
         )
         assert list(json.loads(kept.read_text())["cost"]["drafts"]) == ["b:{}"]
 
     def test_where_it_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def folder() -> Path:
-            return costs.file_of(target_of()).parent
+            return measuring.file_of(target_of()).parent
 
         assert folder() == tmp_path / "cost"
         monkeypatch.delenv("FORERUN_CACHE")

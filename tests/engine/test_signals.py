@@ -103,7 +103,7 @@ def test_a_drafter_observes_the_scores_of_its_own_rows(checkpoint: Path, monkeyp
     monkeypatch.setitem(DRAFTERS, "onlooker", Entry(path=f"{__name__}:_Onlooker", summary="looks on"))
     _Onlooker.seen.clear()
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
-    choices: list[Any] = [False, {"method": "ngram"}, {"method": "onlooker"}]
+    choices: list[Any] = [False, *({"method": name, "adaptive": False} for name in ("ngram", "onlooker"))]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     ids = [
         llm.submit(prompt, params, speculative=chosen)

@@ -39,7 +39,7 @@ from forerun.certify import checks as certifying
 from forerun.cli import build_app, demo, main
 from forerun.drafters import DRAFTERS, Entry
 from forerun.drafters.self_drafting.tuning import Probe
-from forerun.engine import costs
+from forerun.engine import measuring
 from forerun.plan import trial
 from forerun.serve import server as http_server
 from forerun.serve.session import Session, State
@@ -280,7 +280,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ..
         patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(certifying, "check_rules", lambda names: enumerated(tuple(names)))
         patch.setattr(demo, "PROMPT_CHARACTERS", 120)
-        patch.setitem(costs.load_or_measure.__kwdefaults__, "seconds", 0.3)
+        patch.setitem(measuring.load_or_measure.__kwdefaults__, "seconds", 0.3)
         patch.setitem(trial.measure_draft.__kwdefaults__, "steps", 8)
         patch.setitem(Probe.costs.__kwdefaults__, "repeats", 1)
         yield set()

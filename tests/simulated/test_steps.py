@@ -21,7 +21,7 @@ from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams, devices
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS
-from forerun.engine.costs import load_or_measure
+from forerun.engine.measuring import load_or_measure
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
 from simulated.device import NAME, Kind, SimulatedDevice, moved

@@ -66,7 +66,7 @@ def calibrate(
     given = speculation.config()
     from forerun.cli import session
     from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.costs import device_name, file_of
+    from forerun.engine.measuring import device_name, file_of
 
     config = SpeculativeConfig.parse(given)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))
@@ -90,7 +90,7 @@ def calibrate(
 def _passes(
     llm: LLM, sizes: dict[str, tuple[int, ...]], seconds: float, *, force: bool, tell: Callable[[str], None]
 ) -> CostModel:
-    from forerun.engine.costs import load_or_measure
+    from forerun.engine.measuring import load_or_measure
 
     given: dict[str, Any] = {name: numbers for name, numbers in sizes.items() if numbers}
     return load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **given)

@@ -366,7 +366,7 @@ def _numbers(given: str, option: str) -> list[float]:
 def on_model(asked: Asked, model: str) -> Shown:
     """Measured passes; acceptance given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
-    from forerun.engine.costs import load_or_measure
+    from forerun.engine.measuring import load_or_measure
 
     llm = session.load(model, asked.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:

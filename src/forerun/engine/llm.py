@@ -17,8 +17,8 @@ from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, drafter_bytes, from_old_keywords
 from forerun.engine.core import Engine
-from forerun.engine.costs import known_or_nominal
 from forerun.engine.drafting import DrafterPool
+from forerun.engine.measuring import known_or_nominal
 from forerun.engine.prompts import Lane, Prompt, PromptReader, as_list, as_params, conversation
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, nearest

@@ -12,8 +12,9 @@ from typing import Any
 from forerun.drafters import build, default_length
 from forerun.drafters.base import DrafterSetup
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.costs import CostModel, DraftCost, save
+from forerun.engine.costs import CostModel, DraftCost
 from forerun.engine.llm import LLM
+from forerun.engine.measuring import save
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, DataError, ForerunError
 from forerun.plan.planner import DraftAt, Load

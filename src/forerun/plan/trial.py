@@ -18,7 +18,8 @@ from forerun.core.sampling import Sampler
 from forerun.core.step import Group, context_for, first_tokens, step
 from forerun.drafters.base import Drafter
 from forerun.engine.config import MAX_SPECULATIVE_TOKENS
-from forerun.engine.costs import DraftCost, free_rows
+from forerun.engine.costs import DraftCost
+from forerun.engine.measuring import free_rows
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import SamplingParams, Source, SpeculationStats

@@ -36,7 +36,8 @@ from forerun.drafters.base import DrafterSetup
 from forerun.drafters.deferred import Deferred
 from forerun.drafters.guarded import Guarded
 from forerun.engine.config import SpeculativeConfig, arms_of, repeats
-from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times, known_or_nominal
+from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
+from forerun.engine.measuring import known_or_nominal
 from forerun.engine.policy.explore import LookupTrials, ModelTrials, Survival, few, optimism, settle
 from forerun.engine.policy.ranking import Confidence, Ranking, prune
 from forerun.engine.policy.settings import SETTINGS

@@ -1,0 +1,296 @@
+"""What a pass of the target costs on this machine: timed on free rows within a time budget, once, and kept on disk.
+
+One JSON file per model, device, dtype, threads, packing and torch version. torch is imported inside the functions that
+time something.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from forerun.caching import cache_root
+from forerun.engine.costs import CostModel, Nominal, PassCost, along
+from forerun.errors import ArgumentError
+from forerun.writing import written
+
+if TYPE_CHECKING:
+    import torch
+
+    from forerun.model import Target
+
+log = logging.getLogger(__name__)
+
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # Sizes that are measured by default, root included
+CONTEXTS = (64, 512, 2048)
+"""Committed tokens that are measured by default, as far as they fit; the cost of attention is a line between them."""
+ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
+Point = tuple[int, int, int]  # (context, rows, nodes)
+Grid = Mapping[str, tuple[int, ...]]  # What is measured: ``nodes``, ``rows`` and ``contexts``, rising
+
+
+def load_or_measure(
+    target: Target,
+    *,
+    rows: Sequence[int] | None = None,
+    nodes: Sequence[int] = NODES,
+    contexts: Sequence[int] = CONTEXTS,
+    repeats: int = 7,
+    seconds: float = 10.0,
+    force: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> CostModel:
+    """What this target's passes cost here: read from disk, else measured on free rows and kept.
+
+    One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
+    commit. The rows are free again afterwards; what stands in their slots is overwritten. Contexts are only announced,
+    not prefilled: the cost of attention does not depend on what it reads. Where more sizes are wanted than a file
+    holds, both are measured together. A file that is corrupt, foreign or of another format is ignored with a warning.
+
+    Args:
+        rows: how many rows a pass has; default 1, 4, 16, 64 and all rows, as far as they are there.
+        nodes: scored nodes of a row, root included; 1 is added.
+        contexts: committed tokens of each row, as far as they fit.
+        repeats: passes of each size; the lower quartile counts.
+        seconds: stop adding passes after this long; the smallest sizes are measured in any case.
+        force: measure although there is a file; the drafters in it are forgotten.
+        tell: told how far it is.
+
+    Raises:
+        ArgumentError: a size is out of range, or it must be measured and too few rows are free.
+    """
+    if rows is None:
+        rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
+    if not rows or not nodes or min(*rows, *nodes, 1) < 1 or max(rows) > target.rows:
+        raise ArgumentError(f"rows must be in 1..{target.rows} and node counts at least 1, got {rows} and {nodes}")
+    room = min(target.slots, target.max_length)
+    sizes = sorted({1, *(size for size in nodes if size < room)})
+    fitting = {max(0, min(context, room - sizes[-1])) for context in contexts}
+    grid: Grid = {"nodes": tuple(sizes), "rows": tuple(sorted(set(rows))), "contexts": tuple(sorted(fitting))}
+    kept = None if force else _read(target)
+    if kept is not None:
+        if all(set(sizes) <= set(kept[0][name]) for name, sizes in grid.items()):
+            return kept[1]
+        most = {"nodes": room, "rows": target.rows, "contexts": room}
+        known = {name: [size for size in sizes if size <= most[name]] for name, sizes in kept[0].items()}
+        grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
+    free = free_rows(target, grid["rows"][-1])
+    try:
+        samples = _sampled(target, free, grid, repeats, seconds, tell)
+    finally:
+        target.truncate(free, [0] * len(free))
+    drafts = {} if kept is None else kept[1].drafts
+    cost = replace(_fitted(grid, samples), drafts=drafts, stairs=bool(target.buckets.nodes))
+    _write(target, grid, cost)
+    return cost
+
+
+def known_or_nominal(target: Target) -> PassCost:
+    """From disk or by measuring on free rows; where none are free, a nominal figure that steps will correct."""
+    try:
+        return load_or_measure(target)
+    except ArgumentError:
+        free = sum(length == 0 for length in target.lengths)
+        log.info("%d rows are free to measure what a pass costs", free)
+        return load_or_measure(target, rows=(free,)) if free else Nominal()
+
+
+def free_rows(target: Target, count: int) -> list[int]:
+    """`count` rows that hold no token, neighbours where there are such: the cache reads those without a copy.
+
+    Raises:
+        ArgumentError: there are fewer.
+    """
+    free = [row for row, length in enumerate(target.lengths) if length == 0]
+    if len(free) < count:
+        raise ArgumentError(f"{count} free rows are needed to measure, the target has {len(free)}; measure before use")
+    runs = [free[start : start + count] for start in range(len(free) - count + 1)]
+    return min(runs, key=lambda run: run[-1] - run[0])
+
+
+def _sampled(
+    target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]
+) -> dict[Point, list[float]]:
+    """Wall times in seconds, the cheapest points first; behind further contexts few sizes, for what they add is smooth.
+
+    The first round, with a warm-up of each size, decides what fits the budget.
+    """
+    deadline, room = time.perf_counter() + seconds, min(target.slots, target.max_length)
+    first, nodes, least = grid["contexts"][0], grid["nodes"], grid["rows"][0]
+    few = {nodes[0], *(n for n in nodes if n in (4, 16, 64)), nodes[-1]}
+    every = [(c, r, n) for c in grid["contexts"] for r in grid["rows"] for n in nodes if c + n <= room]
+    samples, rate = dict[Point, list[float]](), 0.0
+    for point in sorted((p for p in every if p[0] == first or p[2] in few), key=lambda p: (p[1] * p[2], p)):
+        tokens, needed = point[1] * point[2], point[:2] == (first, least) and point[2] in nodes[:2]
+        if not needed and time.perf_counter() + 2 * rate * tokens > deadline:
+            continue
+        tell(f"{point[2]} nodes in {point[1]} rows behind {point[0]} tokens")
+        _time(target, rows, point)
+        samples[point] = [_time(target, rows, point)]
+        rate = samples[point][0] / tokens
+    for turn in range(1, repeats):
+        tell(f"round {turn + 1} of {repeats}")
+        for point, times in samples.items():
+            if time.perf_counter() > deadline:
+                return samples
+            times.append(_time(target, rows, point))
+    return samples
+
+
+def _time(target: Target, rows: Sequence[int], point: Point) -> float:
+    from torch import inference_mode
+
+    from forerun.core.tree import TokenTree
+
+    context, count, nodes = point
+    used = list(rows[:count])
+    for row in used:
+        target.lengths[row] = context
+    trees = [TokenTree((7919 * row + 13) % target.vocab_size) for row in used]
+    for tree in trees:
+        tree.add_path(index % min(97, target.vocab_size) for index in range(nodes - 1))
+    with inference_mode():
+        began = time.perf_counter()
+        # The argmax on the host is what a greedy step reads; on an accelerator it also waits for the pass to end.
+        target.score(used, trees).logits.argmax(-1).tolist()
+        target.commit(used, [()] * count)
+        return time.perf_counter() - began
+
+
+def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
+    """Times in ms; sizes that were left out are filled in, row counts and contexts with too few sizes are dropped."""
+    # The lower quartile: what else runs on the machine can only add to a time.
+    ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
+    nodes, first = grid["nodes"], grid["contexts"][0]
+    known = {(c, r): [n for n in nodes if (c, r, n) in ms] for c in grid["contexts"] for r in grid["rows"]}
+    least = min(2, len(nodes))
+    rows = [r for r in grid["rows"] if len(known[first, r]) >= least]
+    contexts = [c for c in grid["contexts"] if all(len(known[c, r]) >= least for r in rows)]
+    base = {(r, n): 0.0 for r in rows for n in nodes}
+    planes = list[list[list[float]]]()
+    for c in contexts:
+        plane = list[list[float]]()
+        for r in rows:  # behind further contexts what they add to the first one's times is interpolated
+            added = [ms[c, r, n] - base[r, n] for n in known[c, r]]
+            plane.append(rising([base[r, n] + along(known[c, r], added, n) for n in nodes]))
+        planes.append(plane)
+        base = {(r, n): planes[0][i][j] for i, r in enumerate(rows) for j, n in enumerate(nodes)}
+    times = tuple(tuple(map(tuple, plane)) for plane in planes)
+    return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=times)
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls (pool adjacent violators): a pass over more nodes is not cheaper."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, many), (high, more) = pools.pop(-2), pools.pop()
+            pools.append(((low * many + high * more) / (many + more), many + more))
+    return [value for value, count in pools for _ in range(count)]
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+FORMAT = 1  # Raise it when figures of before are no longer comparable
+_VOLATILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype")
+
+
+def save(target: Target, cost: CostModel) -> Path:
+    """Keep `cost`, to which drafters were added, as that of this target; returns the file.
+
+    Drafters whose configuration holds a Python object are left out: their key means nothing to another process.
+    """
+    kept = _read(target)
+    own = {"nodes": cost.nodes, "rows": cost.rows, "contexts": cost.contexts}
+    lasting = {key: draft for key, draft in cost.drafts.items() if not re.search(r"@\d+", key)}
+    return _write(target, own if kept is None else kept[0], replace(cost, drafts=lasting))
+
+
+def file_of(target: Target) -> Path:
+    """Where this target's costs are kept: in ``cost`` below `cache_root`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model"
+    return cache_root() / "cost" / f"{name}-{_hash(identity(target))[:16]}.json"
+
+
+def identity(target: Target) -> dict[str, Any]:
+    """All that a pass's cost depends on. The values of the weights do not matter, their number and type do."""
+    import torch
+
+    from forerun.model.kernels import native
+    from forerun.model.kernels.packing import FusedLinear, PackedLinear
+
+    on_cpu = target.device.type == "cpu"
+    modules = list(target.model.modules())
+    return {
+        "model": type(target.model).__name__,
+        "config": _hash({key: value for key, value in target.config.to_dict().items() if key not in _VOLATILE}),
+        "attention": str(getattr(target.config, "_attn_implementation", None)),
+        "weights_bytes": target.memory_bytes() - target.cache.nbytes(),
+        "device": device_name(target.device),
+        "dtype": str(target.dtype),
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "kernel": native.version() if on_cpu and native.attention_kernel() is not None else None,
+        "packed": sum(isinstance(module, PackedLinear | FusedLinear) for module in modules),
+        "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
+        "torch": torch.__version__,
+        "buckets": asdict(target.buckets),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The product's name where it can be had."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _read(target: Target) -> tuple[Grid, CostModel] | None:
+    """What is kept for this target: the sizes that were asked for, and their costs."""
+    path = file_of(target)
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}
+        own = json.loads(json.dumps(identity(target), default=str))
+        if body["format"] != FORMAT or kept["sha256"] != _hash(body) or body["identity"] != own:
+            raise ValueError("its format, hash or identity is another's")
+        return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s is no cost model of this target (%r); measuring anew", path, error)
+        return None
+
+
+def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
+    """All or nothing. A cache that cannot be written is no reason to fail."""
+    path = file_of(target)
+    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": cost.record()}
+    try:
+        with written(path) as fresh:
+            text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)
+            fresh.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("the cost model could not be kept in %s: %s", path, error)
+    return path
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
