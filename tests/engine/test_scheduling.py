@@ -110,7 +110,7 @@ def test_a_prompt_of_one_piece_takes_one_pass_and_its_token_comes_with_it(
 def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_signals:_Listener", summary="listens"))
     _Listener.heard.clear()
-    llm = engine(checkpoint, {"method": "listener"}, max_num_seqs=3, max_num_batched_tokens=5)
+    llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_seqs=3, max_num_batched_tokens=5)
     llm.submit("the mat", greedy(30))
     while not llm.engine.step():
         pass

@@ -59,7 +59,9 @@ class _Listener(Drafter):
 def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DRAFTERS, "listener", Entry(path=f"{__name__}:_Listener", summary="listens"))
     _Listener.heard.clear()
-    llm = LLM(str(checkpoint), dtype="float32", speculative_config={"method": "listener"}, max_num_seqs=2)
+    llm = LLM(
+        str(checkpoint), dtype="float32", speculative_config={"method": "listener", "adaptive": False}, max_num_seqs=2
+    )
     prompts = [[9, 9, 9, 9, 9], [20, 31, 42], [7, 8]]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))
     assert sum(output.outputs[0].speculation.num_accepted_draft_tokens for output in outputs) > 0
