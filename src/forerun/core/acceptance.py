@@ -20,10 +20,8 @@ _BINS, _RANKS = 10, 4
 class Evidence(NamedTuple):
     """What is known of a node before the text goes on."""
 
-    key: Hashable
-    """Nodes of the same key are accepted equally often."""
-    prior: float
-    """In 0..1, the first guess that the node is accepted if its parent is."""
+    key: Hashable  # Nodes of the same key are accepted equally often
+    prior: float  # In 0..1, the first guess that the node is accepted if its parent is
 
 
 class Acceptance:
@@ -63,14 +61,10 @@ class Acceptance:
 class Proposal:
     """One row's last draft, remembered until the text has gone on."""
 
-    acceptance: Acceptance
-    """Said how likely the nodes are accepted, and is told what became of them."""
-    tokens: Sequence[int]
-    """(N,) of each node, the root first; may go on to grow."""
-    parents: Sequence[int]
-    """(N,) by node id, -1 of the root."""
-    evidence: dict[int, Evidence] = field(default_factory=dict)
-    """By node; what has none was not submitted."""
+    acceptance: Acceptance  # Said how likely the nodes are accepted, and is told what became of them
+    tokens: Sequence[int]  # (N,) of each node, the root first; may go on to grow
+    parents: Sequence[int]  # (N,) by node id, -1 of the root
+    evidence: dict[int, Evidence] = field(default_factory=dict)  # By node; what has none was not submitted
 
     def learn(self, text: Sequence[int]) -> None:
         """Compare the draft with what the text went on with behind the root."""

@@ -24,15 +24,11 @@ from forerun.types import Drawn, Verdict
 
 T = TypeVar("T")
 
-TOLERANCE = 1e-12
-"""Largest difference between an emitted and the target's joint probability that counts as rounding."""
+TOLERANCE = 1e-12  # Largest difference between an emitted and the target's joint probability that counts as rounding
 
-Distributions = Mapping[tuple[int, ...], Tensor]
-"""The distribution (V,) float64 of the token after each prefix."""
-Shape = tuple["Shape", ...]
-"""A tree's shape: the shapes of a node's children; () is a leaf."""
-Draw = Callable[[Rng], TokenTree]
-"""A toy drafter: one tree, all its randomness from the rng."""
+Distributions = Mapping[tuple[int, ...], Tensor]  # The distribution (V,) float64 of the token after each prefix
+Shape = tuple["Shape", ...]  # A tree's shape: the shapes of a node's children; () is a leaf
+Draw = Callable[[Rng], TokenTree]  # A toy drafter: one tree, all its randomness from the rng
 
 
 class EnumeratingRng(Rng):
@@ -43,8 +39,7 @@ class EnumeratingRng(Rng):
 
     def __init__(self, script: Sequence[int] = ()) -> None:
         super().__init__(seed=0, position=0)
-        self.probability = 1.0
-        """Of all outcomes taken so far."""
+        self.probability = 1.0  # Of all outcomes taken so far
         self.choices: list[tuple[int, int]] = []
         """(index of the outcome taken, number of outcomes) of every real choice."""
         self._script = script
@@ -128,8 +123,7 @@ class ExactDistribution:
     joint: Tensor
     """(V,) * horizon float64: the distribution of the next tokens, completed by the target where a step emitted
     fewer."""
-    accepted: float
-    """Expected number of accepted nodes; one more token is emitted."""
+    accepted: float  # Expected number of accepted nodes; one more token is emitted
 
     def error(self, target: Distributions) -> float:
         """Largest absolute difference from the target's own joint distribution."""
@@ -179,12 +173,9 @@ class Drawing(StrEnum):
 
     IID = "iid"
     WITHOUT_REPLACEMENT = "without replacement"
-    DETERMINISTIC = "deterministic"
-    """The likeliest tokens."""
-    GREEDY_K = "greedy-k"
-    """The likeliest tokens, and as the last sibling one drawn from the rest."""
-    MIXED = "mixed"
-    """The likeliest token, and the other siblings drawn from the rest without replacement."""
+    DETERMINISTIC = "deterministic"  # The likeliest tokens
+    GREEDY_K = "greedy-k"  # The likeliest tokens, and as the last sibling one drawn from the rest
+    MIXED = "mixed"  # The likeliest token, and the other siblings drawn from the rest without replacement
 
 
 def branching(*counts: int) -> Shape:
@@ -300,10 +291,8 @@ class RuleCheck:
     shape: str
     drawing: Drawing
     world: World
-    error: float
-    """Largest absolute error of a joint probability."""
-    accepted: float
-    """Expected accepted nodes per step."""
+    error: float  # Largest absolute error of a joint probability
+    accepted: float  # Expected accepted nodes per step
 
     @property
     def passed(self) -> bool:

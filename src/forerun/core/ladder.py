@@ -47,24 +47,19 @@ class LadderInput:
     tree: TokenTree
     sampler: Sampler
     rng: Rng
-    reads: Reads
-    """What its rule asks for."""
-    edits: Edits | None
-    """What its parameters do to the raw logits."""
-    draft_probs: bool = False
-    """Whether each node's probability under what it was drawn from is wanted."""
+    reads: Reads  # What its rule asks for
+    edits: Edits | None  # What its parameters do to the raw logits
+    draft_probs: bool = False  # Whether each node's probability under what it was drawn from is wanted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
     """Nodes whose ladders are formed together: those of one depth where weights come from the level above, else all."""
 
-    nodes: list[int]
-    """Flat, those with the most children to reject first."""
+    nodes: list[int]  # Flat, those with the most children to reject first
     rungs: list[list[tuple[int, int]]] = field(default_factory=list)
     """By rung: of the first nodes, the (flat child, token) that is rejected."""
-    given: list[list[int]] = field(default_factory=list)
-    """By rung: 1 where that child is deterministic."""
+    given: list[list[int]] = field(default_factory=list)  # By rung: 1 where that child is deterministic
     removed: list[list[int]] = field(default_factory=list)
     """By rung: 1 where the child's token leaves the distribution that its next sibling was drawn from."""
 
@@ -320,15 +315,11 @@ class Ladder:
 class _Rungs:
     """The same rung of M nodes; the arithmetic is that of `HostProbs`."""
 
-    left: Tensor
-    """(M, V) the target's probabilities, or what is left of them."""
-    mass: Tensor
-    """(M,) their sums."""
-    draft: Tensor | None
-    """(M, V) what the next sampled child was drawn from."""
+    left: Tensor  # (M, V) the target's probabilities, or what is left of them
+    mass: Tensor  # (M,) their sums
+    draft: Tensor | None  # (M, V) what the next sampled child was drawn from
     draft_mass: Tensor
-    weights: Tensor
-    """(M,) of the nodes, 1 where the rule knows none."""
+    weights: Tensor  # (M,) of the nodes, 1 where the rule knows none
 
     @classmethod
     def of(cls, probs: Tensor, draft: Tensor | None, weights: Tensor) -> _Rungs:

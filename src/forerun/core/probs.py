@@ -21,8 +21,7 @@ from forerun.core.tree import TokenTree
 from forerun.devices import widest
 from forerun.types import Drawn
 
-TINY = 1e-30
-"""A weight so small that float32 cannot divide by it counts as zero."""
+TINY = 1e-30  # A weight so small that float32 cannot divide by it counts as zero
 
 
 class Probs(Protocol):
@@ -92,8 +91,7 @@ class HostProbs:
     def __init__(self, tree: TokenTree, node: int, values: Tensor) -> None:
         self._tree, self.node, self.values = tree, node, values
         self._waiting: Sequence[int] = tree.asked[node]
-        self._draft: Tensor | None = None
-        """(V,) what the next sampled child was drawn from; None: what was recorded."""
+        self._draft: Tensor | None = None  # (V,) what the next sampled child was drawn from; None: what was recorded
         self._draft_mass = math.nan
 
     @cached_property

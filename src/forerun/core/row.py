@@ -14,31 +14,20 @@ from forerun.types import CommittedTokens
 class Row:
     """One running sequence as the step sees it."""
 
-    cache_row: int
-    """Of the target."""
-    tokens: list[int]
-    """Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`."""
+    cache_row: int  # Of the target
+    tokens: list[int]  # Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`.
     prompt_length: int
     sampler: Sampler
     seed: int
-    stop_ids: frozenset[int]
-    """Token ids that end the answer."""
-    room: int
-    """Tokens that may still be emitted, at least 1."""
-    rule: str | None = None
-    """A rule asked for by name; None takes the best one for what its drafter may draft."""
-    traced: bool = False
-    """Whether each node's probabilities are wanted in the `StepTrace`."""
-    prediction: Sequence[int] = ()
-    """What the client expects as the answer, token ids."""
-    cache_salt: str | None = None
-    """Isolation domain: what is kept of the text serves rows of the same domain only."""
-    adapt: bool = True
-    """Whether online adaptation may learn from it."""
-    steps: int = 0
-    """Steps done so far."""
-    drafter_errors: int = 0
-    """Times that a drafter failed it."""
+    stop_ids: frozenset[int]  # Token ids that end the answer
+    room: int  # Tokens that may still be emitted, at least 1
+    rule: str | None = None  # A rule asked for by name; None takes the best one for what its drafter may draft
+    traced: bool = False  # Whether each node's probabilities are wanted in the `StepTrace`
+    prediction: Sequence[int] = ()  # What the client expects as the answer, token ids
+    cache_salt: str | None = None  # Isolation domain: what is kept of the text serves rows of the same domain only
+    adapt: bool = True  # Whether online adaptation may learn from it
+    steps: int = 0  # Steps done so far
+    drafter_errors: int = 0  # Times that a drafter failed it
     error: ForerunError | None = None
     """Why it cannot go on and has to end; see `errors.Isolation`. The others are not concerned."""
 

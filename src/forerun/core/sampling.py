@@ -22,25 +22,19 @@ from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
 from forerun.types import LogitsProcessor, SamplingParams
 
-TOLERANCE = 1e-3
-"""How far from 1 the probabilities of a distribution may add up to."""
+TOLERANCE = 1e-3  # How far from 1 the probabilities of a distribution may add up to
 _HINT = "check logit_bias, the processors and the checkpoint"
-_EVERYTHING = 2.0
-"""A mass that no set of tokens reaches: stands for no top-p."""
+_EVERYTHING = 2.0  # A mass that no set of tokens reaches: stands for no top-p
 _NEUTRAL = SamplingParams()
-_BLOCK = 128
-"""Tokens that race as one at first: so few numbers are drawn where the vocabulary is large."""
+_BLOCK = 128  # Tokens that race as one at first: so few numbers are drawn where the vocabulary is large
 
 
 class Stream(IntEnum):
     """Independent sources of randomness of one sequence."""
 
-    TARGET = 0
-    """The token at a position: recovered, bonus, walked and plain tokens alike."""
-    ACCEPT = 1
-    """Acceptance flips of a rule."""
-    DRAFT = 2
-    """Everything a drafter draws; a cascade's inner levels use 3, 4, ..."""
+    TARGET = 0  # The token at a position: recovered, bonus, walked and plain tokens alike
+    ACCEPT = 1  # Acceptance flips of a rule
+    DRAFT = 2  # Everything a drafter draws; a cascade's inner levels use 3, 4, ..
 
 
 class Rng:
@@ -201,14 +195,12 @@ class Sampler:
             or params.repetition_penalty not in (None, 1.0)
         )
         """True if the processed logits are the raw ones, so that an argmax over the batch serves this row too."""
-        self.prompt_set = frozenset(prompt)
-        """Its tokens."""
+        self.prompt_set = frozenset(prompt)  # Its tokens
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
         self._bias = torch.as_tensor(list((params.logit_bias or {}).values()), dtype=torch.float64)
         self._unwanted = BadWords(self.bad_words)
-        self._fitting = set[int]()
-        """Sizes of vocabularies that hold all token ids among the parameters."""
+        self._fitting = set[int]()  # Sizes of vocabularies that hold all token ids among the parameters
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
@@ -332,8 +324,7 @@ class BadWords:
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        self.always = [word[0] for word in words if len(word) == 1]
-        """Words of one token."""
+        self.always = [word[0] for word in words if len(word) == 1]  # Words of one token
         self._after = defaultdict[int, list[tuple[int, ...]]](list)
         for word in words:
             if len(word) > 1:
@@ -356,22 +347,17 @@ class Edits:
     `process_rows` for all rows at once."""
 
     sampler: Sampler
-    output: Sequence[int] = ()
-    """Committed tokens behind the prompt."""
-    paths: Sequence[Sequence[int]] = ()
-    """(N,) tokens from the root's child to the node, itself included."""
-    banned: Sequence[tuple[int, int]] = ()
-    """(node, token)."""
+    output: Sequence[int] = ()  # Committed tokens behind the prompt
+    paths: Sequence[Sequence[int]] = ()  # (N,) tokens from the root's child to the node, itself included
+    banned: Sequence[tuple[int, int]] = ()  # (node, token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processing:
     """What B requests' parameters do to logits, on their device; what none of them does is None."""
 
-    outside: Tensor | None = None
-    """(B, V) bool, tokens that are never allowed."""
-    bias: Tensor | None = None
-    """(B, V)"""
+    outside: Tensor | None = None  # (B, V) bool, tokens that are never allowed
+    bias: Tensor | None = None  # (B, V)
     early: tuple[Tensor, Tensor] | None = None
     """(B, V) bool, tokens that may not come before `min_tokens`; (B,) how many tokens are missing until then."""
     penalties: tuple[Tensor, Tensor, Tensor] | None = None

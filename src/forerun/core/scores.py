@@ -25,10 +25,8 @@ from forerun.types import TokenLogprob
 
 Largest = Callable[[Tensor], list[list[int]]]
 """Ids of the largest of (B, N, V) on a CPU, the first of equals; `NONE` where there is NaN."""
-NONE = -1
-"""Stands for the largest of logits that hold NaN."""
-_BLOCK = 64
-"""Logits of which the largest is taken before any are sorted."""
+NONE = -1  # Stands for the largest of logits that hold NaN
+_BLOCK = 64  # Logits of which the largest is taken before any are sorted
 
 
 class Scores:
@@ -57,8 +55,7 @@ class Scores:
         top: int = 0,
     ) -> None:
         self._largest = largest
-        self.logits = logits
-        """(B, N, V), raw."""
+        self.logits = logits  # (B, N, V), raw
         self.trees = tuple(row_trees)
         self._rows = rows
         self._indices: Sequence[int] = range(len(rows))

@@ -39,15 +39,11 @@ Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 class Verified(NamedTuple):
     """What became of one row's tree."""
 
-    verdict: Verdict
-    """Of a row that failed it keeps nothing, and its token means nothing."""
-    tokens: list[int]
-    """What the row goes on with: those on the accepted path and the next one."""
+    verdict: Verdict  # Of a row that failed it keeps nothing, and its token means nothing
+    tokens: list[int]  # What the row goes on with: those on the accepted path and the next one
     rule: str
-    nodes: tuple[TracedNode, ...] = ()
-    """For the trace, where one is wanted."""
-    logprobs: Logprobs | None = None
-    """One entry per emitted token where the request asked for log-probabilities."""
+    nodes: tuple[TracedNode, ...] = ()  # For the trace, where one is wanted
+    logprobs: Logprobs | None = None  # One entry per emitted token where the request asked for log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +51,12 @@ class Group:
     """Rows that share a drafter propose together."""
 
     name: str
-    drafter: Drafter
-    """`Guarded`, or around one that is, wherever a failure shall not end the step."""
-    members: Sequence[int]
-    """Indices into the step's rows."""
-    depths: Sequence[int]
-    """Per member, most tokens to draft on one path; the row's room limits it further."""
-    nodes: int
-    """Most drafted nodes per row."""
-    listeners: Sequence[int] = ()
-    """Rows that the drafter is shown the tokens of although it does not draft for them."""
-    trees: Sequence[TokenTree] | None = None
-    """The members' proposal, where it was made before the step."""
+    drafter: Drafter  # `Guarded`, or around one that is, wherever a failure shall not end the step
+    members: Sequence[int]  # Indices into the step's rows
+    depths: Sequence[int]  # Per member, most tokens to draft on one path; the row's room limits it further
+    nodes: int  # Most drafted nodes per row
+    listeners: Sequence[int] = ()  # Rows that the drafter is shown the tokens of although it does not draft for them
+    trees: Sequence[TokenTree] | None = None  # The members' proposal, where it was made before the step
 
 
 Admit = Callable[[list[TokenTree]], list[TokenTree]]
@@ -79,12 +69,9 @@ class Emitted:
 
     tokens: list[int]
     sources: list[Source]
-    drafted: int
-    """Drafted nodes, probes not counted."""
-    depth: int
-    """Depth of the drafted tree, probes not counted."""
-    logprobs: Logprobs | None
-    """One entry per token where the request asked for log-probabilities."""
+    drafted: int  # Drafted nodes, probes not counted
+    depth: int  # Depth of the drafted tree, probes not counted
+    logprobs: Logprobs | None  # One entry per token where the request asked for log-probabilities
     trace: StepTrace
 
 

@@ -23,12 +23,9 @@ class Resume:
     """The first nodes of a tree have run through the target's first layers while they were drafted, in the slots in
     which they are scored: scoring runs only the rest."""
 
-    boundary: int
-    """Layers that they have run through, at least 1."""
-    states: Tensor
-    """(R, H) at that boundary, of the tree's first R nodes, root included."""
-    stamp: int
-    """`Target.writes` of the row after they were run: once somebody else wrote to its slots, it runs anew."""
+    boundary: int  # Layers that they have run through, at least 1
+    states: Tensor  # (R, H) at that boundary, of the tree's first R nodes, root included
+    stamp: int  # `Target.writes` of the row after they were run: once somebody else wrote to its slots, it runs anew
 
 
 class TokenTree:
@@ -43,24 +40,18 @@ class TokenTree:
     """
 
     def __init__(self, root: int) -> None:
-        self.tokens = [root]
-        """(N,) token of each node."""
-        self.parents = [-1]
-        """(N,) parent of each node, -1 for the root."""
-        self.depths = [0]
-        """(N,) depth of each node, root 0."""
-        self.drawn = [Drawn.DETERMINISTIC]
-        """(N,) how each node came about; the root is DETERMINISTIC."""
+        self.tokens = [root]  # (N,) token of each node
+        self.parents = [-1]  # (N,) parent of each node, -1 for the root
+        self.depths = [0]  # (N,) depth of each node, root 0
+        self.drawn = [Drawn.DETERMINISTIC]  # (N,) how each node came about; the root is DETERMINISTIC
         self.confidence = [1.0]
         """(N,) in 0..1, the drafter's estimate that a node is accepted if its parent is; 1 for the root."""
-        self.probes: set[int] = set()
-        """Nodes that are scored for the drafter's own use and never accepted."""
+        self.probes: set[int] = set()  # Nodes that are scored for the drafter's own use and never accepted
         self.draft_probs: dict[int, Tensor] = {}
         """node -> (V,) float32: what its sampled children were drawn from; V is at most the target's vocabulary."""
         self.masses: dict[int, float] = {}
         """node -> the sum of its `draft_probs`, where that is known already; see `masses_of`."""
-        self.resume: Resume | None = None
-        """What the first nodes have already run through in this step."""
+        self.resume: Resume | None = None  # What the first nodes have already run through in this step
         self._twins: dict[tuple[int, int], int] | None = {}
 
     @classmethod

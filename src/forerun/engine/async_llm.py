@@ -23,8 +23,7 @@ from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2
-"""How often the worker looks whether the event loop that it waits for is still there."""
+_LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits for is still there
 
 
 class _Inbox(asyncio.Queue[StreamChunk | BaseException]):
@@ -58,10 +57,8 @@ class _Handover:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """What was last given something."""
-        self._begun = threading.Event()
-        """It has begun with that."""
+        self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
+        self._begun = threading.Event()  # It has begun with that
         self._begun.set()
 
     def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
@@ -152,8 +149,7 @@ class AsyncLLM:
             raise
         self._lanes = Lanes("forerun-prepare")
         self._queues: dict[str, _Inbox] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """Where the requests are waited for."""
+        self._loop: asyncio.AbstractEventLoop | None = None  # Where the requests are waited for
         self._handover = _Handover()
         self._stepping = self._closed = False
 

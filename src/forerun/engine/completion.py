@@ -39,8 +39,7 @@ class Detokenizer:
     tokenizer.
     """
 
-    _WINDOW = 5
-    """Tokens of the prompt, or before an incomplete character, that are decoded with what follows."""
+    _WINDOW = 5  # Tokens of the prompt, or before an incomplete character, that are decoded with what follows
     _LONGEST = 12
     """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
 
@@ -49,8 +48,7 @@ class Detokenizer:
         self._ids = list(prompt[-self._WINDOW :])
         self._start = 0
         self._read = len(self._ids)
-        self._text: str | None = None
-        """Of the window up to what was read; None before it is needed."""
+        self._text: str | None = None  # Of the window up to what was read; None before it is needed
 
     def add(self, token: int) -> str:
         """The text that `token` adds; empty while a character is incomplete."""
@@ -91,8 +89,7 @@ class AnswerText:
     stops: tuple[str, ...]
     include_stop: bool
     text: str = ""
-    sent: int = 0
-    """Characters already handed out by `release`."""
+    sent: int = 0  # Characters already handed out by `release`
 
     def add(self, piece: str, *, search: bool = False) -> str | None:
         """Append; with `search`, the stop string that this completed (the text is then cut), or None."""
@@ -132,25 +129,19 @@ class Request:
     id: str
     prompt: str | None
     prompt_tokens: list[int]
-    params: SamplingParams
-    """Resolved: no None where there is a neutral value."""
+    params: SamplingParams  # Resolved: no None where there is a neutral value
     speculative: SpeculativeConfig | None
     trace: bool
-    priority: int = 0
-    """Of a client's waiting requests the one with the lowest comes first."""
-    client: str | None = None
-    """Whose request it is, where rows are to be shared fairly among clients."""
-    user: str | None = None
-    """Of the client, where its rows are to be shared fairly among its users."""
-    timeout_s: float | None = None
-    """Time from queueing to the end, seconds."""
+    priority: int = 0  # Of a client's waiting requests the one with the lowest comes first
+    client: str | None = None  # Whose request it is, where rows are to be shared fairly among clients
+    user: str | None = None  # Of the client, where its rows are to be shared fairly among its users
+    timeout_s: float | None = None  # Time from queueing to the end, seconds
     answers: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     queued_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
-    cached_tokens: int = 0
-    """Prompt tokens that were in the cache already."""
+    cached_tokens: int = 0  # Prompt tokens that were in the cache already
 
     def belong(
         self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int, adapt: bool
@@ -210,21 +201,16 @@ class Completion:
     row: Row
     detokenizer: Detokenizer
     text: AnswerText
-    drafter: str | None = None
-    """Key of the drafter that works for it; None decodes plainly."""
+    drafter: str | None = None  # Key of the drafter that works for it; None decodes plainly
     tokens: list[OutputToken] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    order: int = 0
-    """Rises with every answer that is queued."""
-    preemptions: int = 0
-    """Times that it had to give its row back."""
-    introduced: bool = False
-    """Its drafter has been shown what it holds."""
-    failed: bool = False
-    """What its row holds is of no use to others."""
+    order: int = 0  # Rises with every answer that is queued
+    preemptions: int = 0  # Times that it had to give its row back
+    introduced: bool = False  # Its drafter has been shown what it holds
+    failed: bool = False  # What its row holds is of no use to others
 
     def append(self, emitted: Emitted) -> StreamChunk:
         """Take one step's tokens in, one by one, up to the first that ends the answer.

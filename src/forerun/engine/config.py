@@ -12,8 +12,7 @@ from typing import Any
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
 from forerun.errors import ArgumentError, nearest
 
-MAX_SPECULATIVE_TOKENS = 128
-"""Larger K is refused: no drafter is that good, and the tree mask grows with its square."""
+MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
 _ALIASES = {
     "drafter": "method",
@@ -34,16 +33,13 @@ class SpeculativeConfig:
     """Which drafter, how far ahead, and how it is verified."""
 
     method: str
-    num_speculative_tokens: int | None = None
-    """Most drafted tokens on one path; None takes the method's own default."""
-    rule: str | None = None
-    """A verification rule by name; None takes the best for how the draft was drawn."""
+    num_speculative_tokens: int | None = None  # Most drafted tokens on one path; None takes the method's own default
+    rule: str | None = None  # A verification rule by name; None takes the best for how the draft was drawn
     adaptive: bool = True
     """Let the policy decide at every step how much to draft, or nothing, up to `num_speculative_tokens`; for sampled
     requests that have a seed models then draft deterministically, so that their text repeats. False drafts the same at
     every step, as the drafter draws."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The method's own options."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # The method's own options
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:

@@ -39,12 +39,9 @@ class Engine:
     ) -> None:
         self.target, self.drafting, self._check = target, drafting, check
         self.scheduling = Scheduling() if scheduling is None else scheduling
-        self.preemptions = 0
-        """Times that a running answer had to give its row back."""
-        self.prefix_queries = 0
-        """Prompt tokens that were looked up."""
-        self.prefix_hits = 0
-        """Prompt tokens that were found in the cache."""
+        self.preemptions = 0  # Times that a running answer had to give its row back
+        self.prefix_queries = 0  # Prompt tokens that were looked up
+        self.prefix_hits = 0  # Prompt tokens that were found in the cache
         self._order = itertools.count()
         self._requests: dict[str, Request] = {}
         self._waiting: list[Completion] = []
@@ -294,8 +291,7 @@ class Engine:
 BLOCK = 16
 """Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
 far a guess at another one is right."""
-CachedText = tuple[Sequence[int], str | None]
-"""What a row's slots hold, and the isolation domain of that."""
+CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and the isolation domain of that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,10 +299,8 @@ class PrefixQuery:
     """What is to be prefilled, and whose rows may serve it."""
 
     tokens: Sequence[int]
-    salt: str | None = None
-    """Isolation domain: what rows of another hold is as good as unknown."""
-    drafter: str | None = None
-    """Key of the drafter that will work for the row."""
+    salt: str | None = None  # Isolation domain: what rows of another hold is as good as unknown
+    drafter: str | None = None  # Key of the drafter that will work for the row
     needs_drafter: bool = False
     """Without the drafter's own state of the prefix, the target's is of no use: it reads hidden states."""
 
@@ -316,10 +310,8 @@ class Allocation:
     """A row of the cache for a sequence."""
 
     row: int
-    shared: int
-    """Tokens that the row holds already."""
-    drafter: str | None
-    """Key of the drafter that has not forgotten the row."""
+    shared: int  # Tokens that the row holds already
+    drafter: str | None  # Key of the drafter that has not forgotten the row
     known: int = 0
     """Of these tokens that drafter may keep so many: one more than are shared, for the hidden state of the last shared
     token is gone, and the token behind it is the next that is run."""
@@ -332,8 +324,7 @@ class _FreeRow:
     drafter: str | None = None
     writes: int = 0
     """`Target.writes` when the row became free: a pass that has written to it since, to measure, made it worthless."""
-    used: int = 0
-    """Rises with every row that becomes free."""
+    used: int = 0  # Rises with every row that becomes free
 
 
 class PrefixCache:

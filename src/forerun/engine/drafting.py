@@ -29,8 +29,7 @@ from forerun.types import SamplingParams, Signal, SpeculationStats
 
 log = logging.getLogger(__name__)
 
-_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())
-"""Of a request for which a drafter may sample if it ever does."""
+_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())  # Of a request for which a drafter may sample if it ever does
 _CHANCE_STEPS = 200
 _CHANCE_RATE = 0.02
 
@@ -38,11 +37,9 @@ _CHANCE_RATE = 0.02
 @dataclass(kw_only=True, slots=True)
 class _Active:
     config: SpeculativeConfig
-    drafters: Sequence[tuple[str, Guarded | Deferred]]
-    """Name and drafter; several where a policy chooses among them."""
+    drafters: Sequence[tuple[str, Guarded | Deferred]]  # Name and drafter; several where a policy chooses among them
     policy: Policy | None
-    depth: int
-    """Most tokens on one path."""
+    depth: int  # Most tokens on one path
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     warned: bool = False
 
@@ -61,10 +58,8 @@ class NewSequence:
     """A row whose text its drafter has not been shown."""
 
     row: Row
-    known: int
-    """First tokens that the drafter still holds from before."""
-    states: Mapping[Signal, Tensor]
-    """(M, H) of the tokens before each of the others; M is one less where none is known."""
+    known: int  # First tokens that the drafter still holds from before
+    states: Mapping[Signal, Tensor]  # (M, H) of the tokens before each of the others; M is one less where none is known
 
 
 class DrafterPool:

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_CHARACTERS = {"json": 200_000, "regex": 20_000, "grammar": 200_000}
-"""Of a text, by its kind."""
+MAX_CHARACTERS = {"json": 200_000, "regex": 20_000, "grammar": 200_000}  # Of a text, by its kind
 MAX_CHAIN = 100
 """References that lead from one to the next, of a schema (``$ref``) or of a grammar's rules: a compiler that calls
 itself for each of them runs out of stack."""
@@ -169,10 +168,8 @@ def _rules(text: str) -> dict[str, list[str]]:
 
 # --- the process that tries grammars ----------------------------------------------------------------------------------
 
-TRIAL_S = 2.0
-"""Time to compile one grammar, seconds; ordinary schemas take some milliseconds."""
-START_S = 60.0
-"""Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy."""
+TRIAL_S = 2.0  # Time to compile one grammar, seconds; ordinary schemas take some milliseconds
+START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
 
 
 class Trials:
@@ -242,13 +239,11 @@ def _ended(process: subprocess.Popen[str]) -> None:
 
 # --- the processor ----------------------------------------------------------------------------------------------------
 
-GRACE_S = 0.1
-"""Time that the masks of one request may take together, seconds of the thread, and"""
+GRACE_S = 0.1  # Time that the masks of one request may take together, seconds of the thread, and
 MASK_S = 0.005
 """that much more for each mask. One that needs more would keep all others waiting. With 128,000 tokens ordinary schemas
 take 0.1 ms for a mask and up to 15 ms for the first; a programming language takes 2 ms."""
-MAX_KNOWN = 64
-"""Compiled grammars that are kept for requests to come."""
+MAX_KNOWN = 64  # Compiled grammars that are kept for requests to come
 
 
 class Budget:

@@ -14,8 +14,7 @@ from typing import Any
 
 STACK_BYTES = 1 << 20
 """Of the thread that compiles here. Threads of the engine have at least twice as much: what fits here fits there."""
-MEMORY_BYTES = 2 << 30
-"""Address space of this process."""
+MEMORY_BYTES = 2 << 30  # Address space of this process
 MAX_ITEMS = 15_000
 """Of the parser in one step; llguidance's own limit is 50,000. With 128,000 tokens a schema of 25 alternatives, objects
 that begin alike, needs 10,000, other ordinary ones less than 2,000. An ambiguous grammar takes 40 ms to get to

@@ -47,11 +47,9 @@ class PromptReader:
     """Turns prompts and parameters into requests for one model."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    generation_config: Any
-    """transformers' `GenerationConfig` of the checkpoint, or None."""
+    generation_config: Any  # transformers' `GenerationConfig` of the checkpoint, or None
     vocab_size: int
-    context: int
-    """Most tokens of prompt and answer together."""
+    context: int  # Most tokens of prompt and answer together
     default_seed: int | None
     """Of the engine: a request that brings none gets one derived from it and its number. None draws one."""
 
@@ -388,8 +386,7 @@ class Lane(Enum):
 
     SMALL = "small"
     LARGE = "large"
-    GRAMMAR = "grammar"
-    """Compiled in another process, for which the thread waits."""
+    GRAMMAR = "grammar"  # Compiled in another process, for which the thread waits
 
     @classmethod
     def of(cls, size: int) -> Lane:

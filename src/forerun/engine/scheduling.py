@@ -109,18 +109,13 @@ _SCORED_AT_ONCE = 64
 class Prefill:
     """A prompt or, after a preemption, prompt and output, on its way into the cache; answers to one prompt share it."""
 
-    answers: list[Completion]
-    """The first one's row is filled; the others, to the same prompt, copy it."""
+    answers: list[Completion]  # The first one's row is filled; the others, to the same prompt, copy it
     tokens: list[int]
     """What is to stand in the cache: of an answer that has begun, all but the last token, which is the next root."""
-    requires: frozenset[Signal]
-    """The hidden states that its drafter reads."""
-    done: int = 0
-    """Tokens in the cache."""
-    known: int = 0
-    """Tokens that the drafter of the first answer still holds from before."""
-    states: dict[Signal, list[Tensor]] = field(default_factory=dict)
-    """(M, H) of each chunk that was run."""
+    requires: frozenset[Signal]  # The hidden states that its drafter reads
+    done: int = 0  # Tokens in the cache
+    known: int = 0  # Tokens that the drafter of the first answer still holds from before
+    states: dict[Signal, list[Tensor]] = field(default_factory=dict)  # (M, H) of each chunk that was run
 
     @classmethod
     def of(cls, answer: Completion, requires: frozenset[Signal]) -> Prefill:

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 
-WORTH = 1.02
-"""Speed-ups below this are within what a measurement cannot tell from 1 (algorithms sheet, section 8)."""
+WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell from 1 (algorithms sheet, section 8)
 
-Verify = Callable[[int], float]
-"""v(n): cost of a pass over n nodes, root included, in passes over one."""
+Verify = Callable[[int], float]  # v(n): cost of a pass over n nodes, root included, in passes over one
 
 
 def verification_is_free(nodes: int) -> float:
@@ -111,8 +109,7 @@ def walltime_factor(tokens: float, *, levels: float, level_cost: float, verify: 
 class Choice:
     """A draft length, and what it brings."""
 
-    k: int
-    """Drafted tokens; 0 is plain decoding."""
+    k: int  # Drafted tokens; 0 is plain decoding
     tokens: float
     speedup: float
 
@@ -209,8 +206,7 @@ def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[int
 class TreeChoice:
     """A tree, and what it brings."""
 
-    parents: tuple[int, ...]
-    """(K,) of each drafted node; 0 is the root."""
+    parents: tuple[int, ...]  # (K,) of each drafted node; 0 is the root
     depth: int
     tokens: float
     speedup: float
@@ -254,14 +250,10 @@ def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:
 class Prediction:
     """What is to be expected of one configuration."""
 
-    tokens_per_pass: float
-    """Mean over all passes, those without a draft included; plain decoding is 1."""
-    speedup: float
-    """Over plain decoding of the same rows."""
-    step_ms: float
-    """Mean wall time of a step."""
-    plain_ms: float
-    """Wall time of a plain step."""
+    tokens_per_pass: float  # Mean over all passes, those without a draft included; plain decoding is 1
+    speedup: float  # Over plain decoding of the same rows
+    step_ms: float  # Mean wall time of a step
+    plain_ms: float  # Wall time of a plain step
 
 
 def predict(

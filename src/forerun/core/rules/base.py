@@ -33,24 +33,19 @@ RULES: dict[str, str] = {
 class Reads:
     """What a rule asks the target about a node. On a device that is formed beforehand, and nothing else."""
 
-    argmax: bool = False
-    """Only the token of largest processed logit."""
-    rungs: int | None = 0
-    """Most children of a node that are rejected one after the other; None: all. 0: it only draws."""
+    argmax: bool = False  # Only the token of largest processed logit
+    rungs: int | None = 0  # Most children of a node that are rejected one after the other; None: all. 0: it only draws.
     weighted: bool = False
     """Whether children are rejected with the weight of block and traversal verification, or with 1."""
-    entropy: bool = False
-    """Also the entropy, and the probability of each child's token."""
+    entropy: bool = False  # Also the entropy, and the probability of each child's token
 
 
 class Rule(Protocol):
     """Keeps a path of the tree and names the token after it."""
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]
-    """True if the emitted distribution is exactly the target's."""
-    summary: ClassVar[str]
-    """One line, with the paper."""
+    lossless: ClassVar[bool]  # True if the emitted distribution is exactly the target's
+    summary: ClassVar[str]  # One line, with the paper
     reads: ClassVar[Reads]
 
     def verifies(self, kind: DraftKind) -> bool:

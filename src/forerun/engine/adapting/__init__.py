@@ -36,18 +36,14 @@ class AdaptConfig:
     """Of AdamW, per step. A candidate that was worse halves it, those that are kept let it recover."""
     memory_bytes: int = 64 * 2**20
     """Most bytes of collected positions; the oldest are dropped. Weights and optimizer come on top."""
-    top_k: int = 32
-    """Tokens of the target's distribution that are kept at each position; the rest is one number."""
+    top_k: int = 32  # Tokens of the target's distribution that are kept at each position; the rest is one number
     kept_weight: float = 0.3
     """What a position counts for in the loss where the draft was not rejected; a rejected one counts 1."""
     held_every: int = 8
     """Every so many answers one is held back: nothing is trained on it, candidates are compared on it."""
-    round_pieces: int = 32
-    """Pieces of answers, of at most `PIECE` positions, that a candidate is trained on."""
-    fresh_pieces: int = 8
-    """New pieces that must have come in before a candidate is trained."""
-    batch_pieces: int = 4
-    """Pieces per step of the optimizer."""
+    round_pieces: int = 32  # Pieces of answers, of at most `PIECE` positions, that a candidate is trained on
+    fresh_pieces: int = 8  # New pieces that must have come in before a candidate is trained
+    batch_pieces: int = 4  # Pieces per step of the optimizer
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):
@@ -118,28 +114,17 @@ def _refuse_unless_adaptable(config: SpeculativeConfig | None) -> None:
 class AdaptationStats:
     """Figures since the start of the process."""
 
-    examples: int
-    """Positions collected."""
-    rejected_examples: int
-    """Those of them where a draft was rejected."""
-    stored_bytes: int
-    """Of collected positions in memory."""
-    updates: int
-    """Steps of the optimizer."""
-    swaps: int
-    """Candidates that came to serve."""
-    discarded: int
-    """Candidates that were not better than what serves."""
+    examples: int  # Positions collected
+    rejected_examples: int  # Those of them where a draft was rejected
+    stored_bytes: int  # Of collected positions in memory
+    updates: int  # Steps of the optimizer
+    swaps: int  # Candidates that came to serve
+    discarded: int  # Candidates that were not better than what serves
     rollbacks: int
-    version: int
-    """Of the weights that serve; 0 are those of the checkpoint that was given."""
+    version: int  # Of the weights that serve; 0 are those of the checkpoint that was given
     expected_acceptance: float
     """Of the weights that served when the last candidate was compared, on held back positions; 0 before the first."""
-    candidate_acceptance: float
-    """Of that candidate, on the same."""
-    acceptance: float
-    """Share of verified drafted tokens that were accepted, since the last swap, over the last 2000."""
-    share: float
-    """Seconds of work per second of wall time."""
-    running: bool
-    """False once an error has ended it."""
+    candidate_acceptance: float  # Of that candidate, on the same
+    acceptance: float  # Share of verified drafted tokens that were accepted, since the last swap, over the last 2000
+    share: float  # Seconds of work per second of wall time
+    running: bool  # False once an error has ended it

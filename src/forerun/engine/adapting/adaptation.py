@@ -180,8 +180,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 # --- training in the background ---
 
-_LOOK_S = 0.05
-"""Between two looks whether there is something to do, seconds."""
+_LOOK_S = 0.05  # Between two looks whether there is something to do, seconds
 
 
 class Background:
@@ -209,10 +208,8 @@ class Background:
         self._drafter, self._model, self.learner, self._buffer = drafter, model, learner, buffer
         self._config, self._throttle, self._ending, self._snapshots = config, throttle, ending, snapshots
         self.version, self._former_version, self._next = version, version, version + 1
-        self.discarded = 0
-        """Candidates that were not better."""
-        self.trial = Trial(served=0.0, candidate=0.0)
-        """The last one."""
+        self.discarded = 0  # Candidates that were not better
+        self.trial = Trial(served=0.0, candidate=0.0)  # The last one
         self.failed = False
         self._used = 0
         self._rollbacks = 0

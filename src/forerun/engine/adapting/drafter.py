@@ -27,12 +27,10 @@ from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 # Whether drafts are really accepted as often since the last swap as before it. Counts only; knows no weights.
 
 
-WINDOW = 2000
-"""Verified drafted tokens that speak for the weights before a swap."""
+WINDOW = 2000  # Verified drafted tokens that speak for the weights before a swap
 LOOKS = (250, 500, 1000)
 """Verified drafted tokens after a swap at which it is looked whether acceptance fell; after the last it stays."""
-LEAST_BEFORE = 100
-"""Fewer verified tokens before a swap can tell nothing about it."""
+LEAST_BEFORE = 100  # Fewer verified tokens before a swap can tell nothing about it
 SIGNIFICANT = 3.0
 """Standard errors by which acceptance must have fallen. Tokens of an answer are not independent, hence so many."""
 
@@ -40,8 +38,7 @@ SIGNIFICANT = 3.0
 class Sentence(Enum):
     """On the weights that serve."""
 
-    KEPT = "kept"
-    """They were watched long enough, or nothing is being watched."""
+    KEPT = "kept"  # They were watched long enough, or nothing is being watched
     PENDING = "pending"
     WORSE = "worse"
 
@@ -126,12 +123,9 @@ class AdaptedDrafter(Drafter):
     def __init__(self, drafter: Drafter, collector: Collector, throttle: Throttle) -> None:
         self.drafter, self._collector, self._throttle = drafter, collector, throttle
         self.watch = Watch()
-        self.swaps = 0
-        """Times that offered weights were taken."""
-        self.rollbacks = 0
-        """Times that the former ones came back."""
-        self.failed = False
-        """Collecting raised; the drafter goes on with the weights that it has."""
+        self.swaps = 0  # Times that offered weights were taken
+        self.rollbacks = 0  # Times that the former ones came back
+        self.failed = False  # Collecting raised; the drafter goes on with the weights that it has
         self._offered: Weights | None = None
         self._former: Weights | None = None
         self._changes = 0

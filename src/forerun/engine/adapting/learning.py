@@ -48,8 +48,7 @@ class Throttle:
         self._share, self._now, self._wait = share, now, ending.wait if wait is None else wait
         self._lock = threading.Lock()
         self._began = self._paid_until = now()
-        self.busy = 0.0
-        """Seconds of work so far."""
+        self.busy = 0.0  # Seconds of work so far
 
     @property
     def used(self) -> float:
@@ -80,27 +79,22 @@ class Throttle:
             self._paid_until = max(self._paid_until, began) + (ended - began) / self._share
 
 
-HELD_PIECES = 32
-"""Most held back pieces that a candidate is compared on."""
-LEAST_HELD = 64
-"""Fewest held back positions that can tell."""
+HELD_PIECES = 32  # Most held back pieces that a candidate is compared on
+LEAST_HELD = 64  # Fewest held back positions that can tell
 _TINY = 1.0e-6
 _CLIP = 1.0
 _RECOVERY, _LEAST_RATE = 1.25, 64
 """What a kept candidate multiplies a lowered rate by; the rate given is never divided by more than this."""
 
-Pause = Callable[[], bool]
-"""Called between pieces of work; True: give up, someone wants to end."""
+Pause = Callable[[], bool]  # Called between pieces of work; True: give up, someone wants to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """What became of one candidate."""
 
-    served: float
-    """Expected acceptance of the weights that serve, float32, on the held back pieces."""
-    candidate: float
-    """Of the candidate, on the same."""
+    served: float  # Expected acceptance of the weights that serve, float32, on the held back pieces
+    candidate: float  # Of the candidate, on the same
 
     @property
     def better(self) -> bool:
@@ -127,8 +121,7 @@ class Learner:
         self._former = self._served
         self._rate = config.learning_rate
         self._optimizer = self._fresh_optimizer()
-        self.updates = 0
-        """Steps of the optimizer."""
+        self.updates = 0  # Steps of the optimizer
 
     def state(self) -> dict[str, Tensor]:
         """A copy of the twin's weights."""

@@ -22,32 +22,24 @@ from forerun.core.scores import Scores
 from forerun.drafters.base import DraftContext
 from forerun.types import Source, Verdict
 
-PIECE = 64
-"""Most positions of a piece."""
-CONTEXT = 192
-"""Most tokens before a piece's first position that are kept with it."""
-HELD_SHARE = 0.125
-"""Of the buffer's bytes, for what is held back."""
+PIECE = 64  # Most positions of a piece
+CONTEXT = 192  # Most tokens before a piece's first position that are kept with it
+HELD_SHARE = 0.125  # Of the buffer's bytes, for what is held back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A stretch of one answer, and the target's distributions at M of its positions."""
 
-    tokens: npt.NDArray[np.int32]
-    """(S,) what was read, context first."""
-    positions: npt.NDArray[np.int32]
-    """(M,) after which of the tokens each distribution stands."""
-    ids: npt.NDArray[np.int32]
-    """(M, k) the likeliest tokens, best first."""
+    tokens: npt.NDArray[np.int32]  # (S,) what was read, context first
+    positions: npt.NDArray[np.int32]  # (M,) after which of the tokens each distribution stands
+    ids: npt.NDArray[np.int32]  # (M, k) the likeliest tokens, best first
     probs: npt.NDArray[np.float16]
     """(M, k) their probabilities at `temperature`, before any other processing; what is missing to 1 is the rest's."""
-    rejected: npt.NDArray[np.bool_]
-    """(M,) where a draft was rejected."""
+    rejected: npt.NDArray[np.bool_]  # (M,) where a draft was rejected
     temperature: float
     """Of the request. At 0 the probabilities are of temperature 1, and a draft is right if it is the likeliest."""
-    held: bool
-    """Held back for comparing candidates; never trained on."""
+    held: bool  # Held back for comparing candidates; never trained on
 
     @property
     def nbytes(self) -> int:
@@ -65,12 +57,9 @@ class ReplayBuffer:
         self._limits = {True: held, False: memory_bytes - held}
         self._sizes = {True: 0, False: 0}
         self._lock = threading.Lock()
-        self.added = 0
-        """Pieces to train on that ever came in."""
-        self.positions = 0
-        """Positions that ever came in, held back ones included."""
-        self.rejected = 0
-        """Those of them where a draft was rejected."""
+        self.added = 0  # Pieces to train on that ever came in
+        self.positions = 0  # Positions that ever came in, held back ones included
+        self.rejected = 0  # Those of them where a draft was rejected
 
     def add(self, piece: Piece) -> None:
         """Keep a piece; the oldest of its kind are dropped."""
@@ -104,12 +93,10 @@ class ReplayBuffer:
 class _Answer:
     """An answer that is being written."""
 
-    tokens: Sequence[int]
-    """The row's live list."""
+    tokens: Sequence[int]  # The row's live list
     held: bool
     temperature: float
-    positions: list[int] = field(default_factory=list)
-    """Absolute: the distribution after token ``tokens[position]``."""
+    positions: list[int] = field(default_factory=list)  # Absolute: the distribution after token ``tokens[position]``
     ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     probs: list[npt.NDArray[np.float16]] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
