@@ -96,7 +96,10 @@ class Trials:
         process = self._started()
         answer = _asked(process, {"kind": kind, "text": text}, TRIAL_S)
         if answer is None:
-    X
+            return (
+                f"is too complex: compiling it took more than {TRIAL_S:g} s or more memory than there is, or its "
+                "references go too deep"
+            )
         return answer
 
     def _started(self) -> subprocess.Popen[str]:
