@@ -13,7 +13,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
 
 from forerun.core.sampling import Sampler
 from forerun.core.scores import Scores
@@ -24,8 +23,7 @@ from forerun.engine.adapting.replay import Collector
 from forerun.model.kernels.packing import Weights, exchange
 from forerun.types import Budget, DraftKind, Signal, Source, Verdict
 
-# Whether drafts are really accepted as often since the last swap as before it. Counts only; knows no weights.
-
+log = logging.getLogger(__name__)
 
 WINDOW = 2000  # Verified drafted tokens that speak for the weights before a swap
 LOOKS = (250, 500, 1000)
@@ -35,23 +33,17 @@ SIGNIFICANT = 3.0
 """Standard errors by which acceptance must have fallen. Tokens of an answer are not independent, hence so many."""
 
 
-class Sentence(Enum):
-    """On the weights that serve."""
-
-    KEPT = "kept"  # They were watched long enough, or nothing is being watched
-    PENDING = "pending"
-    WORSE = "worse"
-
-
 class Watch:
-    """Accepted and verified drafted tokens. A draft's tokens behind its first rejected one are not verified."""
+    """Whether drafts are really accepted as often since the last swap as before it.
+
+    A draft's tokens behind its first rejected one are not verified.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, int]] = deque()
-        self._accepted = self._verified = 0
+        self._accepted = self._verified = self._looks = 0
         self._before: tuple[int, int] | None = None
         self._after = (0, 0)
-        self._looks = 0
 
     @property
     def acceptance(self) -> float:
@@ -63,8 +55,8 @@ class Watch:
         """A swap is being watched."""
         return self._before is not None
 
-    def saw(self, verdicts: Sequence[Verdict]) -> Sentence:
-        """Count a step; after WORSE the former weights must come back, and `rolled_back` be called."""
+    def saw(self, verdicts: Sequence[Verdict]) -> bool:
+        """Count a step; True: acceptance fell, the former weights must come back, and `rolled_back` be called."""
         accepted = sum(len(verdict.path) + (verdict.kind is Source.DRAFT) for verdict in verdicts)
         verified = accepted + sum(verdict.kind is Source.RECOVERED for verdict in verdicts)
         self._recent.append((accepted, verified))
@@ -73,36 +65,28 @@ class Watch:
             oldest = self._recent.popleft()
             self._accepted, self._verified = self._accepted - oldest[0], self._verified - oldest[1]
         if self._before is None:
-            return Sentence.KEPT
+            return False
         self._after = (self._after[0] + accepted, self._after[1] + verified)
-        return self._look()
+        if self._after[1] < LOOKS[self._looks]:
+            return False
+        self._looks += 1
+        worse = fell(self._before, self._after)
+        if self._looks == len(LOOKS) and not worse:
+            self._before = None
+        return worse
 
     def swapped(self) -> None:
         """Other weights serve from now on, and are watched if there is something to compare them with."""
-        self._before = (self._accepted, self._verified) if self._verified >= LEAST_BEFORE else None
-        self._forget()
+        self._begin((self._accepted, self._verified) if self._verified >= LEAST_BEFORE else None)
 
     def rolled_back(self) -> None:
         """The former weights serve again; they need not prove themselves."""
-        self._before = None
-        self._forget()
+        self._begin(None)
 
-    def _forget(self) -> None:
+    def _begin(self, before: tuple[int, int] | None) -> None:
         self._recent.clear()
         self._accepted = self._verified = self._looks = 0
-        self._after = (0, 0)
-
-    def _look(self) -> Sentence:
-        if self._looks == len(LOOKS) or self._after[1] < LOOKS[self._looks]:
-            return Sentence.PENDING
-        self._looks += 1
-        assert self._before is not None
-        if fell(self._before, self._after):
-            return Sentence.WORSE
-        if self._looks < len(LOOKS):
-            return Sentence.PENDING
-        self._before = None
-        return Sentence.KEPT
+        self._before, self._after = before, (0, 0)
 
 
 def fell(before: tuple[int, int], after: tuple[int, int]) -> bool:
@@ -110,9 +94,6 @@ def fell(before: tuple[int, int], after: tuple[int, int]) -> bool:
     pooled = (before[0] + after[0]) / (before[1] + after[1])
     error = math.sqrt(pooled * (1 - pooled) * (1 / before[1] + 1 / after[1]))
     return after[0] / after[1] < before[0] / before[1] - SIGNIFICANT * error
-
-
-log = logging.getLogger(__name__)
 
 
 class AdaptedDrafter(Drafter):
@@ -177,7 +158,7 @@ class AdaptedDrafter(Drafter):
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         self.drafter.observe(context, verdicts, scores)
-        if self.watch.saw(verdicts) is Sentence.WORSE:
+        if self.watch.saw(verdicts):
             self._roll_back()
         if self.failed:
             return

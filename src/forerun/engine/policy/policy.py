@@ -182,7 +182,7 @@ class Arm:
     name: str
     key: str  # Of its configuration: costs are kept under it
     drafter: Deferred
-    copies: bool  # Contribution before the choice, because a proposal costs no forward pass
+    copies: bool  # Asked before anybody is chosen, because a proposal costs no forward pass
     limit: int  # Most tokens on one path
     confidence: Confidence = field(default_factory=Confidence)  # Of its deterministic trees, if it costs a forward pass
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
