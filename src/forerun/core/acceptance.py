@@ -1,8 +1,7 @@
 """How likely a drafted token is accepted: the one estimate, learned from what the text went on with.
 
 Whatever the rule decided, the committed text says of every node whose parent it holds whether it holds the node, too.
-An estimate never reads the value of a sampled node, only what was known before it was drawn. Knows no model, no drafter
-and no rule.
+An estimate never reads the value of a sampled node, only what was known before it was drawn.
 """
 
 from __future__ import annotations

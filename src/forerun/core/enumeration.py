@@ -1,8 +1,7 @@
 """Exact distributions of the real rules: an rng that takes every outcome, and toy worlds small enough to enumerate.
 
 A rule that meets `EnumeratingRng` instead of `Rng` is run once per outcome with that outcome's probability, so its
-emitted distribution is computed, not estimated. Used by the tests and by ``forerun certify``. Knows no model and no
-drafter.
+emitted distribution is computed, not estimated. Used by the tests and by ``forerun certify``.
 """
 
 from __future__ import annotations

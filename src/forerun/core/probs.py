@@ -3,7 +3,7 @@
 The vectors of a ladder do not depend on what a rule draws: draws only say where it stops. So `HostProbs` forms a rung
 when a rule asks for it, and `verify.ladder` forms all rungs of all nodes on their device, before any rule is asked.
 Vectors keep their dtype (float32 or better: a residual is a difference of nearly equal numbers); masses, ratios and
-weights are float64 (sums on a device without it are float32). Knows no rule.
+weights are float64 (sums on a device without it are float32).
 """
 
 from __future__ import annotations

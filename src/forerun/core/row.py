@@ -1,4 +1,4 @@
-"""One running sequence, as a step, a rule and a drafter see it. Knows no request, no target and no drafter."""
+"""One running sequence, as a step, a rule and a drafter see it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the target said about a step's trees: raw logits, and the distributions that a rule or a drafter asks for.
-
-Knows rows and trees; no rule by name and no drafter.
-"""
+"""What the target said about a step's trees: raw logits, and the distributions that a rule or a drafter asks for."""
 
 from __future__ import annotations
 

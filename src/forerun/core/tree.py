@@ -2,7 +2,7 @@
 
 A chain is the tree in which every parent is the node before. The structure is on the host, a few numbers a node; what
 is wide, the distributions that sampled nodes were drawn from, are tensors. A batch is packed once, on its way to the
-device (`forerun.model.inputs.Nodes`). Knows no model and no rule.
+device (`forerun.model.inputs.Nodes`).
 """
 
 from __future__ import annotations

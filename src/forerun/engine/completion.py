@@ -1,7 +1,4 @@
-"""One answer in the making, and the request it belongs to: its tokens, their text as it grows, and where it stops.
-
-Does not know rows or scheduling.
-"""
+"""One answer in the making, and the request it belongs to: its tokens, their text as it grows, and where it stops."""
 
 from __future__ import annotations
 

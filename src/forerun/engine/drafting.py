@@ -1,7 +1,4 @@
-"""The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at the level of chance.
-
-Knows configurations, groups and policies; does not know requests' text or scheduling.
-"""
+"""The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at chance level."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Structured outputs: a JSON schema, a regular expression, a choice or a grammar as a logits processor (llguidance).
 
 The mask after a node is a function of the node's own path, so drafts, sampling and verification need nothing of their
-own for it: the distribution that a rule sees is the masked one, for every branch. Knows no model.
+own for it: the distribution that a rule sees is the masked one, for every branch.
 
 What a grammar costs is bounded: its size and depth are checked in linear time, a process of its own compiles it first
 (`grammar_trial`) with less stack than the engine has, and each answer has a budget of time for its masks.

@@ -1,6 +1,6 @@
 """The scheduler's choices: who gets the next row, whose prefill runs next, who is preempted; and the prefills.
 
-Policy and bookkeeping alone; `core` carries it out. Does not know what drafts.
+Policy and bookkeeping alone; `core` carries it out.
 """
 
 from __future__ import annotations

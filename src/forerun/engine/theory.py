@@ -2,7 +2,7 @@
 
 Leviathan et al. (arXiv 2211.17192) with what their table leaves open: a pass over several nodes costs v(n) passes over
 one, acceptance may differ by depth, and drafts may be trees. Everywhere the token that the target adds itself (bonus or
-recovered) is counted, so plain decoding is 1. Knows no model, no clock and no device; imports no torch.
+recovered) is counted, so plain decoding is 1.
 
 **Survival** of a drafted node: the probability that it is accepted. Of a chain, ``survival[d]`` is that of depth
 ``d + 1``, the product of the conditional acceptance rates up to there.

@@ -1,4 +1,4 @@
-"""Greedy verification: follow the target's own argmax down the tree. Knows no distribution and draws nothing."""
+"""Greedy verification: follow the target's own argmax down the tree."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The collector runs in the engine's thread. Of every row it looks at the committed path: the root and the accepted nodes,
 the last of which is where the draft was rejected, if it was. One selection, one softmax, one top-k and one transfer to
 the host for the whole batch and step. Arrays are numpy's on purpose: what the engine computes in inference mode could
-not be trained on, and arrays tell their bytes. Knows no weights.
+not be trained on, and arrays tell their bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trees of deterministic nodes, ranked by how likely each path survives; merged, and pruned. Sampled nodes are refused.
 
 What a drafter's own confidence in such a node is worth is learned from which nodes the text went on with, submitted or
-not. Knows no drafter, no cost and no step.
+not.
 """
 
 from __future__ import annotations
