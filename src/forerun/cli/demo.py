@@ -93,18 +93,16 @@ def demo(
     from forerun.cli import session
     from forerun.types import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens or (64 if scale else 128),
-        ignore_eos=True,
-        seed=seed,
-    )
+    length = max_tokens or (64 if scale else 128)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=True, seed=seed)
     path, drafting, note = enlarged(model, config, scale) if scale is not None else (model, config, None)
     setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=params)
-    llm = session.load(path, _loading(loading, scale), drafting, max_num_seqs=1)
-    arms = _Quiet() if json else _Shown(llm, setting, prompt)
-    result = race(llm, prompt, setting.params, repeats=repeats, show=arms)
+    if loading.dtype == "auto" and scale is None:
+        loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
+    llm = session.load(path, loading, drafting, max_num_seqs=1)
+    if not json:
+        _introduce(setting, prompt)
+    result = race(llm, prompt, params, repeats=repeats, show=None if json else _shown)
     if json:
         console.write_json(record(llm, setting, result))
     else:
@@ -121,9 +119,8 @@ def question(name: str) -> str:
     """
     texts = {prompt.name: prompt.text for prompt in shipped.prompts()}
     if name not in texts:
-        raise ArgumentError(
-            f"no shipped prompt {name!r}; there are {', '.join(texts) or 'none'}.{nearest(name, texts)}"
-        )
+        known = ", ".join(texts) or "none"
+        raise ArgumentError(f"no shipped prompt {name!r}; there are {known}.{nearest(name, texts)}")
     return texts[name][:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n"
 
 
@@ -153,44 +150,27 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     return [_with_heads_for(scaled, item) for item in config] if isinstance(config, list) else config
 
 
-def _loading(loading: LoadOptions, scale: float | None) -> LoadOptions:
-    """The small model runs in float32 unless told otherwise: there identity is exact, and it costs nothing."""
-    return replace(loading, dtype="float32") if loading.dtype == "auto" and scale is None else loading
+def _introduce(setting: _Setting, prompt: str) -> None:
+    """Show what is asked."""
+    out = console.out()
+    options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
+    drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
+    out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
+    out.print(Text("drafter  ", "dim").append(drafter, "default"))
+    out.print(Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default"))
+    out.print(Text("\n".join(["...", *prompt.splitlines()[-SHOWN_LINES:]]), "dim"))
 
 
-class _Quiet:
-    """Runs a stream without printing."""
+def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
+    """Show an arm's answer as it comes."""
+    from forerun.cli.session import Printer
 
-    def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-        output = None
-        for chunk in chunks:
-            output = chunk.output or output
-        assert output is not None
-        return output
-
-
-class _Shown:
-    """Shows what is asked, then each arm's answer as it comes."""
-
-    def __init__(self, llm: LLM, setting: _Setting, prompt: str) -> None:
-        self.out = console.out()
-        options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
-        drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
-        self.out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
-        self.out.print(Text("drafter  ", "dim").append(drafter, "default"))
-        self.out.print(
-            Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default")
-        )
-        self.out.print(Text("\n".join(["...", *prompt.splitlines()[-SHOWN_LINES:]]), "dim"))
-
-    def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-        from forerun.cli.session import Printer
-
-        self.out.print()
-        self.out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
-        output = Printer(self.out, show_draft=True).run(chunks)
-        assert output is not None
-        return output
+    out = console.out()
+    out.print()
+    out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
+    output = Printer(out, show_draft=True).run(chunks)
+    assert output is not None
+    return output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +197,7 @@ class Race:
 
     @property
     def speculative_speed(self) -> float:
-        """Tokens per second, the median of the timed runs."""
+        """As `plain_speed`."""
         return _speed(self.speculative)
 
     @property
@@ -226,7 +206,7 @@ class Race:
         return self.speculative_speed / self.plain_speed if self.plain_speed else 0.0
 
 
-def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show) -> Race:
+def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
     """Answer `prompt` plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
 
     Decoding speed alone is compared: tokens after the first over the time after the first; medians.
@@ -236,29 +216,33 @@ def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: S
     """
     from forerun.certify.reference import difference
 
-    # A domain of its own for each run, or drafters that remember answers would copy the run before.
-    salts = (f"run {number}" for number in itertools.count())
-    plain = [show("plain", llm.stream(prompt, params, speculative=False, cache_salt=next(salts)))]
-    speculative = [show("speculative", llm.stream(prompt, params, cache_salt=next(salts)))]
+    numbers = itertools.count()
+
+    def run(speculative: bool, show: Show | None = None) -> RequestOutput:
+        # A domain of its own for each run, or drafters that remember answers would copy the run before.
+        options: dict[str, Any] = {"speculative": None if speculative else False, "cache_salt": f"run {next(numbers)}"}
+        if show is None:
+            return llm.generate([prompt], params, **options)[0]
+        return show("speculative" if speculative else "plain", llm.stream(prompt, params, **options))
+
     # The first run of an arm pays for what is made once and for the printing, so it is not timed.
+    runs = {speculative: [run(speculative, show)] for speculative in (False, True)}
     for turn in range(repeats):
-        arms = [(plain, False), (speculative, None)]
-        for runs, choice in arms if turn % 2 == 0 else reversed(arms):
-            runs.append(llm.generate([prompt], params, speculative=choice, cache_salt=next(salts))[0])
-    answers = (_tokens(plain[0]), _tokens(speculative[0]))
+        for speculative in (False, True) if turn % 2 == 0 else (True, False):
+            runs[speculative].append(run(speculative))
+    answers = (_tokens(runs[False][0]), _tokens(runs[True][0]))
     return Race(
-        plain=plain,
-        speculative=speculative,
-        parted=difference(llm, plain[0].prompt_token_ids, answers, 0),
-        reproducible=all(_tokens(run) == _tokens(runs[0]) for runs in (plain, speculative) for run in runs),
+        plain=runs[False],
+        speculative=runs[True],
+        parted=difference(llm, runs[False][0].prompt_token_ids, answers, 0),
+        reproducible=all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm),
     )
 
 
 def _speed(runs: list[RequestOutput]) -> float:
     from forerun.cli.session import tokens_per_second
 
-    speeds = [speed for run in runs[1:] if (speed := tokens_per_second(run)) is not None]
-    return median(speeds) if speeds else 0.0
+    return median([speed for run in runs[1:] if (speed := tokens_per_second(run)) is not None] or [0.0])
 
 
 def _tokens(output: RequestOutput) -> list[int]:
@@ -280,10 +264,9 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out.print()
     out.print(table)
     out.print()
-    faster = Text("speed-up: ", "bold").append(
-        f"{found.speedup:.2f} x", "bold green" if found.speedup > 1 else "bold yellow"
-    )
-    out.print(faster.append("   ").append_text(_verdict(setting, found)))
+    style = "bold green" if found.speedup > 1 else "bold yellow"
+    faster = Text("speed-up: ", "bold").append(f"{found.speedup:.2f} x", style)
+    out.print(faster.append("   identical: ").append_text(_verdict(setting, found)))
     tokens = found.plain[0].outputs[0].token_ids
     details = (
         f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
@@ -295,21 +278,18 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:
-    if found.identical:
-        return Text("identical: ", "bold").append("yes", "bold green").append(", token for token", "default")
+    """Whether the answers are identical, and why not."""
     parted = found.parted
-    if setting.params.temperature or parted is None:
-        why = "a run did not repeat itself"
-        if setting.params.temperature:
-            why = (
-                "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
-            )
-        return Text("identical: ", "bold").append("no", "bold yellow").append(f", {why}", "default")
+    if found.identical:
+        return Text("yes", "bold green").append(", token for token", "default")
+    if setting.params.temperature:
+        why = "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
+        return Text("no", "bold yellow").append(f", {why}", "default")
+    if parted is None:
+        return Text("no", "bold yellow").append(", a run did not repeat itself", "default")
     kind = "a numeric tie" if parted.tie else "NOT a numeric tie: please report this"
     where = f", from token {parted.position} on, where the two best are {parted.gap:.3g} nats apart: {kind}"
-    return (
-        Text("identical: ", "bold").append("no", "bold yellow" if parted.tie else "bold red").append(where, "default")
-    )
+    return Text("no", "bold yellow" if parted.tie else "bold red").append(where, "default")
 
 
 def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:

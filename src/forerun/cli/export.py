@@ -34,15 +34,9 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
 
         done = export_head(head, TargetFacts.read(target), to, output, force=force)
     if json:
-        console.write_json(
-            {
-                "directory": str(done.directory),
-                "format": done.format_name,
-                "command": done.command,
-                "findings": [dataclasses.asdict(finding) for finding in done.findings],
-                "notes": list(done.notes),
-            }
-        )
+        written = {"directory": str(done.directory), "format": done.format_name, "command": done.command}
+        findings = [dataclasses.asdict(finding) for finding in done.findings]
+        console.write_json({**written, "findings": findings, "notes": list(done.notes)})
         return 0
     for finding in done.findings:
         if finding.severity != "ok":

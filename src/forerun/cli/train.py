@@ -6,7 +6,6 @@ import json as json_module
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from forerun.cli import console
@@ -118,7 +117,7 @@ def _show_outcome(outcome: dict[str, Any], json: bool) -> None:
 
 
 def _table(title: str, values: dict[str, Any]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
+    table = console.table(title=title)
     for name, value in values.items():
         shown = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
         table.add_row(name.replace("_", " "), shown)
