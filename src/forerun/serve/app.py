@@ -26,7 +26,7 @@ from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter, Event
-from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, refusal_of
+from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, own_path, refusal_of
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -125,10 +125,10 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
     """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
     if (record := logs.current()) is not None:
-        record.stream = writer.streams
-    if not writer.streams:
+        record.stream = writer.body.stream
+    if not writer.body.stream:
         return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))
-    events = _streamed(session, jobs, writer)
+    events = _streamed(session, http, jobs, writer)
     try:
         first = await anext(events)
     except BaseException:
@@ -151,7 +151,7 @@ async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
         return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
-async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
+async def _streamed(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
     """Server-sent events; an error before the first of them is raised."""
     begun = False
     with session.admitted(sum(job.params.n for job in jobs)):
@@ -168,7 +168,8 @@ async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> 
                     raise
                 if not isinstance(error, ApiError):
                     logs.write_error(error, message=session.settings.log_prompts)
-                yield _written(writer.error_event(error if isinstance(error, ApiError) else mistake()))
+                    error = mistake()
+                yield _written(error.body(own_path(http.scope)))
 
 
 def _written(event: Event) -> str:

@@ -7,9 +7,10 @@ Knows no HTTP and no shape of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.grammar import source
@@ -22,7 +23,7 @@ from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import FORMATS, format_of
 from forerun.serve.tools.base import Lark, ToolFormat
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps
-from forerun.types import OutputToken, StructuredOutputs
+from forerun.types import CompletionOutput, StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,10 +45,6 @@ class ChatFormat:
     """Of reasoning; None where the model does none, or the template has already ended it."""
     inside: bool = False
     """The answer begins within the reasoning."""
-
-    def reader(self) -> AnswerReader:
-        """For one answer."""
-        return AnswerReader(self)
 
     def new_id(self) -> str:
         """An id for a call."""
@@ -170,15 +167,12 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     )
 
 
-def reasoning_tokens(chat_format: ChatFormat, text: str, tokens: Sequence[OutputToken]) -> int:
+def reasoning_tokens(chat_format: ChatFormat, answer: CompletionOutput) -> int:
     """How many tokens of an answer are reasoning, marks included."""
-    reader = chat_format.reader()
-    reader.whole(text)
-    position = count = 0
-    while count < len(tokens) and position < reader.reasoning_end:
-        position += len(tokens[count].text)
-        count += 1
-    return count
+    reader = AnswerReader(chat_format)
+    reader.whole(answer.text)
+    starts = accumulate((len(token.text) for token in answer.tokens[:-1]), initial=0)
+    return sum(start < reader.reasoning_end for start in starts) if answer.tokens else 0
 
 
 def _written(form: StructuredOutputs) -> str:
