@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -73,7 +74,7 @@ def _add_guards(app: FastAPI, session: Session) -> None:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Recorder, settings=settings, count=session.metrics.answered)
+    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
 
 
 def _add_errors(app: FastAPI, *, messages: bool) -> None:

@@ -240,12 +240,12 @@ def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
     Raises:
         ArgumentError: the files for HTTPS cannot be used.
     """
-    settings = session.settings
+    settings, count = session.settings, partial(session.metrics.count, "forerun:connections_refused", 1)
     config = uvicorn.Config(
         build_app(session),
         host=host,
         port=port,
-        http=cast(Any, partial(Connection, limits=session.settings, arriving=Counter(), count=session.metrics.hung_up)),
+        http=cast(Any, partial(Connection, limits=session.settings, arriving=Counter(), count=count)),
         ws="none",
         log_config=None,
         access_log=False,

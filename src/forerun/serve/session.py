@@ -39,7 +39,7 @@ from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
-from forerun.types import RequestOutput, SamplingParams, SpeculationStats, StreamChunk
+from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _COUNTERS: dict[str, tuple[str, ...]] = {
@@ -104,21 +104,14 @@ class Figures(Collector):
     ) -> None:
         self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
 
-    def describe(self) -> Iterator[Metric]:
-        """Names without figures: the registry asks before there is an engine."""
-        return self._families(None)
-
     def collect(self) -> Iterator[Metric]:
         """The figures as they are now."""
-        figures = self._read()
-        return iter(()) if figures is None else self._families(figures)
-
-    def _families(self, figures: Mapping[str, float] | None) -> Iterator[Metric]:
+        if (figures := self._read()) is None:
+            return
         for kind, texts in self._texts.items():
             for name, text in texts.items():
                 family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
-                if figures is not None:
-                    family.add_metric([self._model], float(figures[name]))
+                family.add_metric([self._model], float(figures[name]))
                 yield family
 
 
@@ -144,44 +137,32 @@ class Metrics:
         """Add to one of the counters."""
         self._counters[name].labels(self._model, *labels).inc(amount)
 
-    def answered(self, route: str, status: int) -> None:
-        """Count an HTTP request that ended."""
-        self.count("forerun:http_requests", 1, route, str(status))
-
-    def hung_up(self, code: str) -> None:
-        """Count a connection that ended without the application: too many, too slow, unread, or no HTTP."""
-        self.count("forerun:connections_refused", 1, code)
-
     def finished(self, output: RequestOutput) -> None:
         """Count a request that ended."""
         self.count("vllm:prompt_tokens", len(output.prompt_token_ids))
         for answer in output.outputs:
             self.count("vllm:generation_tokens", len(answer.token_ids))
             self.count("vllm:request_success", 1, answer.finish_reason or "abort")
-            self._speculation(answer.speculation)
+            stats = answer.speculation
+            self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
+            self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
+            self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
+            self.count("forerun:drafter_errors", stats.drafter_errors)
+            for position, count in enumerate(stats.accepted_per_depth):
+                self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
         first, decode = output.time_to_first_token_s, output.decode_s
         if first is None or decode is None:
             return
         longest = max(len(answer.token_ids) for answer in output.outputs)
-        self._observe("time_to_first_token_seconds", first)
-        self._observe("e2e_request_latency_seconds", first + decode)
+        seconds = {"time_to_first_token_seconds": first, "e2e_request_latency_seconds": first + decode}
         if longest > 1:
-            self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
+            seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
+        for name, value in seconds.items():
+            self._histograms[name].labels(self._model).observe(value)
 
     def text(self) -> bytes:
         """In the exposition format."""
         return prometheus_client.generate_latest(self.registry)
-
-    def _observe(self, name: str, seconds: float) -> None:
-        self._histograms[name].labels(self._model).observe(seconds)
-
-    def _speculation(self, stats: SpeculationStats) -> None:
-        self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
-        self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
-        self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
-        self.count("forerun:drafter_errors", stats.drafter_errors)
-        for position, count in enumerate(stats.accepted_per_depth):
-            self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
 
 
 log = logging.getLogger(__name__)
@@ -209,19 +190,8 @@ class Job:
     prompt: dict[str, Any]
     params: SamplingParams
     speculative: Speculative
-    trace: bool = False
-    timeout_s: float | None = None
-    """From queueing to the end."""
-    cache_salt: str | None
-    """Isolation domain; None: what all share whom the operator lets share."""
-    client: str
-    """Rows are shared evenly among clients."""
-    user: str | None = None
-    """And those of a client among its users."""
-    priority: int = 0
-    """Of a client's waiting requests the one with the lowest comes first."""
-    adapt: bool = False
-    """Whether online adaptation may learn from it."""
+    options: dict[str, Any]
+    """The other keywords of `AsyncLLM.stream`: who asks, what that shares with whom, how long it may take."""
 
 
 class Session:
@@ -307,7 +277,15 @@ class Session:
                 engine.llm.chat_prompt(GREETING)
             except ArgumentError as error:
                 raise CheckpointError(f"the model's chat template cannot be used: {error}") from error
-        self._offer(engine)
+        # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
+        own = engine.llm.speculative
+        for name in self.settings.client_drafters:
+            length = default_length(name)
+            longest = (
+                {} if length is None else {"num_speculative_tokens": max(length, self.settings.max_speculative_tokens)}
+            )
+            if own is None or name != own.method:
+                engine.offer({"method": name, **longest})
         return engine
 
     def begin_drain(self) -> None:
@@ -339,17 +317,11 @@ class Session:
             ApiError: 429 where the queue is full.
         """
         client, most = current_client().name, self.settings.queue_for(answers)
-        own, free = self._held[client] + answers, most - self.in_flight - answers
-        if free < 0 or (len(self.settings.api_keys) > 1 and own > max(free, 1)):
-            held = (
-                f", {self._held[client]} of them this key's, which may hold as many as stay free" if free >= 0 else ""
-            )
-            raise ApiError(
-                429,
-                f"{self.in_flight} answers wait or run{held}; the server takes {most}; try again later",
-                code="queue_full",
-                retry_after_s=1,
-            )
+        held, free = self._held[client], most - self.in_flight - answers
+        if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
+            own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
+            message = f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=1)
         self.in_flight += answers
         self._held[client] += answers
         try:
@@ -370,14 +342,8 @@ class Session:
             job.prompt,
             job.params,
             speculative=job.speculative,
-            trace=job.trace,
-            timeout_s=job.timeout_s,
-            cache_salt=job.cache_salt,
-            client=job.client,
-            user=job.user,
-            priority=job.priority,
-            adapt=job.adapt,
             max_unread=self.settings.stream_buffer,
+            **job.options,
         )
         record, begun = self._taken_on(job), False
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
@@ -466,16 +432,6 @@ class Session:
         if own is None or name != own.method:
             return most
         return min(most, own.num_speculative_tokens or default_length(name) or most)
-
-    def _offer(self, engine: AsyncLLM) -> None:
-        """Build every drafter that a request may choose, once, for the longest drafts that it may be asked for: no
-        request builds one."""
-        own = engine.llm.speculative
-        for name in self.settings.client_drafters:
-            default = default_length(name)
-            length = None if default is None else max(default, self.settings.max_speculative_tokens)
-            if own is None or name != own.method:
-                engine.offer({"method": name} | ({} if length is None else {"num_speculative_tokens": length}))
 
     def drafters(self) -> list[str]:
         """What a request may choose from, the server's own drafter first."""
