@@ -7,6 +7,7 @@ value of theirs is refused by name.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -134,11 +135,6 @@ class ResponseFormat(Strict):
             raise ValueError("type 'json_schema' needs json_schema, and only that type takes one")
         return self
 
-    @classmethod
-    def of(cls, schema: dict[str, Any]) -> ResponseFormat:
-        """JSON of that schema."""
-        return cls(type="json_schema", json_schema=JsonSchema.model_validate({"name": "output", "schema": schema}))
-
     def structured(self) -> StructuredOutputs | None:
         """The same in the engine's words; None for text."""
         if self.json_schema is not None:
@@ -168,7 +164,6 @@ class Structured(Strict):
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
-Label = Annotated[str, Field(max_length=512)]
 
 
 class Neutral(Strict):
@@ -176,18 +171,19 @@ class Neutral(Strict):
 
     store: Literal[False] = False
     """Nothing is kept here."""
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """For what is kept; ``/v1/responses`` gives it back."""
     service_tier: Literal["auto", "default"] = "auto"
-    prompt_cache_key: Label | None = None
+    prompt_cache_key: Name | None = None
     """A hint about prompts that begin alike, which are found without it."""
     prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
-    safety_identifier: Label | None = None
+    safety_identifier: Name | None = None
 
 
-class NeutralSampling(Neutral):
-    """Of the completion endpoints, whose clients also know vLLM and llama-server."""
+class Sampling(Neutral):
+    """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
+    # Clients of vLLM and llama-server send these by habit.
     use_beam_search: Literal[False] = False
     length_penalty: One = 1.0
     early_stopping: Literal[False] = False
@@ -205,10 +201,6 @@ class NeutralSampling(Neutral):
     post_sampling_probs: Literal[False] = False
     timings_per_token: Literal[False] = False
     return_progress: Literal[False] = False
-
-
-class Sampling(NeutralSampling):
-    """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -295,9 +287,19 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {**outer, "anyOf": [*options, {"type": "null"}] if options else [inner, {"type": "null"}]}
 
 
-def joined(content: str | list[TextPart]) -> str:
-    """A content of one or several text parts as one string."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def joined(content: str | Sequence[Strict]) -> str:
+    """The text of a content as one string, whatever other parts it has."""
+    return content if isinstance(content, str) else "".join(getattr(part, "text", "") for part in content)
+
+
+def json_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The `response_format` of JSON of that schema."""
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+def function_named(name: str) -> dict[str, Any]:
+    """The `tool_choice` of that function."""
+    return {"type": "function", "function": {"name": name}}
 
 
 # --- tools ---
@@ -361,11 +363,6 @@ class NamedChoice(Strict):
 
     type: Literal["function"]
     function: NamedFunction
-
-    @classmethod
-    def of(cls, name: str) -> NamedChoice:
-        """The choice of that function."""
-        return cls(type="function", function=NamedFunction(name=name))
 
 
 class AllowedTools(Strict):
