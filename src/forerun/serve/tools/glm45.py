@@ -19,6 +19,9 @@ class Glm45(FieldFormat):
     signs: ClassVar[tuple[str, ...]] = ("<tool_call>", KEY, VALUE)
     mark: ClassVar[str] = "<tool_call>"
     marks: ClassVar[tuple[str, ...]] = ("</tool_call>", KEY, KEY_END, VALUE, VALUE_END)
+    head: ClassVar[str] = "{}\n"
+    key_marks: ClassVar[tuple[str, str]] = (KEY, KEY_END)
+    value_marks: ClassVar[tuple[str, str]] = (VALUE, VALUE_END)
 
     def read_head(self, text: Incoming) -> Steps[str]:
         yield from text.skip_blanks()
@@ -29,26 +32,6 @@ class Glm45(FieldFormat):
         text.at = start
         return name if goes_on else ""
 
-    def read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
-        start = text.at
-        if (yield from text.opens(KEY)):
-            key = yield from text.up_to(KEY_END)
-            if key is not None and (yield from text.opens(VALUE)):
-                value = yield from text.up_to(VALUE_END)
-                if value is not None:
-                    return key.strip(), value
-        text.at = start
-        return None
-
-    def read_end(self, text: Incoming) -> Steps[bool]:
-        return (yield from text.opens(self.end))
-
-    def write_head(self, name: str) -> str:
-        return f"{name}\n"
-
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
         written = lark.until(VALUE_END) if value is None else f"{value} {lark.mark(VALUE_END)}"
         return f'{lark.mark(KEY)} {literal(key)} {lark.mark(KEY_END)} "\\n" {lark.mark(VALUE)} {written} "\\n"'
-
-    def write_end(self, lark: Lark) -> str:
-        return lark.mark(self.end)

@@ -136,13 +136,23 @@ class Incoming:
             if scalar := (yield from self.matching(_SCALAR)):
                 yield Piece(Kind.ARGUMENTS, scalar)
             return
-        scan = _Scan()
-        while not scan.done:
-            yield from self._pass(scan.run(self.text, self.at), Kind.ARGUMENTS)
-            if not scan.done:
-                if self.ended:
+        depth, quoted, escaped, position = 0, False, False, self.at
+        while True:
+            for character in self.text[position:]:
+                position += 1
+                if quoted:
+                    quoted, escaped = escaped or character != '"', character == "\\" and not escaped
+                elif character == '"':
+                    quoted = True
+                else:
+                    depth += (character in "{[") - (character in "}]")
+                if depth == 0 and not quoted:
+                    yield from self._pass(position, Kind.ARGUMENTS)
                     return
-                yield None
+            yield from self._pass(position, Kind.ARGUMENTS)
+            if self.ended:
+                return
+            yield None
 
     def json_string(self) -> Steps[str | None]:
         """Read a JSON string; None where there is none, or where it never ends."""
@@ -164,32 +174,6 @@ class Incoming:
         while end > self.at and self.text[end - 1].isspace():
             end -= 1
         return end
-
-
-class _Scan:
-    """Finds the end of a JSON string, array or object by its brackets and quotes."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self._depth, self._quoted, self._escaped = 0, False, False
-
-    def run(self, text: str, at: int) -> int:
-        """Where the value ends, or the end of the text if it goes on."""
-        for position in range(at, len(text)):
-            self._read(text[position])
-            if self.done:
-                return position + 1
-        return len(text)
-
-    def _read(self, character: str) -> None:
-        if self._quoted:
-            self._quoted = self._escaped or character != '"'
-            self._escaped = character == "\\" and not self._escaped
-        elif character == '"':
-            self._quoted = True
-        else:
-            self._depth += (character in "{[") - (character in "}]")
-        self.done = self._depth == 0 and not self._quoted
 
 
 class PieceReader:

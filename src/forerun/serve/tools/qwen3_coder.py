@@ -17,33 +17,18 @@ class Qwen3Coder(FieldFormat):
     signs: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=", "<parameter=")
     mark: ClassVar[str] = "<tool_call>"
     marks: ClassVar[tuple[str, ...]] = ("</tool_call>",)
+    head: ClassVar[str] = "\n<function={}>\n"
+    key_marks: ClassVar[tuple[str, str]] = ("<parameter=", ">")
+    value_marks: ClassVar[tuple[str, str]] = ("", "</parameter>")
+    own_lines: ClassVar[bool] = True
+    closing: ClassVar[str] = "</function>\n"
 
     def read_head(self, text: Incoming) -> Steps[str]:
         if not (yield from text.opens("<function=")):
             return ""
         return ((yield from text.up_to(">")) or "").strip()
 
-    def read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
-        start = text.at
-        if (yield from text.opens("<parameter=")):
-            key = yield from text.up_to(">")
-            value = yield from text.up_to("</parameter>")
-            if key is not None and value is not None:
-                return key.strip(), value.removeprefix("\n").removesuffix("\n")
-        text.at = start
-        return None
-
-    def read_end(self, text: Incoming) -> Steps[bool]:
-        ended = yield from text.opens("</function>")
-        return (yield from text.opens(self.end)) or ended
-
-    def write_head(self, name: str) -> str:
-        return f"\n<function={name}>\n"
-
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
         end = "\n</parameter>\n"
         written = lark.until(end) if value is None else f"{value} {literal(end)}"
         return f"{literal(f'<parameter={key}>' + LINE)} {written}"
-
-    def write_end(self, lark: Lark) -> str:
-        return f'"</function>\\n" {lark.mark(self.end)}'
