@@ -37,11 +37,12 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     from cyclopts.config import Dict
 
     path = named.tokens[0].value
-    options = {str(key).lstrip("-").replace("_", "-"): _plain(value) for key, value in _read(path).items()}
-    if "config" in options:
+    given = {str(key).lstrip("-").replace("_", "-"): value for key, value in _read(path).items() if value is not None}
+    if "config" in given:
         raise ArgumentError(f"{path} names another file under 'config'; one file is read")
-    given = {key: value for key, value in options.items() if value is not None}
-    Dict(given, source=path, use_commands_as_keys=False)(app, commands, arguments)
+    # A mapping becomes JSON, which such flags take (--speculative-config).
+    options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in given.items()}
+    Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -56,11 +57,6 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ArgumentError(f"{path} must hold options, 'name: value' a line, got {type(found).__name__}")
     return found
-
-
-def _plain(value: Any) -> Any:
-    """A mapping as JSON, which such flags take (--speculative-config); anything else as it is."""
-    return json.dumps(value) if isinstance(value, dict) else value
 
 
 VERBS = {

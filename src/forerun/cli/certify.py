@@ -101,9 +101,5 @@ def show_report(report: Report) -> None:
         out.print(Padding(Text(check.summary), (0, 0, 0, 6)))
     failed = sum(not check.passed for check in report.checks)
     what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
-    if report.passed:
-        out.print(Text("certified: ", "bold green").append(what, ""))
-    else:
-        out.print(
-            Text("not certified: ", "bold red").append(f"{failed} of {len(report.checks)} checks failed; {what}", "")
-        )
+    verdict = Text("certified: ", "bold green") if report.passed else Text("not certified: ", "bold red")
+    out.print(verdict.append(what if report.passed else f"{failed} of {len(report.checks)} checks failed; {what}", ""))

@@ -13,8 +13,7 @@ from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, Specula
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from forerun.training.data.prepare import Prepared
-    from forerun.training.data.regenerate import Generation, Plan, Regenerated
+    from forerun.training.data.regenerate import Regenerated
 
 LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
 
@@ -75,7 +74,11 @@ def prepare(
         )
     summary = done.summary()
     if draft_vocab_size is not None:
-        summary["draft_vocabulary"] = {"size": draft_vocab_size, "coverage": _coverage(done, draft_vocab_size)}
+        from forerun.training.data.store import coverage, draft_vocabulary, token_counts
+
+        counts = token_counts(done.data, known)
+        covered = coverage(counts, draft_vocabulary(counts, draft_vocab_size))
+        summary["draft_vocabulary"] = {"size": draft_vocab_size, "coverage": round(covered, 6)}
     for complaint in done.complaints:
         console.warn(f"skipped: {complaint}")
     if json:
@@ -83,13 +86,6 @@ def prepare(
     else:
         _show_prepared(summary)
     return 0
-
-
-def _coverage(done: Prepared, size: int) -> float:
-    from forerun.training.data.store import coverage, draft_vocabulary, token_counts
-
-    counts = token_counts(done.data, done.data.tokenizer.vocab_size)
-    return round(coverage(counts, draft_vocabulary(counts, size)), 6)
 
 
 def _show_prepared(summary: dict[str, Any]) -> None:
@@ -166,9 +162,14 @@ def regenerate(
     json
         One JSON line on stdout instead of words.
     """
-    _check_who(target, endpoint, model, concurrency)
+    if target is None and endpoint is None:
+        raise ArgumentError("who shall answer? give --target MODEL, or --endpoint URL with --model NAME")
+    if (endpoint is None) != (model is None):
+        raise ArgumentError("--endpoint URL and --model NAME belong together")
+    if concurrency is not None and concurrency < 1:
+        raise ArgumentError(f"--concurrency must be at least 1, got {concurrency}")
     from forerun.cli import session
-    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint
+    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint, with_engine
 
     generation = Generation(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     tokenizer = None if target is None else session.load_tokenizer(target)
@@ -184,37 +185,15 @@ def regenerate(
                 server = Endpoint(url=endpoint, model=str(model), generation=generation)
                 with_endpoint(todo, server, concurrency=concurrency or ENDPOINT_CONCURRENCY)
             elif todo.records:
-                _answer_here(todo, str(target), generation, concurrency or LOCAL_CONCURRENCY, speculation, loading)
+                rows = concurrency or LOCAL_CONCURRENCY
+                llm = session.load(str(target), loading, speculation.config(), max_num_seqs=rows)
+                with_engine(todo, llm, generation, concurrency=rows)
         except BaseException:
             if todo.progress.written:
                 console.warn(f"{todo.progress.written:,} records are safe in {output}; run again to go on")
             raise
     _report(todo.progress, as_json=json)
     return 1 if todo.progress.failed else 0
-
-
-def _check_who(target: str | None, endpoint: str | None, model: str | None, concurrency: int | None) -> None:
-    if target is None and endpoint is None:
-        raise ArgumentError("who shall answer? give --target MODEL, or --endpoint URL with --model NAME")
-    if (endpoint is None) != (model is None):
-        raise ArgumentError("--endpoint URL and --model NAME belong together")
-    if concurrency is not None and concurrency < 1:
-        raise ArgumentError(f"--concurrency must be at least 1, got {concurrency}")
-
-
-def _answer_here(
-    todo: Plan,
-    target: str,
-    generation: Generation,
-    concurrency: int,
-    speculation: SpeculationOptions,
-    loading: LoadOptions,
-) -> None:
-    from forerun.cli import session
-    from forerun.training.data.regenerate import with_engine
-
-    llm = session.load(target, loading, speculation.config(), max_num_seqs=concurrency)
-    with_engine(todo, llm, generation, concurrency=concurrency)
 
 
 def _report(progress: Regenerated, *, as_json: bool) -> None:

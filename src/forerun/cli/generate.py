@@ -62,7 +62,7 @@ def generate(
     given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
     if json:
         output = llm.generate([{**given, **expected}], params)[0]
-        console.write_json(session.answer_record(output, output.outputs[0], with_tokens=show_draft))
+        console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
     chunks = llm.stream({**given, **expected}, params)
     finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)

@@ -107,25 +107,16 @@ def serve(
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
     settings = replace(settings, model_name=settings.model_name or Path(model).name or model)
     configure_logging(settings)
-    limits = {
+    options = {
+        "speculative_config": speculative,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "enable_prefix_caching": enable_prefix_caching,
         "kv_cache_tokens": kv_cache_tokens,
         "adapt": adapting.config(speculative),
+        "seed": seed,
     }
-    _check_sharing(settings, adapts=adapting.adapt)
-    session = Session(settings, lambda: _load(model, speculative, loading, seed, limits))
-    return run(session, host=host, port=port)
-
-
-def _check_sharing(settings: ServeSettings, *, adapts: bool) -> None:
-    """Say what requests share where that is not as most expect, and refuse to learn from nobody.
-
-    Raises:
-        ArgumentError: ``--adapt`` where nobody may be learned from.
-    """
-    if adapts and not settings.may_learn:
+    if adapting.adapt and not settings.may_learn:
         raise ArgumentError(
             "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
             "--share-unnamed; what is learned may hold their text"
@@ -135,16 +126,15 @@ def _check_sharing(settings: ServeSettings, *, adapts: bool) -> None:
             "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
             "all requests are yours, or --api-key"
         )
+    return run(Session(settings, lambda: _load(model, loading, options)), host=host, port=port)
 
 
-def _load(
-    model: str, speculative: dict[str, Any] | None, loading: LoadOptions, seed: int | None, limits: dict[str, Any]
-) -> AsyncLLM:
+def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:
     from forerun import AsyncLLM
     from forerun.cli.session import loading_arguments, quiet_libraries
 
     quiet_libraries()
-    engine = AsyncLLM(model, speculative_config=speculative, seed=seed, **limits, **loading_arguments(loading))
+    engine = AsyncLLM(model, **options, **loading_arguments(loading))
     # What is loaded stays. Python looks for circles of garbage once a quarter of all objects is new: of those that
     # requests made, no longer of the half a million that torch and transformers hold.
     gc.collect()
