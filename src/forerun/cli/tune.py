@@ -69,13 +69,9 @@ def skip_layers(
     json
         One JSON object on stdout.
     """
-    counts = {
-        "--limit": limit,
-        "--prompt-tokens": prompt_tokens,
-        "--tokens": tokens,
-        "--num-speculative-tokens": num_speculative_tokens,
-        "--iterations": 1 if iterations is None else iterations,
-    }
+    counts = {"--limit": limit, "--prompt-tokens": prompt_tokens, "--tokens": tokens}
+    counts |= {"--num-speculative-tokens": num_speculative_tokens}
+    counts |= {} if iterations is None else {"--iterations": iterations}
     _check(counts, temperature, budget_s, output)
     if prompts is None and model != "demo":
         raise ArgumentError(
@@ -86,7 +82,7 @@ def skip_layers(
     from forerun.drafters.self_drafting.tuning import Probe
     from forerun.types import SamplingParams
 
-    questions = _questions(prompts, limit)
+    questions = [] if prompts is None else _questions(prompts, limit)
     llm = session.load(model, loading, None, max_num_seqs=len(questions) or limit)
     params = SamplingParams(temperature=temperature, seed=seed, top_k=0)
     found = _tokens(llm, questions, limit, prompt_tokens)
@@ -100,8 +96,7 @@ def skip_layers(
         tuned = tuning.tune(
             probe, llm.target.num_layers, iterations=iterations, budget_s=budget_s, seed=seed, progress=progress
         )
-    about = {"temperature": temperature, "prompts": len(found), "tokens": tokens, "seed": seed}
-    file = _file(llm, model, tuned, about)
+    file = _file(llm, model, tuned, temperature=temperature, prompts=len(found), tokens=tokens, seed=seed)
     file.write(output)
     _show(file, tuned, output, json=json)
     return 130 if tuned.interrupted else 0
@@ -117,10 +112,7 @@ def _check(counts: dict[str, int], temperature: float, budget_s: float | None, o
         raise ArgumentError(f"--output names the directory {output}; name a file in it, such as {output / 'skip.json'}")
 
 
-def _questions(prompts: Path | None, limit: int) -> list[Record]:
-    """The records of the prompt file; none where the shipped prompts are meant."""
-    if prompts is None:
-        return []
+def _questions(prompts: Path, limit: int) -> list[Record]:
     from forerun.training.data.prepare import BadRecords, read_records
 
     found = list(itertools.islice(read_records(prompts, BadRecords(skip=False)), limit))
@@ -130,31 +122,27 @@ def _questions(prompts: Path | None, limit: int) -> list[Record]:
 
 
 def _tokens(llm: LLM, questions: list[Record], limit: int, prompt_tokens: int) -> list[list[int]]:
-    """The prompts as the model reads them."""
+    """The prompts as the model reads them: conversations up to their last answers, the beginnings of texts, or, where
+    there are no questions, excerpts of the shipped files."""
     if llm.tokenizer is None:
         raise ArgumentError(f"{llm.target.name_or_path} has no tokenizer beside it; prompts are read with one")
     if not questions:
         from forerun.demo import contexts
 
         return contexts(llm.tokenizer, count=limit, length=prompt_tokens)
-    found = [_prompt_tokens(llm, record, prompt_tokens) for record in questions]
-    for record, ids in zip(questions, found, strict=True):
+    found = []
+    for record in questions:
+        ids = llm.tokenizer.encode(record.text, add_special_tokens=False)[:prompt_tokens] if record.text else []
+        asked = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
+        if asked:
+            ids = llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"]
         if not ids:
             raise DataError(f"{record.where}: there is nothing to answer")
+        found.append(ids)
     return found
 
 
-def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
-    """A conversation up to its last answer, or the beginning of a text."""
-    assert llm.tokenizer is not None
-    if not record.messages:
-        ids: list[int] = llm.tokenizer.encode(record.text, add_special_tokens=False)[:most]
-        return ids
-    asked = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
-    return llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"] if asked else []
-
-
-def _file(llm: LLM, model: str, tuned: Tuned, about: dict[str, Any]) -> SkipFile:
+def _file(llm: LLM, model: str, tuned: Tuned, **about: Any) -> SkipFile:
     import torch
 
     from forerun.drafters.self_drafting.skipping import SkipFile, structure_hash
@@ -198,9 +186,8 @@ def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
         )
     if json:
         facts = {"output": str(output), "model": found.model, "num_layers": found.num_layers, "skip": skip}
-        console.write_json(
-            {**facts, "num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
-        )
+        measured = {"num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
+        console.write_json({**facts, **measured})
         return
     best = tuned.best
     console.out().print(
