@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from forerun.engine.completion import Detokenizer
-from forerun.serve.chat_format import AnswerReader, ChatFormat, reasoning_tokens
+from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
-from forerun.serve.tools.incoming import Kind, Piece
+from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import (
     CompletionOutput,
     OutputToken,
@@ -329,7 +329,7 @@ class ChatWriter(Writer):
     ) -> None:
         super().__init__(body, model, tokenizer)
         self._chat_format = chat_format
-        self._streams = defaultdict[int, tuple[AnswerReader, MessageWriter]](self._stream)
+        self._streams = defaultdict[int, tuple[PieceReader, MessageWriter]](self._stream)
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         reader, message = self._stream()
@@ -361,8 +361,8 @@ class ChatWriter(Writer):
             return None
         return sum(reasoning_tokens(self._chat_format, answer) for answer in _answers(outputs))
 
-    def _stream(self) -> tuple[AnswerReader, MessageWriter]:
-        return AnswerReader(self._chat_format), MessageWriter(self._chat_format.new_id)
+    def _stream(self) -> tuple[PieceReader, MessageWriter]:
+        return self._chat_format.reader(), MessageWriter(self._chat_format.new_id)
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         """``logprobs`` of a chat choice, where they were asked for."""

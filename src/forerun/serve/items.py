@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
-from forerun.serve.chat_format import AnswerReader, ChatFormat, reasoning_tokens
+from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.completing import AnswerWriter, Event, speculation_metrics
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.anthropic import MessagesRequest
@@ -38,7 +38,7 @@ class ItemWriter(AnswerWriter):
     def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model, self._chat_format = body, model, chat_format
         self._id, self._created = _new_id(self.prefix), int(time.time())
-        self._reader = AnswerReader(chat_format)
+        self._reader = chat_format.reader()
         self._done: list[dict[str, Any]] = []
         """Items that are closed."""
         self._kind: Kind | None = None

@@ -66,3 +66,4 @@ def read_reasoning(text: Incoming, marks: Marks, *, inside: bool) -> Steps[None]
     yield from text.skip_blanks()
     yield from text.until(marks.close, Kind.REASONING)
     yield from text.skip_blanks()
+    text.reasoned = text.at

@@ -49,6 +49,8 @@ class Incoming:
         """Characters read."""
         self.ended = False
         """Nothing will be added."""
+        self.reasoned = 0
+        """Characters of the reasoning, with its marks; 0 while it has not been read."""
 
     def until(self, mark: str, kind: Kind, *, drop_end: bool = False) -> Steps[int | None]:
         """Pass the text on up to `mark`, which is read too; the blanks before it are held back.
@@ -184,17 +186,21 @@ class PieceReader:
     """
 
     def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
-        self._incoming = Incoming()
-        self._steps = read(self._incoming)
+        self.incoming = Incoming()
+        self._steps = read(self.incoming)
+
+    def whole(self, text: str) -> list[Piece]:
+        """The pieces of a complete text."""
+        return [*self.feed(text), *self.close()]
 
     def feed(self, text: str) -> list[Piece]:
         """What is certain now that `text` has come."""
-        self._incoming.text += text
+        self.incoming.text += text
         return self._run()
 
     def close(self) -> list[Piece]:
         """What is left now that nothing will come."""
-        self._incoming.ended = True
+        self.incoming.ended = True
         return self._run()
 
     def _run(self) -> list[Piece]:
