@@ -36,8 +36,7 @@ class FeatureOptions:
     output: Path
     """Directory for the features; must be new, or hold these features unfinished."""
     boundaries: str | None = None
-    """Layers after which to read, such as 2,16,29, or none; EAGLE-3's choice if not given. The last state is always
-    stored, and is all that EAGLE-1 and Medusa heads read."""
+    """Layers after which to read: 2,16,29, or none (EAGLE-1, Medusa); EAGLE-3's choice by default; always the last state."""
     dtype: str = "bfloat16"
     """bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32."""
     source: Literal["transformers", "vllm"] = "transformers"

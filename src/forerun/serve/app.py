@@ -222,15 +222,15 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     def card() -> dict[str, Any]:
         """The model for clients of OpenAI's API and of Anthropic's."""
         name, since = session.settings.model_name, datetime.fromtimestamp(started, UTC).isoformat()
-        card: dict[str, Any] = {"id": name, "object": "model", "created": started}
-        card |= {"type": "model", "display_name": name, "created_at": since}
-        card |= {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
-        card["speculation"] = {
+        openai = {"id": name, "object": "model", "created": started}
+        anthropic = {"type": "model", "display_name": name, "created_at": since}
+        own = {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
+        speculation = {
             "drafters": session.drafters(),
             "max_speculative_tokens": {name: session.longest(name) for name in session.drafters()},
             "traces": session.settings.allow_traces,
         }
-        return card
+        return {**openai, **anthropic, **own, "speculation": speculation}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -308,7 +308,6 @@ _ERRORS = {
     500: "The server made a mistake.",
     503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
 }
-_RETRY = (429, 503)
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Answer with events where ``stream`` is true."""
 
@@ -328,27 +327,22 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
     """Let `app.openapi` tell the truth; `keyed`: the server wants a key."""
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            app.openapi_schema = _corrected(found, keyed=keyed)
-        return app.openapi_schema
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = found["components"]["schemas"]
+        del schemas["HTTPValidationError"], schemas["ValidationError"]
+        schemas |= _ENVELOPES
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in found["paths"].items():
+            for method, operation in methods.items():
+                _describe_operation(operation, path, posts=method == "post")
+                if keyed and path not in OPEN_PATHS:
+                    operation["security"] = [{"key": []}]
+        app.openapi_schema = found
+        return found
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _corrected(found: dict[str, Any], *, keyed: bool) -> dict[str, Any]:
-    components = found.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    schemas |= _ENVELOPES
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, methods in found["paths"].items():
-        for method, operation in methods.items():
-            _describe_operation(operation, path, posts=method == "post")
-            if keyed and path not in OPEN_PATHS:
-                operation["security"] = [{"key": []}]
-    return found
 
 
 def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) -> None:
@@ -361,16 +355,10 @@ def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) ->
     if path in ("/health", "/ping"):
         answers["503"] = {**answers["200"], "description": "The server is loading, draining, or has failed."}
         return
+    envelope = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
+    headers = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
     for status, description in _ERRORS.items():
         if posts or status in (401, 408, 500, 503):
-            answers[str(status)] = _answer(status, description, "Anthropic" if path.startswith("/v1/messages") else "")
-
-
-def _answer(status: int, description: str, whose: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "description": description,
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{whose}Error"}}},
-    }
-    if status in _RETRY:
-        answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
-    return answer
+            again = {"headers": headers} if status in (429, 503) else {}
+            answers[str(status)] = {"description": description, "content": content, **again}
