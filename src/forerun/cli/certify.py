@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from forerun.certify.checks import Report
 
 
-_ROWS = 32
-"""Answers at once: the thousands of short ones are then drawn in a minute or two."""
+_ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a minute or two
 
 
 def certify(

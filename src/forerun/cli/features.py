@@ -36,7 +36,7 @@ class FeatureOptions:
     output: Path
     """Directory for the features; must be new, or hold these features unfinished."""
     boundaries: str | None = None
-    """Layers after which to read: 2,16,29, or none (EAGLE-1, Medusa); EAGLE-3's choice by default; always the last state."""
+    """After which layers to read: 2,16,29, or none (EAGLE-1, Medusa); EAGLE-3's by default; always the last state."""
     dtype: str = "bfloat16"
     """bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32."""
     source: Literal["transformers", "vllm"] = "transformers"
@@ -59,8 +59,7 @@ class _Run(NamedTuple):
     asked: FeatureOptions
     prepared: PreparedData
     manifest: FeatureManifest
-    directory: Path
-    """Of the target."""
+    directory: Path  # Of the target
     config: Any
 
 

@@ -38,8 +38,7 @@ from forerun.serve.session import Job, Session, State
 from forerun.types import RequestOutput
 
 T = TypeVar("T")
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Keep proxies from holding the stream back."""
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
 _PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}
 """Files of the playground and their media types."""
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that switch reasoning: Qwen's and DeepSeek's."""
+_SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that switch reasoning: Qwen's and DeepSeek's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,8 +109,7 @@ class MessageWriter:
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
-        self.calls = 0
-        """Calls begun."""
+        self.calls = 0  # Calls begun
 
     def delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """What these pieces add to the message."""
@@ -184,10 +183,8 @@ class Writer(AnswerWriter):
         self.body, self.tokenizer = body, tokenizer
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
-        self._begun: dict[int, int] = {}
-        """Choice -> characters sent."""
-        self._counts: dict[int, list[int]] = {}
-        """Choice -> tokens of its prompt, and of its answer so far."""
+        self._begun: dict[int, int] = {}  # Choice -> characters sent
+        self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
         self._outputs: dict[int, RequestOutput] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -166,8 +166,7 @@ class StrictRoute(APIRoute):
 
 
 class _Request(Request):
-    kind: type[BaseModel] | None = None
-    """Of the body."""
+    kind: type[BaseModel] | None = None  # Of the body
 
     async def json(self) -> Any:
         body = await self.body()

@@ -69,8 +69,7 @@ class RequestRecord:
         return {key: value for key, value in rounded.items() if value not in (None, [])}
 
 
-_WRITTEN = "_forerun_written"
-"""Attribute of an exception that is in the log."""
+_WRITTEN = "_forerun_written"  # Attribute of an exception that is in the log
 _current: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)
 
 

@@ -204,14 +204,10 @@ class Session:
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
         self.state = State.LOADING
-        self.failure: BaseException | None = None
-        """Why the model could not be loaded."""
-        self.in_flight = 0
-        """Answers that wait or run."""
-        self._held = Counter[str]()
-        """Those of each client."""
-        self.cut_off = 0
-        """Answers that were still running when the drain time was over."""
+        self.failure: BaseException | None = None  # Why the model could not be loaded
+        self.in_flight = 0  # Answers that wait or run
+        self._held = Counter[str]()  # Those of each client
+        self.cut_off = 0  # Answers that were still running when the drain time was over
         self.metrics = Metrics(settings.model_name)
         self._engine: AsyncLLM | None = None
         self._drained_by = 0.0

@@ -45,8 +45,7 @@ class ThinkingBlock(Strict):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
-    """Empty here: nothing is signed."""
+    signature: str = ""  # Empty here: nothing is signed
 
 
 class ToolUseBlock(Cached):
@@ -64,8 +63,7 @@ class ToolResultBlock(Cached):
     type: Literal["tool_result"]
     tool_use_id: Name
     content: str | Texts = ""
-    is_error: bool = False
-    """The model reads ``Error:`` before the content: chat templates have no other word for it."""
+    is_error: bool = False  # The model reads ``Error:`` before the content: chat templates have no other word for it
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -99,8 +97,7 @@ class InputTool(Cached):
     description: str | None = None
     input_schema: requests.Schema
     strict: bool | None = None
-    eager_input_streaming: bool | None = None
-    """Arguments are streamed as they come in any case."""
+    eager_input_streaming: bool | None = None  # Arguments are streamed as they come in any case
 
     def chat(self) -> dict[str, Any]:
         """As chat requests have it."""
@@ -112,8 +109,7 @@ class InputChoice(Strict):
     """``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None
-    """Of the tool to call, with the type ``tool``."""
+    name: Name | None = None  # Of the tool to call, with the type ``tool``
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
@@ -205,8 +201,7 @@ class CountRequest(Cached):
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
-    """0 only reads the prompt."""
+    max_tokens: Annotated[int, Field(ge=0)]  # 0 only reads the prompt
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None

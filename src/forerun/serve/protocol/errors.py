@@ -17,8 +17,7 @@ _CODES = {
 }
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-_MOST = 1000
-"""Characters of a message."""
+_MOST = 1000  # Characters of a message
 _PATH = re.compile(
     r"(?<![\w/#.:~-])(?:file://|~|\.{1,2})?(?:/[\w.@+~-]+){2,}/?(?::\d+)*|\b[\w./\\-]+\.(?:rs|py|c|cc|cpp|h)(?::\d+)+"
 )

@@ -27,24 +27,17 @@ from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve.tools.base import NO_PARAMETERS, Function
 from forerun.types import StructuredOutputs
 
-MAX_STOPS = 16
-"""Stop strings of one request; OpenAI allows 4."""
+MAX_STOPS = 16  # Stop strings of one request; OpenAI allows 4
 MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORDS = 1024
-MAX_TOKEN_IDS = 10_000
-"""Token ids of a bias, of what is allowed, and of what stops."""
-MAX_NAME_CHARACTERS = 512
-"""Of a name that a client chooses."""
-MAX_PARTS = 1024
-"""Parts of one message."""
+MAX_TOKEN_IDS = 10_000  # Token ids of a bias, of what is allowed, and of what stops
+MAX_NAME_CHARACTERS = 512  # Of a name that a client chooses
+MAX_PARTS = 1024  # Parts of one message
 
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-"""What a client calls something."""
-Salt = Annotated[str, Field(min_length=1, max_length=256)]
-"""vLLM's ``cache_salt``."""
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]  # What a client calls something
+Salt = Annotated[str, Field(min_length=1, max_length=256)]  # vLLM's ``cache_salt``
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
-"""Searched for at every token."""
+Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for at every token
 
 
 class Strict(BaseModel):
@@ -77,10 +70,8 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
 
-    include_usage: bool = False
-    """A last chunk with the counts."""
-    continuous_usage_stats: bool = False
-    """Counts so far in every chunk."""
+    include_usage: bool = False  # A last chunk with the counts
+    continuous_usage_stats: bool = False  # Counts so far in every chunk
     include_obfuscation: Literal[False] = False
 
 
@@ -107,8 +98,7 @@ class Speculation(Strict):
     """How this request is to be drafted, within the operator's limits. A drafter's other options are the operator's."""
 
     enabled: bool = True
-    drafter: str | None = None
-    """A drafter's name; None takes the server's own."""
+    drafter: str | None = None  # A drafter's name; None takes the server's own
     num_speculative_tokens: Annotated[int, Field(ge=1)] | None = None
     rule: str | None = None
 
@@ -119,8 +109,7 @@ class JsonSchema(Strict):
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
     description: str | None = None
-    strict: bool | None = None
-    """Always strict here."""
+    strict: bool | None = None  # Always strict here
 
 
 class ResponseFormat(Strict):
@@ -169,13 +158,11 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 class Neutral(Strict):
     """Of all of OpenAI's endpoints."""
 
-    store: Literal[False] = False
-    """Nothing is kept here."""
+    store: Literal[False] = False  # Nothing is kept here
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """For what is kept; ``/v1/responses`` gives it back."""
     service_tier: Literal["auto", "default"] = "auto"
-    prompt_cache_key: Name | None = None
-    """A hint about prompts that begin alike, which are found without it."""
+    prompt_cache_key: Name | None = None  # A hint about prompts that begin alike, which are found without it
     prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
     safety_identifier: Name | None = None
 
@@ -229,8 +216,7 @@ class Sampling(Neutral):
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
-    guided_json: JsonForm = None
-    """vLLM's older names of what `structured_outputs` holds."""
+    guided_json: JsonForm = None  # vLLM's older names of what `structured_outputs` holds
     guided_regex: str | None = None
     guided_choice: ChoiceForm = None
     guided_grammar: str | None = None
@@ -240,8 +226,7 @@ class Sampling(Neutral):
     speculative: Speculation | None = None
     return_speculation_trace: bool = False
     """Every step of the answer (drafted, accepted, probabilities, times) under ``speculation_trace``."""
-    return_token_ids: bool = False
-    """vLLM's: the ids of the prompt's and the answer's tokens."""
+    return_token_ids: bool = False  # vLLM's: the ids of the prompt's and the answer's tokens
     return_tokens_as_token_ids: bool = False
     """vLLM's: log-probabilities name tokens ``token_id:ID``, which tells apart what has the same text."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0
@@ -304,8 +289,7 @@ def function_named(name: str) -> dict[str, Any]:
 
 # --- tools ---
 
-MAX_TOOLS = 128
-"""Tools of one request, as OpenAI has it, and calls of one message."""
+MAX_TOOLS = 128  # Tools of one request, as OpenAI has it, and calls of one message
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 """Of a function: nothing that could be taken for a mark."""
 
@@ -321,8 +305,7 @@ def _a_schema(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]
-"""JSON schema of a function's arguments."""
+Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]  # JSON schema of a function's arguments
 
 
 class FunctionDefinition(Strict):
@@ -330,8 +313,7 @@ class FunctionDefinition(Strict):
 
     name: FunctionName
     description: str | None = None
-    parameters: Schema | None = None
-    """Without them the function takes no arguments."""
+    parameters: Schema | None = None  # Without them the function takes no arguments
     strict: bool | None = None
 
     def function(self) -> Function:
@@ -386,8 +368,7 @@ class FunctionCall(Strict):
     """What a call calls."""
 
     name: Name
-    arguments: str
-    """A JSON object as text."""
+    arguments: str  # A JSON object as text
 
     @field_validator("arguments")
     @classmethod
@@ -409,8 +390,7 @@ class ToolCall(Strict):
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
-    """Clients that put a stream together leave it there."""
+    index: int | None = None  # Clients that put a stream together leave it there
 
     @classmethod
     def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
@@ -427,10 +407,8 @@ class ToolCall(Strict):
 # --- conversations and bodies ---
 
 MAX_MESSAGES = 4096
-MAX_TOKENS = 200_000
-"""That are made into text at once."""
-MAX_PROMPTS = 4096
-"""That one request may hold whatever the server's queue; `--max-queue` limits it further."""
+MAX_TOKENS = 200_000  # That are made into text at once
+MAX_PROMPTS = 4096  # That one request may hold whatever the server's queue; `--max-queue` limits it further
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -440,8 +418,7 @@ class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     """A goal for the model's reasoning in Anthropic's API; here `max_tokens` alone bounds it."""
-    display: Literal["summarized"] = "summarized"
-    """What was thought is shown as it is."""
+    display: Literal["summarized"] = "summarized"  # What was thought is shown as it is
 
 
 class Message(Strict):
@@ -451,16 +428,11 @@ class Message(Strict):
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """Only an assistant's may be missing, where it has called tools."""
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """An assistant's."""
-    tool_call_id: Name | None = None
-    """Of the call that a tool's message answers."""
-    reasoning_content: str | None = None
-    """An assistant's; whether the model reads it again is its template's choice."""
-    reasoning: str | None = None
-    """The same under vLLM's newer name."""
-    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None
-    """Clients send back what they got."""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # An assistant's
+    tool_call_id: Name | None = None  # Of the call that a tool's message answers
+    reasoning_content: str | None = None  # An assistant's; whether the model reads it again is its template's choice
+    reasoning: str | None = None  # The same under vLLM's newer name
+    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None  # Clients send back what they got
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
@@ -496,33 +468,25 @@ class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 only reads the prompt, here and in completions."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 only reads the prompt, here and in completions
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
-    """None is ``auto`` where there are tools."""
-    parallel_tool_calls: bool = True
-    """False: at most one call."""
+    tool_choice: ToolChoice | None = None  # None is ``auto`` where there are tools
+    parallel_tool_calls: bool = True  # False: at most one call
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: further variables of the chat template, such as ``enable_thinking``."""
-    reasoning_effort: ReasoningEffort | None = None
-    """A variable of the chat template, where it has it."""
-    thinking: Thinking | None = None
-    """Switches the chat template's reasoning, where it can be switched."""
+    reasoning_effort: ReasoningEffort | None = None  # A variable of the chat template, where it has it
+    thinking: Thinking | None = None  # Switches the chat template's reasoning, where it can be switched
     add_generation_prompt: bool | None = None
     """vLLM's: the prompt ends with what opens the answer; None is true unless the last message is continued."""
-    continue_final_message: bool = False
-    """vLLM's: the answer goes on with the last message."""
+    continue_final_message: bool = False  # vLLM's: the answer goes on with the last message
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     verbosity: Literal["medium"] = "medium"
-    functions: Nothing = None
-    """The deprecated form of `tools`."""
+    functions: Nothing = None  # The deprecated form of `tools`
     function_call: Literal["none", "auto"] | None = None
-    add_special_tokens: Literal[False] = False
-    """The chat template writes them."""
+    add_special_tokens: Literal[False] = False  # The chat template writes them
     include_reasoning: Literal[True] = True
 
     @property

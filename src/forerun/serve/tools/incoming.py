@@ -45,12 +45,9 @@ class Incoming:
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0
-        """Characters read."""
-        self.ended = False
-        """Nothing will be added."""
-        self.reasoned = 0
-        """Characters of the reasoning, with its marks; 0 while it has not been read."""
+        self.at = 0  # Characters read
+        self.ended = False  # Nothing will be added
+        self.reasoned = 0  # Characters of the reasoning, with its marks; 0 while it has not been read
 
     def until(self, mark: str, kind: Kind, *, drop_end: bool = False) -> Steps[int | None]:
         """Pass the text on up to `mark`, which is read too; the blanks before it are held back.
