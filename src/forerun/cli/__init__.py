@@ -22,14 +22,9 @@ FLAG = "--config"
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; nothing without such a file.
+    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; cyclopts' ``App.config``.
 
-    The signature is that of cyclopts' ``App.config``. Keys are the flags' names, with or without dashes; the file is
-    YAML (so JSON is understood, too) or, with that suffix, TOML.
-
-    Raises:
-        ArgumentError: the file cannot be read or names another file.
-        CycloptsError: it has an unknown key; the message names the nearest.
+    Keys are the flags' names, with or without dashes, in YAML (so JSON is understood, too) or, with that suffix, TOML.
     """
     named = next((argument for argument in arguments if FLAG in argument.names and argument.tokens), None)
     if named is None:

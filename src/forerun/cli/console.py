@@ -41,11 +41,7 @@ def warn(message: str) -> None:
 
 
 def table(*titles: str, title: str | None = None, numbers_from: int | None = None) -> Table:
-    """An empty table, without a headline where there are no `titles`.
-
-    Args:
-        numbers_from: the first column with numbers; so are all behind it. None: there is only text.
-    """
+    """An empty table, without a headline where there are no `titles`; columns `numbers_from` on hold numbers."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_header=bool(titles))
     for index, name in enumerate(titles):
         number = numbers_from is not None and index >= numbers_from

@@ -112,11 +112,7 @@ def demo(
 
 
 def question(name: str) -> str:
-    """The beginning of a shipped held-out file, cut at a line.
-
-    Raises:
-        ArgumentError: there is no such file; the message names the nearest.
-    """
+    """The beginning of a shipped held-out file, cut at a line."""
     texts = {prompt.name: prompt.text for prompt in shipped.prompts()}
     if name not in texts:
         known = ", ".join(texts) or "none"
@@ -125,10 +121,7 @@ def question(name: str) -> str:
 
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
-    """The enlarged model's path, `config` with heads that fit it, and the line that says what it is.
-
-    Both come from the cache, or are made there.
-    """
+    """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
     from forerun.demo.scale import scale_model
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
@@ -209,10 +202,8 @@ class Race:
 def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
     """Answer `prompt` plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
 
-    Decoding speed alone is compared: tokens after the first over the time after the first; medians.
-
-    Args:
-        show: is given an arm's name and its stream, prints it and returns the finished request.
+    Decoding speed alone is compared: tokens after the first over the time after the first; medians. `show` is given an
+    arm's name and its stream, prints it and returns the finished request.
     """
     from forerun.certify.reference import difference
 

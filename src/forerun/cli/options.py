@@ -44,11 +44,7 @@ class SpeculationOptions:
     step."""
 
     def config(self) -> dict[str, Any] | None:
-        """The `speculative_config` of the Python API, None where nothing was asked for.
-
-        Raises:
-            ArgumentError: the JSON or a key=value pair cannot be read.
-        """
+        """The `speculative_config` of the Python API, None where nothing was asked for."""
         config = _json_object(self.speculative_config) if self.speculative_config else {}
         short = {
             "method": self.drafter,
@@ -85,11 +81,7 @@ class SamplingOptions:
     """String that ends the answer; may be repeated."""
 
     def params(self) -> SamplingParams:
-        """The same as `SamplingParams`.
-
-        Raises:
-            ArgumentError: a value is out of range.
-        """
+        """The same as `SamplingParams`."""
         from forerun.types import SamplingParams
 
         return SamplingParams(**{**asdict(self), "stop": self.stop or None})
@@ -119,11 +111,7 @@ LOADING = LoadOptions()
 
 
 def key_value(pair: str) -> tuple[str, Any]:
-    """``"min_match=2"`` to ``("min_match", 2)``: the value is JSON where it reads as JSON, else the string.
-
-    Raises:
-        ArgumentError: there is no ``=`` in it.
-    """
+    """``"min_match=2"`` to ``("min_match", 2)``: the value is JSON where it reads as JSON, else the string."""
     key, equals, value = pair.partition("=")
     if not equals or not key:
         raise ArgumentError(f"--drafter-option takes key=value, got {pair!r}")
@@ -134,12 +122,7 @@ def key_value(pair: str) -> tuple[str, Any]:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from there.
-
-    Raises:
-        ArgumentError: none, or more than one, was given.
-        DataError: the file cannot be read as UTF-8.
-    """
+    """The prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from there."""
     if prompt is not None and prompt_file is not None:
         raise ArgumentError("give --prompt or --prompt-file, not both")
     if prompt is not None:

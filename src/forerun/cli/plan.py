@@ -30,9 +30,25 @@ if TYPE_CHECKING:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AcceptanceOptions:
-    """What is accepted, and what drafting costs."""
+class PlanOptions:
+    """What is to be planned, and how its acceptance is known."""
 
+    batch: int = 1
+    """Sequences that are decoded together."""
+    context: int | None = None
+    """Committed tokens of each; measured on the prompts where there are some, else 0."""
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None
+    """Of the answers; measured at it, or an assumption for --text. 0 is greedy."""
+    text: str | None = None
+    """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
+    prompts: Path | None = None
+    """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
+    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
+    """Candidate draft models, ranked by measured acceptance and cost."""
+    max_tokens: int = 96
+    """Tokens of each measured answer."""
+    limit: int = 8
+    """Prompts that are measured at most."""
     alpha: float | None = None
     """Probability that a drafted token is accepted, in 0..1."""
     acceptance: str | None = None
@@ -45,15 +61,8 @@ class AcceptanceOptions:
     """c: time of one drafted level in plain passes of the target; default 0."""
     draft_params: float | None = None
     """Parameters of a draft model, costed by the same roofline."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RooflineOptions:
-    """A target that is not here: its size and where it would run. --dtype and --device say in what and on what."""
-
     params: float | None = None
-    """Parameters of the target, for example 70e9."""
+    """Parameters of a target that is not here, such as 70e9; --dtype and --device say in what and where it runs."""
     tp: int = 1
     """Devices that share every layer."""
     active_params: float | None = None
@@ -74,31 +83,6 @@ class RooflineOptions:
     """Peak bf16 arithmetic of a device that is not in the table, 1e12 operations a second."""
     bandwidth: float | None = None
     """Its peak memory bandwidth, 1e9 bytes a second."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
-    """What is to be planned, and how its acceptance is known."""
-
-    batch: int = 1
-    """Sequences that are decoded together."""
-    context: int | None = None
-    """Committed tokens of each; measured on the prompts where there are some, else 0."""
-    temperature: Annotated[float | None, Parameter(alias="-t")] = None
-    """Of the answers; measured at it, or an assumption for --text. 0 is greedy."""
-    text: str | None = None
-    """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
-    prompts: Path | None = None
-    """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
-    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
-    """Candidate draft models, ranked by measured acceptance and cost."""
-    max_tokens: int = 96
-    """Tokens of each measured answer."""
-    limit: int = 8
-    """Prompts that are measured at most."""
-    acceptance: AcceptanceOptions = AcceptanceOptions()
-    roofline: RooflineOptions = RooflineOptions()
     speculation: SpeculationOptions = SPECULATION
     loading: LoadOptions = LOADING
 
@@ -109,8 +93,7 @@ class PlanOptions:
     @property
     def given(self) -> bool:
         """Whether acceptance was given as numbers."""
-        options = self.acceptance
-        return any(value is not None for value in (options.alpha, options.acceptance, options.rank_acceptance))
+        return any(value is not None for value in (self.alpha, self.acceptance, self.rank_acceptance))
 
     @property
     def measuring(self) -> bool:
@@ -120,7 +103,7 @@ class PlanOptions:
     @property
     def ranks(self) -> list[list[float]] | None:
         """Acceptance by depth and rank, where it was given for a tree."""
-        given = self.acceptance.rank_acceptance
+        given = self.rank_acceptance
         return None if given is None else [_numbers(line, "--rank-acceptance") for line in given.split(";")]
 
     def check(self, model: str | None) -> None:
@@ -131,9 +114,9 @@ class PlanOptions:
             raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {self.k}")
         if self.temperature is not None and self.temperature < 0:
             raise ArgumentError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.acceptance.alpha is not None and self.acceptance.acceptance is not None:
+        if self.alpha is not None and self.acceptance is not None:
             raise ArgumentError("give --alpha or --acceptance, not both")
-        if model is not None and self.roofline.params is not None:
+        if model is not None and self.params is not None:
             raise ArgumentError("a MODEL is measured here and --params describes one that is not: give one of them")
         wants_model = self.prompts is not None or self.choose_draft or self.speculation.drafter is not None
         if model is None and wants_model:
@@ -188,7 +171,7 @@ def plan(
 def on_paper(asked: PlanOptions) -> Shown:
     """Given or assumed acceptance, a roofline or free verification."""
     cost, notes = _cost(asked)
-    if asked.acceptance.draft_cost is None and asked.acceptance.draft_params is None:
+    if asked.draft_cost is None and asked.draft_params is None:
         notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
     return _with_costs(asked, cost, notes, roofline=cost if isinstance(cost, Roofline) else None)
 
@@ -205,22 +188,21 @@ def _shown(asked: PlanOptions, load: Load, notes: Sequence[str], **more: Any) ->
     measured: Measured | None = more.get("measured")
     tree = None
     if asked.ranks is not None:
-        tree = plan_tree(load, asked.ranks, nodes=asked.acceptance.tree_nodes, depth=asked.k or 8)
+        tree = plan_tree(load, asked.ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
     verdict = judge(found, load, drafter=measured.name if measured is not None else None, text=asked.text)
     return Shown(plan=found, load=load, verdict=verdict, notes=[*notes, *verdict.notes], tree=tree, **more)
 
 
 def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
     """Acceptance by depth, and what was assumed for it."""
-    options = asked.acceptance
     length = max(16, asked.k or 0)
-    if options.acceptance is not None:
-        return theory.survival_of(_numbers(options.acceptance, "--acceptance")), []
-    if options.alpha is not None:
+    if asked.acceptance is not None:
+        return theory.survival_of(_numbers(asked.acceptance, "--acceptance")), []
+    if asked.alpha is not None:
         extra = []
         if asked.text is not None or asked.temperature is not None:
             extra = ["--alpha is taken as measured on this text and at this temperature; neither changes it"]
-        return theory.geometric(options.alpha, length), extra
+        return theory.geometric(asked.alpha, length), extra
     if asked.ranks is not None:
         theory.check_ranks(asked.ranks)
         return theory.survival_of([line[0] for line in asked.ranks]), ["the chain drafts the first rank of each depth"]
@@ -231,16 +213,15 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
 
 def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
     """What passes cost, and what was assumed for it."""
-    options = asked.roofline
-    if options.params is None:
-        described = (asked.loading.device, options.active_params, options.layers, options.tflops)
-        if any(value is not None for value in described) or asked.acceptance.draft_params is not None:
+    if asked.params is None:
+        described = (asked.loading.device, asked.active_params, asked.layers, asked.tflops)
+        if any(value is not None for value in described) or asked.draft_params is not None:
             raise ArgumentError("a roofline needs the target's size: --params 70e9")
         notes = ["verification counts as free, v(n) = 1; --params and --device, or a MODEL, say what it costs"]
         if asked.batch > 1:
             notes.append("where verification is free the batch changes nothing")
         return FreeVerification(), notes
-    shape = {name: getattr(options, name) for name in ("params", "active_params", "experts", "experts_per_token")}
+    shape = {name: getattr(asked, name) for name in ("params", "active_params", "experts", "experts_per_token")}
     line = _roofline(asked, Size(**shape))
     notes = [
         f"roofline of {line.tp} x {line.device.name}: {line.compute_efficiency:.0%} of the peak arithmetic, "
@@ -259,18 +240,17 @@ def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
 
 
 def _roofline(asked: PlanOptions, size: Size) -> Roofline:
-    options, kv = asked.roofline, None
-    layers, kv_heads, head_dim = options.layers, options.kv_heads, options.head_dim
+    layers, kv_heads, head_dim, kv = asked.layers, asked.kv_heads, asked.head_dim, None
     if layers is not None and kv_heads is not None and head_dim is not None:
-        kv = KeyValues(layers=layers, kv_heads=kv_heads, head_dim=head_dim, heads=options.heads)
+        kv = KeyValues(layers=layers, kv_heads=kv_heads, head_dim=head_dim, heads=asked.heads)
     elif (layers, kv_heads, head_dim) != (None, None, None):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
     dtype = assumptions.dtype_named(asked.loading.dtype)
-    return Roofline(device=_device(asked), size=size, dtype=dtype, tp=options.tp, kv=kv)
+    return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
 
 
 def _device(asked: PlanOptions) -> Device:
-    tflops, bandwidth, name = asked.roofline.tflops, asked.roofline.bandwidth, asked.loading.device
+    tflops, bandwidth, name = asked.tflops, asked.bandwidth, asked.loading.device
     if tflops is not None and bandwidth is not None:
         if not (tflops > 0 and bandwidth > 0):
             raise ArgumentError("--tflops and --bandwidth must be positive")
@@ -284,7 +264,7 @@ def _device(asked: PlanOptions) -> Device:
 
 def _draft(asked: PlanOptions, cost: PassCost) -> Any:
     """The drafter's cost for a batch: given as c, or by the roofline."""
-    share, params, context = asked.acceptance.draft_cost, asked.acceptance.draft_params, asked.context or 0
+    share, params, context = asked.draft_cost, asked.draft_params, asked.context or 0
     if share is not None and params is not None:
         raise ArgumentError("give --draft-cost or --draft-params, not both")
     if share is not None:
@@ -317,9 +297,9 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
         if asked.measuring:
             return _measured(asked, llm, cost, tell)
-    if asked.acceptance.draft_params is not None:
+    if asked.draft_params is not None:
         raise ArgumentError("--draft-params needs a roofline (--params); for a MODEL give --draft-cost")
-    free = asked.acceptance.draft_cost is None
+    free = asked.draft_cost is None
     notes = ["drafting counts as free; --draft-cost says what it costs"] if free else []
     return _with_costs(asked, cost, [*notes, *_batch_note(asked)])
 

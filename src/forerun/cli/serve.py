@@ -38,11 +38,7 @@ class AdaptOptions:
     """Of AdamW, per step."""
 
     def config(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
-        """As `LLM` takes it, None where nothing was asked for.
-
-        Raises:
-            ArgumentError: a value is out of range, the drafter cannot learn, or ``--adapt`` itself is missing.
-        """
+        """As `LLM` takes it, None where nothing was asked for."""
         if not self.adapt:
             if self != ADAPTING:
                 raise ArgumentError("--adapt-... options without --adapt; add --adapt")

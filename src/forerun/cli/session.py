@@ -142,12 +142,7 @@ def loading_arguments(options: LoadOptions) -> dict[str, Any]:
 
 
 class Printer:
-    """Prints a stream of chunks as they come.
-
-    Args:
-        stdout: where the text goes; byte for byte unless colours are shown.
-        show_draft: colour each token by its source, where there is a terminal to do so.
-    """
+    """Prints a stream of chunks as they come: byte for byte, or in a terminal with `show_draft` coloured by source."""
 
     def __init__(self, stdout: Console, *, show_draft: bool) -> None:
         self.stdout, self.coloured = stdout, show_draft and stdout.is_terminal

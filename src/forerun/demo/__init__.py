@@ -56,8 +56,6 @@ def prompts() -> list[Prompt]:
 def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[int]]:
     """`count` excerpts of `length` tokens out of the shipped held-out files, from inside each file.
 
-    `tokenizer` is of a transformers model; no special token is added.
-
     Raises:
         ArgumentError: the files do not hold that many excerpts.
     """

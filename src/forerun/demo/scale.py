@@ -95,10 +95,6 @@ def scale_model(
         billions: parameters of the result in units of 1e9, embeddings included.
         dtype: of the written weights: ``bfloat16``, ``float16`` or ``float32``.
         layers: of the result; by default a multiple of the source's that grows slowly with the size.
-
-    Raises:
-        CheckpointError: `source` is missing, or no plain Llama.
-        ArgumentError: the size cannot be reached, `destination` holds something else, or an unknown dtype.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")

@@ -76,9 +76,6 @@ class ChatFormat:
         Args:
             own: what the request wants its text to look like.
             mark: how a grammar names a mark (`LLM.grammar_mark`); only asked for if there is a grammar.
-
-        Raises:
-            ApiError: requirements that exclude each other.
         """
         if own is not None and body.must_call:
             raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
@@ -105,12 +102,7 @@ class ChatFormat:
 
 
 def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> ChatFormat:
-    """The prompt of a chat request and how its answers are written.
-
-    Raises:
-        ApiError: tools for a model that cannot be given any, or a choice that is none.
-        ArgumentError: the chat template refuses the conversation.
-    """
+    """The prompt of a chat request and how its answers are written; refuses tools and choices that cannot be."""
     _check_choice(body)
     tools, template = [tool.plain() for tool in body.offered], ""
     if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so

@@ -102,9 +102,6 @@ class MessageWriter:
     """Writes an assistant's message in OpenAI's shape, whole or as deltas, out of the pieces of its text.
 
     Reasoning goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``: clients read either.
-
-    Args:
-        new_id: makes an id for a call.
     """
 
     def __init__(self, new_id: Callable[[], str]) -> None:
@@ -165,13 +162,7 @@ class AnswerWriter(ABC):
 
 
 class Writer(AnswerWriter):
-    """Writes the choices of a completion.
-
-    Args:
-        body: what was asked.
-        model: the served name.
-        tokenizer: names tokens in log-probabilities.
-    """
+    """Writes the choices of a completion; the tokenizer names tokens in log-probabilities."""
 
     prefix: str
     kind: str
@@ -312,11 +303,7 @@ class Writer(AnswerWriter):
 
 
 class ChatWriter(Writer):
-    """``chat.completion`` and ``chat.completion.chunk``.
-
-    Args:
-        chat_format: how the answers are to be read.
-    """
+    """``chat.completion`` and ``chat.completion.chunk``."""
 
     prefix, kind, chunk_kind, one_prompt = "chatcmpl", "chat.completion", "chat.completion.chunk", True
     body: ChatRequest

@@ -107,12 +107,7 @@ _LANES = Lanes("forerun-bodies")
 
 
 def read_json(body: bytes) -> Any:
-    """The value that a body holds.
-
-    Raises:
-        JSONDecodeError: not UTF-8, no JSON, JSON that readers disagree about, or that is too deep or too much. FastAPI
-            makes a 400 of it.
-    """
+    """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
     depth, brackets, keys = nesting(body)
     try:
         if depth > MAX_DEPTH:
@@ -215,12 +210,7 @@ def own_path(scope: Scope) -> str:
 
 
 class Recorder:
-    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors.
-
-    Args:
-        settings: what may be written.
-        count: told the route and the status of every request that ended.
-    """
+    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, str], None]) -> None:
         self._app, self._settings, self._count = app, settings, count

@@ -31,11 +31,7 @@ class Tagged(NamedTuple):
 
 
 def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatFormat]:
-    """The one job of a chat request, and how its answers are to be read.
-
-    Raises:
-        ApiError: beyond the limits, or refused by the engine.
-    """
+    """The one job of a chat request, and how its answers are to be read."""
     llm = session.engine.llm
     assert llm.tokenizer is not None, "the server loads a model with its tokenizer"
     chat_format = chat_format_of(llm, session.settings, body)
@@ -52,7 +48,7 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatForma
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
-    """A job for each prompt; errors as `chat_jobs`."""
+    """A job for each prompt."""
     prompts = body.prompts
     answers = session.settings.most_answers
     if len(prompts) * body.n > answers:
@@ -110,11 +106,7 @@ async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerato
 
 
 async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client has gone.
-
-    Raises:
-        ApiError: 499, which nobody will read.
-    """
+    """The result of `work`, which is cancelled as soon as the client has gone; it will not read the 499."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":

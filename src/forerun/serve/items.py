@@ -22,13 +22,7 @@ from forerun.types import RequestOutput, StreamChunk
 
 
 class ItemWriter(AnswerWriter):
-    """Puts the pieces of one answer together to items.
-
-    Args:
-        body: what was asked.
-        model: the served name.
-        chat_format: how the answer is to be read.
-    """
+    """Puts the pieces of one answer together to items."""
 
     marks_end: ClassVar[bool] = False
 

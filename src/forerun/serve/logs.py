@@ -84,22 +84,14 @@ def current() -> RequestRecord | None:
 
 
 def write(record: RequestRecord, *, routine: bool) -> None:
-    """The one line of a request that has ended.
-
-    Args:
-        routine: a probe or a file of the page; where all went well that is not worth a line at level ``info``.
-    """
+    """The one line of a request that has ended; not worth a line at ``info`` if all went well and it was `routine`."""
     status = record.status or 0
     level = logging.ERROR if status == 500 else logging.DEBUG if routine and status < 400 else logging.INFO
     log.log(level, "request", extra={"fields": record.fields()})
 
 
 def write_error(error: BaseException, *, message: bool) -> None:
-    """An error that nobody expected, with the request's id and where it came from; once, however many it ended.
-
-    Args:
-        message: also what it says, which may quote a prompt.
-    """
+    """An error that nobody expected, once; with `message` also what it says, which may quote a prompt."""
     if isinstance(error, EngineError | RequestError) and error.__cause__ is not None:
         error = error.__cause__
     record = current()

@@ -53,7 +53,6 @@ class Connection(H11Protocol):
         limits: `max_connections`, `max_arriving`, `receive_timeout_s` and `send_timeout_s` count here.
         arriving: requests that have not arrived, by address; shared by all connections of a server.
         count: told the code of every refusal.
-        keywords: what uvicorn gives every protocol.
     """
 
     def __init__(
@@ -108,11 +107,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _counted(self) -> Any:
-        """What h11 read next.
-
-        Raises:
-            RemoteProtocolError: the body comes in more pieces than any that is sent in earnest.
-        """
+        """What h11 read next; RemoteProtocolError for a body in more pieces than any that is sent in earnest."""
         event = self._next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
@@ -235,11 +230,7 @@ class _Server(uvicorn.Server):
 
 
 def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
-    """A server that is ready to run. Loggers are the caller's: nothing is configured here.
-
-    Raises:
-        ArgumentError: the files for HTTPS cannot be used.
-    """
+    """A server that is ready to run. Loggers are the caller's: nothing is configured here."""
     settings, count = session.settings, partial(session.metrics.count, "forerun:connections_refused", 1)
     config = uvicorn.Config(
         build_app(session),
@@ -269,9 +260,6 @@ def run(session: Session, *, host: str, port: int) -> int:
     Returns:
         The exit code: 0 where everything that was taken on has been answered, 1 where answers were cut off at the end
         of the drain time or something failed that nobody expected, 2 where the model cannot be loaded.
-
-    Raises:
-        ArgumentError: nothing can listen there, or more connections than the process may have open files.
     """
     allow_files(session.settings.max_connections + OTHER_FILES)
     serving, listener = server(session, host=host, port=port), listen(host, port)
@@ -293,11 +281,7 @@ async def _served(session: Session, serving: uvicorn.Server, listener: socket.so
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a wrong address is known before anything is loaded.
-
-    Raises:
-        ArgumentError: there is no such address, or another process has it.
-    """
+    """A socket that listens, so that a wrong address is known before anything is loaded."""
     if not 0 <= port < 1 << 16:
         raise ArgumentError(f"--port is a number from 0 (any free one) to 65535, got {port}")
     try:
@@ -310,11 +294,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_files(count: int) -> None:
-    """Raise the soft limit of open files to `count` where it is lower. Windows has none.
-
-    Raises:
-        ArgumentError: the hard limit is lower, too.
-    """
+    """Raise the soft limit of open files to `count` where it is lower. Windows has none."""
     if sys.platform == "win32":
         return
     import resource

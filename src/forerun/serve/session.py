@@ -195,11 +195,7 @@ class Job:
 
 
 class Session:
-    """One model, served.
-
-    Args:
-        load: makes the engine; takes long, so it runs beside the event loop.
-    """
+    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
 
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
@@ -220,11 +216,7 @@ class Session:
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine.
-
-        Raises:
-            ApiError: 503 while it is not there, or no longer.
-        """
+        """The engine; an ApiError (503) while it is not there, or no longer."""
         health = self.health
         if self._engine is None or health is not State.READY:
             raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
@@ -305,12 +297,9 @@ class Session:
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """Room for so many answers while the block runs.
+        """Room for so many answers while the block runs; an ApiError (429) where the queue is full.
 
         Where there are several API keys, one may hold no more answers than stay free: whoever comes next finds room.
-
-        Raises:
-            ApiError: 429 where the queue is full.
         """
         client, most = current_client().name, self.settings.queue_for(answers)
         held, free = self._held[client], most - self.in_flight - answers
@@ -329,11 +318,7 @@ class Session:
                 del self._held[client]
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
-        """The chunks of one request; leaving early frees its rows.
-
-        Raises:
-            ApiError: 400 for what the engine refuses.
-        """
+        """The chunks of one request; leaving early frees its rows."""
         stream = self.engine.stream(
             job.prompt,
             job.params,
@@ -391,11 +376,7 @@ class Session:
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
     def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
-        """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
-
-        Raises:
-            ApiError: 400 where the request goes beyond the operator's limits.
-        """
+        """What drafts for a request: the server's drafter unless the client asks for another one that it may have."""
         if request is None:
             return {"method": "prediction"} if predicted else None
         if not request.enabled:

@@ -1,7 +1,4 @@
-"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here between requests.
-
-Knows no engine and no HTTP.
-"""
+"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here. Knows no engine and no HTTP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a format of tool calls is: how a model writes calls into its text, and the grammar of what it may write.
 
-Calls are JSON (`read_call`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
+Calls are JSON (`read_calls`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
 of the registry. Knows no request and no model.
 """
 
@@ -33,11 +33,7 @@ class Function:
 
 
 class Lark:
-    """A grammar in the making, in Lark's notation as llguidance reads it.
-
-    Args:
-        mark: how the grammar names a mark (`forerun.LLM.grammar_mark`).
-    """
+    """A grammar in the making, in Lark's notation as llguidance reads it; `mark` is `LLM.grammar_mark`."""
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self.mark = mark
@@ -70,12 +66,7 @@ def literal(text: str) -> str:
 
 
 class ToolFormat(ABC):
-    """How calls are written.
-
-    Args:
-        template: the model's chat template, for formats that come in several versions.
-        functions: that may be called.
-    """
+    """How calls of `functions` are written; some formats come in several versions, which the chat `template` tells."""
 
     name: ClassVar[str]
     """vLLM's name of the parser."""
@@ -158,15 +149,9 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
-    """Read as many calls as there are, with perhaps a mark `between` each two and at the `end`.
+    """Read as many calls as there are, with perhaps a mark `between` each two and at the `end`; whether there was one.
 
-    It is a call as soon as its arguments begin behind its name: from there on whatever comes is theirs.
-
-    Args:
-        names: the functions that there are; None takes any name for one.
-
-    Returns:
-        Whether there was one; if not, nothing has been read.
+    It is a call as soon as its arguments begin behind its name (one of `names`, if given): what comes then is theirs.
     """
     called, start = False, text.at
     while (yield from _read_object(text, names)):

@@ -50,14 +50,8 @@ class Incoming:
         self.reasoned = 0  # Characters of the reasoning, with its marks; 0 while it has not been read
 
     def until(self, mark: str, kind: Kind, *, drop_end: bool = False) -> Steps[int | None]:
-        """Pass the text on up to `mark`, which is read too; the blanks before it are held back.
-
-        Args:
-            drop_end: if the mark never comes, blanks at the end are dropped.
-
-        Returns:
-            Where the text that was held back begins; None where the text ended without the mark.
-        """
+        """Pass the text on up to `mark`, which is read too; blanks before it are held back, with `drop_end` also where
+        the text ends without it. Returns where what was held back begins; None where the mark never came."""
         while True:
             found = self.text.find(mark, self.at)
             if found < 0 and self.ended:
@@ -176,11 +170,7 @@ class Incoming:
 
 
 class PieceReader:
-    """Runs a reader over a text that arrives in pieces.
-
-    Args:
-        read: makes the reader; it must read to the end of the text.
-    """
+    """Runs a reader, which must read to the end, over a text that arrives in pieces."""
 
     def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
         self.incoming = Incoming()
