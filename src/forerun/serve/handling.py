@@ -133,6 +133,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
     if body.prediction is not None:
         prompt = {**prompt, "prediction": body.prediction.text}
     options = {
+        "speculative": session.speculation(body.speculative, predicted=body.prediction is not None),
         "trace": body.return_speculation_trace,
         "timeout_s": longest if body.timeout_s is None else body.timeout_s,
         "cache_salt": client.cache_salt(body.cache_salt),
@@ -141,8 +142,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
         "priority": body.priority,
         "adapt": client.adapt,
     }
-    speculative = session.speculation(body.speculative, predicted=body.prediction is not None)
-    return Job(prompt=prompt, params=params, speculative=speculative, options=options)
+    return Job(prompt=prompt, params=params, options=options)
 
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:

@@ -189,9 +189,8 @@ class Job:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    speculative: Speculative
     options: dict[str, Any]
-    """The other keywords of `AsyncLLM.stream`: who asks, what that shares with whom, how long it may take."""
+    """Keywords of `AsyncLLM.stream`: what drafts, who asks, what that shares with whom, how long it may take."""
 
 
 class Session:
@@ -208,11 +207,9 @@ class Session:
         self._engine: AsyncLLM | None = None
         self._drained_by = 0.0
         self._closing: asyncio.Future[None] | None = None
-        for prefix, texts, read in (
-            ("vllm:", ENGINE, self._engine_figures),
-            ("forerun:adaptation_", ADAPTATION, self._adaptation_figures),
-        ):
-            self.metrics.registry.register(Figures(settings.model_name, prefix, texts, read))
+        name, register = settings.model_name, self.metrics.registry.register
+        register(Figures(name, "vllm:", ENGINE, self._engine_figures))
+        register(Figures(name, "forerun:adaptation_", ADAPTATION, self._adaptation_figures))
 
     @property
     def engine(self) -> AsyncLLM:
@@ -268,12 +265,12 @@ class Session:
         # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
         own = engine.llm.speculative
         for name in self.settings.client_drafters:
+            options: dict[str, Any] = {"method": name}
             length = default_length(name)
-            longest = (
-                {} if length is None else {"num_speculative_tokens": max(length, self.settings.max_speculative_tokens)}
-            )
+            if length is not None:
+                options["num_speculative_tokens"] = max(length, self.settings.max_speculative_tokens)
             if own is None or name != own.method:
-                engine.offer({"method": name, **longest})
+                engine.offer(options)
         return engine
 
     def begin_drain(self) -> None:
@@ -319,13 +316,7 @@ class Session:
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """The chunks of one request; leaving early frees its rows."""
-        stream = self.engine.stream(
-            job.prompt,
-            job.params,
-            speculative=job.speculative,
-            max_unread=self.settings.stream_buffer,
-            **job.options,
-        )
+        stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
         record, begun = self._taken_on(job), False
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
@@ -362,10 +353,10 @@ class Session:
     def _taken_on(self, job: Job) -> logs.RequestRecord | None:
         """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
         self.metrics.count("forerun:answers_admitted", job.params.n)
-        own, record = self.engine.llm.speculative, logs.current()
+        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.current()
         if record is not None:
-            chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
-            record.drafter = chosen or (own.method if job.speculative is None and own is not None else "none")
+            chosen = asked["method"] if isinstance(asked, dict) else None
+            record.drafter = chosen or (own.method if asked is None and own is not None else "none")
             record.prompts += [job.prompt] if self.settings.log_prompts else []
         return record
 
@@ -381,23 +372,19 @@ class Session:
             return {"method": "prediction"} if predicted else None
         if not request.enabled:
             return False
-        own = self.engine.llm.speculative
+        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
         name = request.drafter or (own.method if own is not None else None)
         if name is None:
-            raise bad_request(
-                "the server has no drafter of its own; name one: " + self._choices(), "speculative.drafter"
-            )
+            raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
         if name not in self.drafters():
-            raise bad_request(f"drafter {name!r} is not offered; offered: {self._choices()}", "speculative.drafter")
+            raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
         base: dict[str, Any] = {}
         if own is not None and name == own.method:
             base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
         length, most = request.num_speculative_tokens, self.longest(name)
         if length is not None and length > most:
-            raise bad_request(
-                f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
-                "speculative.num_speculative_tokens",
-            )
+            message = f"num_speculative_tokens is at most {most} for {name!r} here, got {length}"
+            raise bad_request(message, "speculative.num_speculative_tokens")
         if not base:
             length = length or default_length(name)
         asked = {"num_speculative_tokens": length, "rule": request.rule}
@@ -415,9 +402,6 @@ class Session:
         own = self._engine.llm.speculative if self._engine is not None else None
         mine = [own.method] if own is not None else []
         return list(dict.fromkeys([*mine, *self.settings.client_drafters]))
-
-    def _choices(self) -> str:
-        return ", ".join(self.drafters()) or "none"
 
     def _engine_figures(self) -> dict[str, float]:
         if self._engine is None:
