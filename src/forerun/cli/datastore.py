@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 
@@ -56,12 +56,9 @@ def build(
         manifest = stores.build(files, loaded, output, name=name, bad=bad, tell=tell)
     for complaint in bad.examples:
         console.warn(f"skipped: {complaint}")
-    if json:
-        console.write_json({**_summary(output, manifest), "skipped": bad.count})
-    else:
-        _show(output, manifest)
-        if bad.count:
-            console.out().print(f"{bad.count:,} records skipped")
+    _show(output, manifest, json=json, skipped=bad.count)
+    if bad.count and not json:
+        console.out().print(f"{bad.count:,} records skipped")
     return 0
 
 
@@ -84,15 +81,17 @@ def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int
     if verify:
         with console.telling("comparing checksums"):
             store.verify()
-    if json:
-        console.write_json(_summary(directory, store.manifest))
-    else:
-        _show(directory, store.manifest)
+    _show(directory, store.manifest, json=json)
     return 0
 
 
-def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    return {
+def _show(folder: Path, manifest: Manifest, *, json: bool, **more: int) -> None:
+    size = sum(file.bytes for file in manifest.files.values())
+    if not json:
+        what = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}"
+        console.out().print(f"{folder}: {what}, {size / 2**20:,.1f} MiB")
+        return
+    summary = {
         "directory": str(folder),
         "tokenizer": manifest.tokenizer.name,
         "tokenizer_sha256": manifest.tokenizer.vocabulary,
@@ -100,14 +99,7 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "tokens": manifest.tokens,
         "places": manifest.places,
         "longest_match": manifest.sorted_tokens,
-        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "bytes": size,
         "sources": len(manifest.sources),
     }
-
-
-def _show(folder: Path, manifest: Manifest) -> None:
-    size = sum(file.bytes for file in manifest.files.values())
-    console.out().print(
-        f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}, "
-        f"{size / 2**20:,.1f} MiB"
-    )
+    console.write_json(summary | more)
