@@ -147,7 +147,8 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:
     if value is not None and most is not None and value > most:
-        raise bad_request(f"{name} is at most {most:.12g} here, got {value:.12g}", name)
+        got = f"{value:.12g}" if isinstance(value, float) else value  # an integer may be too large for a float
+        raise bad_request(f"{name} is at most {most:.12g} here, got {got}", name)
 
 
 def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
