@@ -26,7 +26,7 @@ from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter, Event
+from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
 from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, own_path, refusal_of
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
@@ -122,7 +122,7 @@ def _add_completions(app: FastAPI, session: Session) -> None:
         return await in_items(body, http, MessagesWriter)
 
 
-async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
+async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
     """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
     if (record := logs.current()) is not None:
         record.stream = writer.body.stream
@@ -140,8 +140,8 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Ans
             yield first
             async for one in events:
                 yield one
-        if writer.marks_end:
-            yield "data: [DONE]\n\n"
+        if isinstance(writer, Writer):
+            yield "data: [DONE]\n\n"  # which only the completion endpoints have
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers=_STREAM_HEADERS)
 
@@ -151,7 +151,9 @@ async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
         return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
-async def _streamed(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
+async def _streamed(
+    session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter
+) -> AsyncGenerator[str]:
     """Server-sent events; an error before the first of them is raised."""
     begun = False
     with session.admitted(sum(job.params.n for job in jobs)):

@@ -16,7 +16,7 @@ from forerun.engine.grammar import source
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.serve.protocol.errors import bad_request
-from forerun.serve.protocol.requests import ChatRequest
+from forerun.serve.protocol.requests import ChatRequest, joined
 from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import FORMATS, format_of
@@ -126,7 +126,7 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
         prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
     except TypeError as error:
         raise bad_request(f"not a variable of the chat template: {error}", "chat_template_kwargs") from error
-    begun = body.messages[-1].text if goes_on else ""
+    begun = joined(body.messages[-1].content or "") if goes_on else ""
     if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
         marks = None
     functions = [tool.function.function() for tool in body.callable_tools]

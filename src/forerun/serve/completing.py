@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -140,28 +140,7 @@ class MessageWriter:
         return "tool_calls" if reason == "stop" and self.calls else reason
 
 
-class AnswerWriter(ABC):
-    """Writes one request's answer, as a stream or as a whole."""
-
-    marks_end: ClassVar[bool] = True
-    """A stream ends with OpenAI's ``[DONE]``."""
-    body: Any
-    """What was asked."""
-
-    @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that is not streamed."""
-
-    @abstractmethod
-    def events(self, tagged: Tagged) -> Iterator[Event]:
-        """What is sent for one chunk."""
-
-    @abstractmethod
-    def closing_events(self) -> Iterator[Event]:
-        """What is sent behind the last chunk."""
-
-
-class Writer(AnswerWriter):
+class Writer(ABC):
     """Writes the choices of a completion; the tokenizer names tokens in log-probabilities."""
 
     prefix: str
@@ -179,6 +158,7 @@ class Writer(AnswerWriter):
         self._outputs: dict[int, RequestOutput] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
         choices = [
             self.choice(job * self.body.n + answer.index, output, answer)
             for job, output in enumerate(outputs)
@@ -189,6 +169,7 @@ class Writer(AnswerWriter):
         return {**self._head(self.kind), "choices": choices, **shared, **self._closing(outputs)}
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
+        """What is sent for one chunk."""
         chunk, index = tagged.chunk, tagged.job * self.body.n + tagged.chunk.index
         if index not in self._begun:
             ids = chunk.prompt_token_ids or []
@@ -203,7 +184,7 @@ class Writer(AnswerWriter):
             self._begun[index] += len(chunk.text)
 
     def closing_events(self) -> Iterator[Event]:
-        """A chunk without choices but with counts, where it was asked for: not every client expects one."""
+        """A chunk without choices but with counts behind the last, if asked for: not every client expects one."""
         wanted = self.body.stream_options is not None and self.body.stream_options.include_usage
         if wanted or self.body.return_speculation_trace:
             outputs = [self._outputs[job] for job in sorted(self._outputs)]

@@ -12,7 +12,7 @@ from fastapi import Request
 from forerun.serve.chat_format import ChatFormat, chat_format_of
 from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request
-from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, joined
 from forerun.serve.session import Job, Session
 from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
@@ -131,7 +131,7 @@ def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: Sampl
     client, longest = current_client(), session.settings.request_timeout_s
     _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:
-        prompt = {**prompt, "prediction": body.prediction.text}
+        prompt = {**prompt, "prediction": joined(body.prediction.content)}
     options = {
         "speculative": session.speculation(body.speculative, predicted=body.prediction is not None),
         "trace": body.return_speculation_trace,

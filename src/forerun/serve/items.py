@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
 from forerun.serve.chat_format import ChatFormat, reasoning_tokens
-from forerun.serve.completing import AnswerWriter, Event, speculation_metrics
+from forerun.serve.completing import Event, speculation_metrics
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.responses import ResponsesRequest
@@ -21,10 +21,8 @@ from forerun.serve.tools.incoming import Kind, Piece
 from forerun.types import RequestOutput, StreamChunk
 
 
-class ItemWriter(AnswerWriter):
+class ItemWriter(ABC):
     """Puts the pieces of one answer together to items."""
-
-    marks_end: ClassVar[bool] = False
 
     prefix: ClassVar[str]
     """Of the answer's id."""
@@ -41,12 +39,14 @@ class ItemWriter(AnswerWriter):
         self._output: RequestOutput | None = None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
         [output] = outputs
         for _ in chain(self._add(self._reader.whole(output.outputs[0].text)), self._close()):
             pass
         return self._finished(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
+        """What is sent for one chunk."""
         if not self._begun:
             self._begun = True
             yield from self._start(tagged.chunk)
@@ -54,6 +54,7 @@ class ItemWriter(AnswerWriter):
         self._output = tagged.chunk.output or self._output
 
     def closing_events(self) -> Iterator[Event]:
+        """What is sent behind the last chunk."""
         assert self._output is not None, "a stream ends with its output"
         yield from self._add(self._reader.close())
         yield from self._close()

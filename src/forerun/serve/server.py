@@ -125,7 +125,8 @@ class Connection(H11Protocol):
             within = self._limits.receive_timeout_s
             if (beyond := self._addresses[self._address] - self._limits.max_arriving) > 0:
                 within = min(within, CROWDED_S + CUT_EVERY_S * beyond)
-            self._arrival = self.loop.call_later(within, self._late, within)
+            late = ApiError(408, f"the request did not arrive within {within:g} s", code="request_timeout")
+            self._arrival = self.loop.call_later(within, self._refuse, late)
 
     def _arrived(self) -> None:
         if self._arrival is not None:
@@ -138,9 +139,6 @@ class Connection(H11Protocol):
     @property
     def _address(self) -> str:
         return self.client[0] if self.client else ""
-
-    def _late(self, within: float) -> None:
-        self._refuse(ApiError(408, f"the request did not arrive within {within:g} s", code="request_timeout"))
 
     def _watch_reader(self, before: int) -> None:
         self._unread = self.loop.call_later(self._limits.send_timeout_s, self._check_reader, before)
@@ -160,13 +158,12 @@ class Connection(H11Protocol):
         self._arrived()
         self.connections.discard(self)
         self._refused = True
-        begun = False
-        if self.cycle is not None:
-            begun = self.cycle.response_started and (
-                not self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
-            )
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        begun, cycle = False, self.cycle
+        if cycle is not None:
+            answering = not cycle.response_complete or self.conn.their_state is h11.SEND_BODY
+            begun = cycle.response_started and answering
+            cycle.disconnected = True
+            cycle.message_event.set()
         if self.transport.is_closing():
             return
         self._count(error.code or "")
@@ -182,9 +179,8 @@ class Connection(H11Protocol):
 def _response(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     head = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
-    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-    lines += [f"{name}: {value}" for name, value in {**head, **error.headers}.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    lines = [f"{name}: {value}" for name, value in {**head, **error.headers}.items()]
+    return "\r\n".join([f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *lines, "", ""]).encode() + body
 
 
 # --- the server ---
@@ -288,9 +284,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ArgumentError(
-            f"cannot listen on {host!r}, port {port}: {why}; choose another --host or --port"
-        ) from error
+        message = f"cannot listen on {host!r}, port {port}: {why}; choose another --host or --port"
+        raise ArgumentError(message) from error
 
 
 def allow_files(count: int) -> None:

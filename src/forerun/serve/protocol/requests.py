@@ -88,11 +88,6 @@ class Prediction(Strict):
     type: Literal["content"] = "content"
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
-    @property
-    def text(self) -> str:
-        """All of it as one string."""
-        return joined(self.content)
-
 
 class Speculation(Strict):
     """How this request is to be drafted, within the operator's limits. A drafter's other options are the operator's."""
@@ -443,11 +438,6 @@ class Message(Strict):
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("a message of role 'tool' needs tool_call_id, and no other has one")
         return self
-
-    @property
-    def text(self) -> str:
-        """Its content; empty where there is none."""
-        return joined(self.content or "")
 
     def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
         """As chat templates read it; templates know no developer, who is their system.
