@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from forerun.engine.config import SpeculativeConfig
     from forerun.engine.costs import CostModel
 
-TEXT_TOKENS = 300
-"""Length of the text that a drafter is timed on."""
+TEXT_TOKENS = 300  # Length of the text that a drafter is timed on
 
 
 def calibrate(

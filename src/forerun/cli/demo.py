@@ -28,8 +28,7 @@ DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
 DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
 DEFAULT_SEED = 7
-PROMPT_CHARACTERS = 1200
-"""How much of the held-out file is the question; about 300 tokens."""
+PROMPT_CHARACTERS = 1200  # How much of the held-out file is the question; about 300 tokens
 SHOWN_LINES = 6
 Show = Callable[[str, Any], "RequestOutput"]
 
@@ -170,13 +169,10 @@ def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
 class Race:
     """One prompt, answered by both arms several times."""
 
-    plain: list[RequestOutput]
-    """The first is the warm-up run and is not timed."""
+    plain: list[RequestOutput]  # The first is the warm-up run and is not timed
     speculative: list[RequestOutput]
-    parted: Difference | None
-    """Where the two answers part; None if they are the same."""
-    reproducible: bool
-    """Whether every run of either arm gave the same tokens as its first."""
+    parted: Difference | None  # Where the two answers part; None if they are the same
+    reproducible: bool  # Whether every run of either arm gave the same tokens as its first
 
     @property
     def identical(self) -> bool:

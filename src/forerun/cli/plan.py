@@ -354,8 +354,7 @@ class Shown:
     plan: Plan
     load: Load
     verdict: Verdict
-    notes: list[str]
-    """Assumptions and limits, one sentence each."""
+    notes: list[str]  # Assumptions and limits, one sentence each
     roofline: Roofline | None = None
     measured: Measured | None = None
     tree: theory.TreeChoice | None = None

@@ -47,8 +47,7 @@ class AdaptOptions:
         return adapt_config(values, SpeculativeConfig.parse(speculative))
 
 
-ADAPTING = AdaptOptions()
-"""Nothing asked for."""
+ADAPTING = AdaptOptions()  # Nothing asked for
 
 
 log = logging.getLogger(__name__)

@@ -14,20 +14,16 @@ from typing import Any
 from forerun.errors import ArgumentError, CheckpointError
 
 FOLDER = Path(__file__).parent
-MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}
-"""Name of a shipped model -> its folder."""
-CONTEXT = 300
-"""Tokens of an excerpt of a held-out file, where no other length is asked for."""
+MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a shipped model -> its folder
+CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """One file of the standard library that no shipped model was trained on."""
 
-    name: str
-    """Its module file, for example ``"graphlib.py"``."""
-    text: str
-    """The whole file; cut it where the answer shall begin."""
+    name: str  # Its module file, for example ``"graphlib.py"``
+    text: str  # The whole file; cut it where the answer shall begin
 
 
 def resolve(name: str | Path) -> str | Path:

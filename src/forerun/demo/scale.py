@@ -38,12 +38,10 @@ from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.writing import written_folder
 
-RECORD = "scale.json"
-"""Written beside the weights: the plan, and the hash of what it was made from."""
+RECORD = "scale.json"  # Written beside the weights: the plan, and the hash of what it was made from
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-FORMAT = 1
-"""Raise it when the written weights change, so that caches are made anew."""
+FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -55,16 +53,14 @@ class ScalePlan:
     head_factor: int
     layers: int
     intermediate_size: int
-    parameters: int
-    """Of the scale model, embeddings counted once if tied."""
+    parameters: int  # Of the scale model, embeddings counted once if tied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledModel:
     """A scale model on disk."""
 
-    path: Path
-    """An ordinary transformers checkpoint."""
+    path: Path  # An ordinary transformers checkpoint
     source: Path
     plan: ScalePlan
     source_layers: int

@@ -35,14 +35,10 @@ _SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that 
 class ChatFormat:
     """How the answers to one request are written."""
 
-    prompt: dict[str, Any]
-    """The conversation as the model reads it, `LLM.chat_prompt`."""
-    format: ToolFormat | None = None
-    """Of tool calls; None where the model may not make any."""
-    marks: Marks | None = None
-    """Of reasoning; None where the model does none, or the template has already ended it."""
-    inside: bool = False
-    """The answer begins within the reasoning."""
+    prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
+    format: ToolFormat | None = None  # Of tool calls; None where the model may not make any
+    marks: Marks | None = None  # Of reasoning; None where the model does none, or the template has already ended it
+    inside: bool = False  # The answer begins within the reasoning
 
     def reader(self) -> PieceReader:
         """For one answer: reasoning first, then text and calls."""

@@ -32,11 +32,9 @@ from forerun.types import (
 )
 
 Event = dict[str, Any]
-PromptLogprobs = Sequence[Mapping[int, TokenLogprob] | None]
-"""As the engine gives them: None for the first token."""
+PromptLogprobs = Sequence[Mapping[int, TokenLogprob] | None]  # As the engine gives them: None for the first token
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not know."""
+LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
 
 def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
@@ -146,8 +144,7 @@ class Writer(ABC):
     prefix: str
     kind: str
     chunk_kind: str
-    one_prompt: bool
-    """All choices answer the same prompt, so what is said of it stands beside them; else in each."""
+    one_prompt: bool  # All choices answer the same prompt, so what is said of it stands beside them; else in each
 
     def __init__(self, body: ChatRequest | CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.body, self.tokenizer = body, tokenizer

@@ -43,14 +43,11 @@ _SECRET = secrets.token_bytes(32)
 class Client:
     """Whoever sent a request."""
 
-    name: str
-    """Rows are shared evenly among names: one for each API key or, where there are none, for each address."""
+    name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
     domain: str | None
     """Isolation domain of the request; None is the one that unnamed clients share if the operator says so."""
-    key: str = ""
-    """The hash of its API key, where it has one."""
-    adapt: bool
-    """Whether online adaptation may learn from it."""
+    key: str = ""  # The hash of its API key, where it has one
+    adapt: bool  # Whether online adaptation may learn from it
 
     def cache_salt(self, own: str | None) -> str | None:
         """The engine's salt for a request with a salt of its `own`: that narrows the domain and leads into no other."""
@@ -95,13 +92,10 @@ def _hashed(*parts: str) -> str:
 
 # --- JSON bodies ---
 
-MAX_BRACKETS = 50_000
-"""Objects and lists of one body: each takes Python as long as a thousand characters."""
+MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
 
-MAX_ALL_KEYS = 100_000
-"""Of all objects of one body together."""
-MAX_KEYS = 10_000
-"""Of one object: each that is not known makes a complaint of its own."""
+MAX_ALL_KEYS = 100_000  # Of all objects of one body together
+MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
 
 _LANES = Lanes("forerun-bodies")
 
@@ -196,10 +190,8 @@ def _constant(name: str) -> NoReturn:
 
 # --- middleware ---
 
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")
-"""Need no key."""
-CLIENT_GONE = 499
-"""nginx's status for a request whose client left before its answer began."""
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
+CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 

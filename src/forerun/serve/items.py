@@ -24,8 +24,7 @@ from forerun.types import RequestOutput, StreamChunk
 class ItemWriter(ABC):
     """Puts the pieces of one answer together to items."""
 
-    prefix: ClassVar[str]
-    """Of the answer's id."""
+    prefix: ClassVar[str]  # Of the answer's id
 
     def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model, self._chat_format = body, model, chat_format
@@ -115,8 +114,7 @@ class ResponsesWriter(ItemWriter):
 
     prefix = "resp"
     body: ResponsesRequest
-    _sequence = 0
-    """Events so far."""
+    _sequence = 0  # Events so far
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
         return map(self._numbered, super().events(tagged))

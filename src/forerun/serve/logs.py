@@ -20,8 +20,7 @@ from forerun.types import RequestOutput, SpeculationStats
 
 log = logging.getLogger(__name__)
 
-MOST = 4000
-"""Characters of one message or traceback in the log; of a longer one the middle is left out."""
+MOST = 4000  # Characters of one message or traceback in the log; of a longer one the middle is left out
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,24 +29,19 @@ class RequestRecord:
 
     request_id: str
     method: str
-    route: str = "unmatched"
-    """The path as it was declared; a path that nobody declared is not written down."""
+    route: str = "unmatched"  # The path as it was declared; a path that nobody declared is not written down
     status: int | None = None
-    code: str | None = None
-    """Of the error, as in OpenAI's envelope."""
+    code: str | None = None  # Of the error, as in OpenAI's envelope
     client: str | None = None
     duration_s: float = 0.0
     stream: bool | None = None
     drafter: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    ttft_s: float | None = None
-    """Time to the first token, seconds; the longest of several prompts'."""
-    tokens_per_step: float | None = None
-    """Tokens of a target pass in which something was drafted, bonus included."""
+    ttft_s: float | None = None  # Time to the first token, seconds; the longest of several prompts'
+    tokens_per_step: float | None = None  # Tokens of a target pass in which something was drafted, bonus included
     finish_reasons: list[str] = field(default_factory=list)
-    prompts: list[Any] = field(default_factory=list)
-    """Only where the operator asked for them."""
+    prompts: list[Any] = field(default_factory=list)  # Only where the operator asked for them
     _stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
 
     def finished(self, output: RequestOutput) -> None:

@@ -14,8 +14,7 @@ class Marks:
 
     open: str
     close: str
-    inside: bool = False
-    """Every answer begins within the reasoning, whether or not anything opened it."""
+    inside: bool = False  # Every answer begins within the reasoning, whether or not anything opened it
 
 
 PARSERS: dict[str, Marks] = {

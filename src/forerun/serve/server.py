@@ -35,10 +35,8 @@ from forerun.serve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
 
-CROWDED_S = 1.0
-"""How long a request may take to arrive where its address has too many that are arriving."""
-CUT_EVERY_S = 0.005
-"""Between two of those: what is cut all at once keeps the others waiting."""
+CROWDED_S = 1.0  # How long a request may take to arrive where its address has too many that are arriving
+CUT_EVERY_S = 0.005  # Between two of those: what is cut all at once keeps the others waiting
 MAX_PIECES = 2_000
 """Chunks of one body that came together with others. Each takes some 20 microseconds: 4 MB in chunks of one byte would
 take minutes."""
@@ -185,10 +183,8 @@ def _response(error: ApiError) -> bytes:
 
 # --- the server ---
 
-WRITING_S = 0.2
-"""How long clients may take to read that their answers were cut off."""
-LAST_S = 0.75
-"""After the drain time: when the process ends even if Python has not come to it."""
+WRITING_S = 0.2  # How long clients may take to read that their answers were cut off
+LAST_S = 0.75  # After the drain time: when the process ends even if Python has not come to it
 OTHER_FILES = 256
 """File descriptors that a server needs besides one a connection: weights, libraries, connections that are refused."""
 

@@ -167,10 +167,8 @@ class Metrics:
 
 log = logging.getLogger(__name__)
 
-CLOSING_S = 0.2
-"""How long the engine's thread may take to end once the drain time is over."""
-GREETING = ({"role": "user", "content": "Hello"},)
-"""The conversation that a chat template is tried with."""
+CLOSING_S = 0.2  # How long the engine's thread may take to end once the drain time is over
+GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a chat template is tried with
 
 
 class State(StrEnum):

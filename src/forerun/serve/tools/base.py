@@ -26,10 +26,8 @@ class Function:
     """A function that may be called."""
 
     name: str
-    parameters: Mapping[str, Any]
-    """JSON schema of its arguments."""
-    strict: bool = False
-    """The arguments must obey the schema."""
+    parameters: Mapping[str, Any]  # JSON schema of its arguments
+    strict: bool = False  # The arguments must obey the schema
 
 
 class Lark:
@@ -68,14 +66,10 @@ def literal(text: str) -> str:
 class ToolFormat(ABC):
     """How calls of `functions` are written; some formats come in several versions, which the chat `template` tells."""
 
-    name: ClassVar[str]
-    """vLLM's name of the parser."""
-    signs: ClassVar[tuple[str, ...]]
-    """Texts in a chat template, all of which together tell this format."""
-    mark: ClassVar[str]
-    """Where calls begin."""
-    marks: ClassVar[tuple[str, ...]] = ()
-    """Other marks, which the tokenizer may know as special tokens."""
+    name: ClassVar[str]  # vLLM's name of the parser
+    signs: ClassVar[tuple[str, ...]]  # Texts in a chat template, all of which together tell this format
+    mark: ClassVar[str]  # Where calls begin
+    marks: ClassVar[tuple[str, ...]] = ()  # Other marks, which the tokenizer may know as special tokens
     text_arguments: ClassVar[bool] = False
     """The template wants the arguments of earlier calls as JSON text, not as an object, and no empty content."""
 
@@ -228,17 +222,12 @@ _UNWRITABLE = ("pattern", "format", "minLength", "maxLength")
 class FieldFormat(ToolFormat):
     """A call is a head with the name, its fields, and an end."""
 
-    head: ClassVar[str]
-    """What stands between the mark and the first field, with ``{}`` for the name."""
+    head: ClassVar[str]  # What stands between the mark and the first field, with ``{}`` for the name
     key_marks: ClassVar[tuple[str, str]]
-    value_marks: ClassVar[tuple[str, str]]
-    """Around the name and the text of an argument; the first may be empty."""
-    own_lines: ClassVar[bool] = False
-    """A value begins and ends with a line break that is not its own."""
-    closing: ClassVar[str] = ""
-    """What stands before the `end`; may be read without it."""
-    end: ClassVar[str] = "</tool_call>"
-    """Mark that ends a call."""
+    value_marks: ClassVar[tuple[str, str]]  # Around the name and the text of an argument; the first may be empty
+    own_lines: ClassVar[bool] = False  # A value begins and ends with a line break that is not its own
+    closing: ClassVar[str] = ""  # What stands before the `end`; may be read without it
+    end: ClassVar[str] = "</tool_call>"  # Mark that ends a call
 
     @abstractmethod
     def read_head(self, text: Incoming) -> Steps[str]:

@@ -22,10 +22,8 @@ class Kind(Enum):
 
     CONTENT = "content"
     REASONING = "reasoning"
-    CALL = "call"
-    """A call begins; the text is the function's name."""
-    ARGUMENTS = "arguments"
-    """More of the JSON text of the last call's arguments."""
+    CALL = "call"  # A call begins; the text is the function's name
+    ARGUMENTS = "arguments"  # More of the JSON text of the last call's arguments
 
 
 @dataclass(frozen=True, slots=True)
