@@ -7,17 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from forerun.cli import console
-from forerun.cli.options import (
-    LOADING,
-    SAMPLING,
-    SPECULATION,
-    Flag,
-    LoadOptions,
-    SamplingOptions,
-    SpeculationOptions,
-    read_prompt,
-)
+from forerun.cli import console, options
+from forerun.cli.options import Flag, read_prompt
 
 
 def generate(
@@ -30,9 +21,9 @@ def generate(
     chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
     show_draft: Flag = False,
     json: Flag = False,
-    speculation: SpeculationOptions = SPECULATION,
-    sampling: SamplingOptions = SAMPLING,
-    loading: LoadOptions = LOADING,
+    speculation: options.SpeculationOptions = options.SPECULATION,
+    sampling: options.SamplingOptions = options.SAMPLING,
+    loading: options.LoadOptions = options.LOADING,
 ) -> int:
     """Answer one prompt, with speculation if a drafter is named.
 

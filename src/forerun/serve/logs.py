@@ -113,34 +113,28 @@ def bounded(text: str) -> str:
 def configure_logging(settings: ServeSettings) -> None:
     """Send everything to stderr in the format that was asked for."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(settings.log_format))
+    handler.setFormatter(Lines(settings.log_format))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
 
 
-def formatter(kind: Literal["text", "json"]) -> logging.Formatter:
-    """The formatter of that name."""
-    return _Json() if kind == "json" else _Text()
+class Lines(logging.Formatter):
+    """A line for each record, of ``key=value`` or of JSON: neither a message nor a traceback is longer than `MOST`."""
 
-
-class _Bounded(logging.Formatter):
-    """Whatever is logged, and by whomever: neither a message nor a traceback is longer than `MOST`."""
+    def __init__(self, kind: Literal["text", "json"]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._json = kind == "json"
 
     def formatException(self, ei: Any) -> str:
         return bounded(super().formatException(ei))
-
-
-class _Text(_Bounded):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = bounded(record.message)
         pairs = [f"{key}={_word(value)}" for key, value in getattr(record, "fields", {}).items()]
         return " ".join([super().formatMessage(record), *pairs])
 
-
-class _Json(_Bounded):
     def format(self, record: logging.LogRecord) -> str:
+        if not self._json:
+            return super().format(record)
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

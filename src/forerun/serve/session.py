@@ -22,18 +22,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from forerun import AsyncLLM
+from forerun import AsyncLLM, errors
 from forerun.drafters import default_length
 from forerun.engine.llm import Speculative
-from forerun.errors import (
-    ArgumentError,
-    CheckpointError,
-    ForerunError,
-    NumericError,
-    RequestError,
-    SlowReaderError,
-    of_the_process,
-)
 from forerun.serve import logs
 from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
@@ -240,10 +231,10 @@ class Session:
         try:
             self._engine = await asyncio.to_thread(self._opened)
         except BaseException as error:
-            if of_the_process(error) or isinstance(error, asyncio.CancelledError):
+            if errors.of_the_process(error) or isinstance(error, asyncio.CancelledError):
                 raise
             self.state, self.failure = State.FAILED, error
-            if isinstance(error, ForerunError | OSError):
+            if isinstance(error, errors.ForerunError | OSError):
                 log.error("%s", error)
             else:
                 log.error("the model could not be loaded, for a reason that nobody expected", exc_info=error)
@@ -258,8 +249,8 @@ class Session:
         if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
             try:
                 engine.llm.chat_prompt(GREETING)
-            except ArgumentError as error:
-                raise CheckpointError(f"the model's chat template cannot be used: {error}") from error
+            except errors.ArgumentError as error:
+                raise errors.CheckpointError(f"the model's chat template cannot be used: {error}") from error
         # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
         own = engine.llm.speculative
         for name in self.settings.client_drafters:
@@ -327,12 +318,12 @@ class Session:
                             record.finished(chunk.output)
                     begun = True
                     yield self._told(chunk)
-        except (NumericError, RequestError):
+        except (errors.NumericError, errors.RequestError):
             reason = "error"
             raise
-        except (ForerunError, ValueError) as error:
+        except (errors.ForerunError, ValueError) as error:
             if begun:
-                reason = "abort" if isinstance(error, SlowReaderError) else "error"
+                reason = "abort" if isinstance(error, errors.SlowReaderError) else "error"
             else:
                 reason = None
                 self.metrics.count("forerun:answers_refused", job.params.n)
