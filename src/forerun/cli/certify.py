@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions, read_text
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -84,11 +84,7 @@ def _texts(prompt_file: Path | None) -> list[str]:
         if not texts:
             raise DataError("the shipped prompts are missing; give --prompt-file FILE with one prompt per line")
         return texts
-    try:
-        lines = prompt_file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read prompts from {prompt_file}: {error}") from error
-    return [line for line in lines if line.strip()]
+    return [line for line in read_text(prompt_file, "prompts").splitlines() if line.strip()]
 
 
 def show_report(report: Report) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Flag, numbers
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -99,15 +99,6 @@ def features(
     return 0
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return () if text == "none" else tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
-
-
 def _look(asked: FeatureOptions) -> _Run:
     """Everything that can be refused before a weight is loaded."""
     if not asked.data.is_dir():
@@ -123,12 +114,16 @@ def _look(asked: FeatureOptions) -> _Run:
     from forerun.training.features import manifest as manifests
     from forerun.training.features.online import check_boundaries
 
-    prepared, wanted = PreparedData.open(asked.data), _numbers(asked.boundaries)
+    prepared, given = PreparedData.open(asked.data), asked.boundaries
     quiet_libraries()
     config = read_config(demo.resolve(asked.target), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    boundaries = check_boundaries(default_boundaries(layers) if wanted is None else wanted, layers)
+    if given is None:
+        wanted: Sequence[int] = default_boundaries(layers)
+    else:
+        wanted = () if given == "none" else numbers(given, "--boundaries", int)
+    boundaries = check_boundaries(wanted, layers)
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
     longest = context_length(text) - (2 if asked.source == "vllm" else 0)
     manifests.check_lengths(prepared.lengths.tolist(), longest)

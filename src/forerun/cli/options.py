@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -18,6 +19,7 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from forerun.types import SamplingParams
 
+Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch without a ``--no-...`` form."""
 
@@ -128,17 +130,26 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         return prompt
     if prompt_file is not None:
-        return _read(prompt_file)
+        return read_text(prompt_file, "the prompt")
     if sys.stdin is None or sys.stdin.isatty():
         raise ArgumentError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe it in")
     return sys.stdin.read()
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, what: str) -> str:
+    """A file of UTF-8; `what` it holds is for the message of the DataError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the prompt from {path}: {error}") from error
+        raise DataError(f"cannot read {what} from {path}: {error}") from error
+
+
+def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Number]:
+    """The numbers that an option lists with commas between them, each read by `kind`."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"{option} takes numbers with commas between them, got {text!r}") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:

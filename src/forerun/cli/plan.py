@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions, numbers
 from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
@@ -104,7 +104,7 @@ class PlanOptions:
     def ranks(self) -> list[list[float]] | None:
         """Acceptance by depth and rank, where it was given for a tree."""
         given = self.rank_acceptance
-        return None if given is None else [_numbers(line, "--rank-acceptance") for line in given.split(";")]
+        return None if given is None else [numbers(line, "--rank-acceptance", float) for line in given.split(";")]
 
     def check(self, model: str | None) -> None:
         """Raise ArgumentError where options contradict each other, or something is missing."""
@@ -197,7 +197,7 @@ def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
     """Acceptance by depth, and what was assumed for it."""
     length = max(16, asked.k or 0)
     if asked.acceptance is not None:
-        return theory.survival_of(_numbers(asked.acceptance, "--acceptance")), []
+        return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), []
     if asked.alpha is not None:
         extra = []
         if asked.text is not None or asked.temperature is not None:
@@ -275,13 +275,6 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
         return lambda rows: FREE
     small = replace(_roofline(asked, Size(params=params)), kv=None)
     return lambda rows: DraftCost(fixed_ms=0.0, level_ms=small.pass_ms(1, rows, 0))
-
-
-def _numbers(given: str, option: str) -> list[float]:
-    try:
-        return [float(part) for part in given.split(",")]
-    except ValueError as error:
-        raise ArgumentError(f"{option} takes numbers with commas between them, got {given!r}") from error
 
 
 # --- on a model -------------------------------------------------------------------------------------------------------
