@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,17 +54,33 @@ log = logging.getLogger(__name__)
 SETTINGS = ServeSettings()
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Of the engine, as `AsyncLLM` has them."""
+
+    max_num_seqs: int = 8
+    """Answers that run at once."""
+    max_num_batched_tokens: int | None = None
+    """Most prompt tokens of a pass while answers are being decoded; 512 if not given."""
+    enable_prefix_caching: bool = True
+    """Read of a prompt only what no row holds already."""
+    kv_cache_tokens: int | None = None
+    """Most tokens that all rows together hold; answers that do not fit give way and go on later."""
+    seed: int | None = None
+    """Requests that bring none get one each, derived from this and from how many came before."""
+
+
+ENGINE = EngineOptions()
+
+
 def serve(
     model: str = "demo",
     *,
     config: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int | None = None,
-    enable_prefix_caching: bool = True,
-    kv_cache_tokens: int | None = None,
-    seed: int | None = None,
+    engine: EngineOptions = ENGINE,
     settings: ServeSettings = SETTINGS,
     speculation: SpeculationOptions = SPECULATION,
     adapting: AdaptOptions = ADAPTING,
@@ -82,16 +98,6 @@ def serve(
         Address to listen on; 0.0.0.0 for every interface.
     port
         TCP port.
-    max_num_seqs
-        Answers that run at once.
-    max_num_batched_tokens
-        Most prompt tokens of a pass while answers are being decoded; 512 if not given.
-    enable_prefix_caching
-        Read of a prompt only what no row holds already.
-    kv_cache_tokens
-        Most tokens that all rows together hold; answers that do not fit give way and go on later.
-    seed
-        Requests that bring none get one each, derived from this and from how many came before.
     """
     speculative = speculation.config()
     try:
@@ -102,15 +108,7 @@ def serve(
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
     settings = replace(settings, model_name=settings.model_name or Path(model).name or model)
     configure_logging(settings)
-    options = {
-        "speculative_config": speculative,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "enable_prefix_caching": enable_prefix_caching,
-        "kv_cache_tokens": kv_cache_tokens,
-        "adapt": adapting.config(speculative),
-        "seed": seed,
-    }
+    options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
     if adapting.adapt and not settings.may_learn:
         raise ArgumentError(
             "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
