@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from typing import ClassVar
-
 from forerun.serve.tools.base import FieldFormat, Lark, literal
 from forerun.serve.tools.incoming import Incoming, Steps
 
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-_NAME = re.compile(r"[\w.-]*")
 
 
 class Glm45(FieldFormat):
     """The name, then pairs of keys and values."""
 
-    name: ClassVar[str] = "glm45"
-    signs: ClassVar[tuple[str, ...]] = ("<tool_call>", KEY, VALUE)
-    mark: ClassVar[str] = "<tool_call>"
-    marks: ClassVar[tuple[str, ...]] = ("</tool_call>", KEY, KEY_END, VALUE, VALUE_END)
-    head: ClassVar[str] = "{}\n"
-    key_marks: ClassVar[tuple[str, str]] = (KEY, KEY_END)
-    value_marks: ClassVar[tuple[str, str]] = (VALUE, VALUE_END)
+    name = "glm45"
+    signs = ("<tool_call>", KEY, VALUE)
+    mark = "<tool_call>"
+    marks = ("</tool_call>", KEY, KEY_END, VALUE, VALUE_END)
+    head = "{}\n"
+    key_marks = (KEY, KEY_END)
+    value_marks = (VALUE, VALUE_END)
 
     def read_head(self, text: Incoming) -> Steps[str]:
         yield from text.skip_blanks()
-        name = yield from text.matching(_NAME)
+        name = yield from text.name()
         yield from text.skip_blanks()
         start = text.at
         goes_on = (yield from text.starts(KEY)) or (yield from text.starts(self.end))

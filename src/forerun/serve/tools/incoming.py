@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TypeVar
 
 T = TypeVar("T")
+_NAME = re.compile(r"[\w.-]*")
 _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
 
 
@@ -107,6 +108,10 @@ class Incoming:
                 self.at = match.end()
                 return match.group()
             yield None
+
+    def name(self) -> Steps[str]:
+        """Read what could be a function's name; empty where nothing could."""
+        return (yield from self.matching(_NAME))
 
     def up_to(self, mark: str) -> Steps[str | None]:
         """Read the text up to `mark`, and the mark; None, with nothing read, where it never comes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.serve.tools.base import FieldFormat, Lark, literal
 from forerun.serve.tools.incoming import Incoming, Steps
 
@@ -13,15 +11,15 @@ LINE = "\n"
 class Qwen3Coder(FieldFormat):
     """Every mark and every value on lines of their own."""
 
-    name: ClassVar[str] = "qwen3_coder"
-    signs: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=", "<parameter=")
-    mark: ClassVar[str] = "<tool_call>"
-    marks: ClassVar[tuple[str, ...]] = ("</tool_call>",)
-    head: ClassVar[str] = "\n<function={}>\n"
-    key_marks: ClassVar[tuple[str, str]] = ("<parameter=", ">")
-    value_marks: ClassVar[tuple[str, str]] = ("", "</parameter>")
-    own_lines: ClassVar[bool] = True
-    closing: ClassVar[str] = "</function>\n"
+    name = "qwen3_coder"
+    signs = ("<tool_call>", "<function=", "<parameter=")
+    mark = "<tool_call>"
+    marks = ("</tool_call>",)
+    head = "\n<function={}>\n"
+    key_marks = ("<parameter=", ">")
+    value_marks = ("", "</parameter>")
+    own_lines = True
+    closing = "</function>\n"
 
     def read_head(self, text: Incoming) -> Steps[str]:
         if not (yield from text.opens("<function=")):
