@@ -61,8 +61,8 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     _check_scored(params, sum(map(len, body.prompts)))
-    kinds = ("prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in prompts)
-    return [_job(session, body, {kind: prompt}, params) for kind, prompt in zip(kinds, prompts, strict=True)]
+    named = [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+    return [_job(session, body, prompt, params) for prompt in named]
 
 
 def check_model(session: Session, asked: str | None) -> None:
