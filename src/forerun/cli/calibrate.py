@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, Model, SpeculationOptions
 from forerun.errors import ArgumentError
 from forerun.plan.plot import check_plot, draw_cost
 
@@ -23,7 +23,7 @@ TEXT_TOKENS = 300  # Length of the text that a drafter is timed on
 
 
 def calibrate(
-    model: str,
+    model: Model,
     /,
     *,
     rows: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (1,),
@@ -32,7 +32,7 @@ def calibrate(
     seconds: float = 10.0,
     force: Flag = False,
     plot: Path | None = None,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -40,8 +40,6 @@ def calibrate(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     rows
         Rows of a pass, one or more numbers: --rows 1 4 16.
     nodes
@@ -54,8 +52,6 @@ def calibrate(
         Measure although a cost model is saved.
     plot
         Write v(n) as a picture (png, svg or pdf).
-    json
-        One JSON object on stdout instead of the tables.
     """
     if not rows or min(rows) < 1 or not seconds > 0:
         raise ArgumentError("--rows must be at least 1 and --seconds above 0")

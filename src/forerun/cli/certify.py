@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions, read_text
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions, read_text
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a m
 
 
 def certify(
-    model: str,
+    model: Model,
     /,
     *,
     prompt_file: Path | None = None,
@@ -29,7 +29,7 @@ def certify(
     prompts: int = 6,
     max_tokens: int = 96,
     detect: float = 0.1,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -37,8 +37,6 @@ def certify(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     prompt_file
         File with one prompt per line; by default held-out source files that ship with forerun.
     temperature
@@ -50,8 +48,6 @@ def certify(
     detect
         Total variation from the target's distribution that each chi-square test detects with a probability of 99 %. The
         number of answers follows from it: half of it takes four times as many.
-    json
-        One JSON object on stdout instead of the table.
     """
     config = speculation.config()
     if config is None:

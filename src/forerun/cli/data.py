@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def prepare(
     skip_bad: Flag = False,
     last_turn_only: Flag = False,
     draft_vocab_size: int | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Tokenize data files, mark what the assistant wrote, and store both for training.
 
@@ -54,8 +54,6 @@ def prepare(
         Count only the last answer of each conversation, for chat templates that rewrite earlier turns.
     draft_vocab_size
         Say how much of the answers a draft vocabulary of this size covers.
-    json
-        One JSON line on stdout instead of words.
     """
     from forerun.cli import session
     from forerun.manifests import TokenizerIdentity
@@ -154,7 +152,7 @@ def regenerate(
     /,
     *,
     asked: RegenerateOptions,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -164,8 +162,6 @@ def regenerate(
     ----------
     file
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
-    json
-        One JSON line on stdout instead of words.
     """
     from forerun.cli import session
     from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint, with_engine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def build(
     tokenizer: str | None = None,
     output: Path,
     skip_bad: Flag = False,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Tokenize data files and sort them, so that what followed any words is found at once.
 
@@ -41,8 +41,6 @@ def build(
         Directory to write; must not hold anything yet.
     skip_bad
         Leave unusable records out instead of stopping at the first.
-    json
-        A JSON object on stdout instead of words.
     """
     from forerun.cli import session
     from forerun.training.data import datastore as stores
@@ -63,7 +61,7 @@ def build(
 
 
 @datastore.command
-def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int:
+def info(directory: Path, /, *, verify: Flag = False, json: Json = False) -> int:
     """Say what is in a datastore and whose token ids it holds.
 
     Parameters
@@ -72,8 +70,6 @@ def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int
         What `forerun datastore build` wrote.
     verify
         Read everything and compare it with the checksums.
-    json
-        A JSON object on stdout instead of words.
     """
     from forerun.drafters.lookup.datastore import Datastore
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Setting:
 
 
 def demo(
-    model: str = "demo",
+    model: Model = "demo",
     /,
     *,
     scale: float | None = None,
@@ -55,7 +55,7 @@ def demo(
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
     repeats: int = 3,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -65,8 +65,6 @@ def demo(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     scale
         Enlarge the model to about this many billion parameters first, and EAGLE-3 heads with it. Its answers stay the
         same, its cost becomes real.
@@ -82,8 +80,6 @@ def demo(
         Tokens to answer with: 128, or 64 for an enlarged model.
     repeats
         Timed runs of each arm.
-    json
-        One JSON object on stdout, and nothing else.
     """
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def doctor(
     *,
     target: str | None = None,
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
 
@@ -47,8 +47,6 @@ def doctor(
         Directory or hub id of the model that the head drafts for.
     engine
         Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy); may be repeated.
-    json
-        One JSON object on stdout instead of the table.
     """
     if head is not None:
         return _examine_head(head, target, engine, json)

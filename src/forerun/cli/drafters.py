@@ -5,18 +5,12 @@ from __future__ import annotations
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json
 from forerun.drafters import methods
 
 
-def drafters(*, json: Flag = False) -> int:
-    """List the drafters.
-
-    Parameters
-    ----------
-    json
-        A JSON list on stdout instead of the table.
-    """
+def drafters(*, json: Json = False) -> int:
+    """List the drafters."""
     if json:
         told = ("needs_training", "lossless", "summary")
         entries = methods().items()

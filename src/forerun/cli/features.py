@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 
 from forerun.cli import console
-from forerun.cli.options import Flag, numbers
+from forerun.cli.options import Json, numbers
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Run(NamedTuple):
 
 
 def features(
-    *, asked: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Flag = False
+    *, asked: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
 ) -> int:
     """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
 
@@ -72,8 +72,6 @@ def features(
     ----------
     yes
         Do not ask before writing.
-    json
-        One JSON object on stdout at the end.
     """
     if asked.shard_gib <= 0 or asked.batch_tokens < 1:
         given = f"{asked.shard_gib} and {asked.batch_tokens}"

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from forerun.cli import console, options
-from forerun.cli.options import Flag, read_prompt
+from forerun.cli.options import Flag, Json, read_prompt
 
 
 def generate(
@@ -20,7 +20,7 @@ def generate(
     prediction_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
     show_draft: Flag = False,
-    json: Flag = False,
+    json: Json = False,
     speculation: options.SpeculationOptions = options.SPECULATION,
     sampling: options.SamplingOptions = options.SAMPLING,
     loading: options.LoadOptions = options.LOADING,
@@ -41,8 +41,6 @@ def generate(
         Put the prompt into the model's chat template as a user's message.
     show_draft
         Colour every token by its source: accepted draft, recovered, bonus or plain.
-    json
-        One JSON object on stdout instead of the text.
     """
     text = read_prompt(prompt, prompt_file)
     config, params = speculation.config(), sampling.params()

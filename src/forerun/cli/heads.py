@@ -7,19 +7,17 @@ from dataclasses import asdict
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json
 from forerun.drafters.heads.catalogue import KnownHead, known_heads, suggest
 
 
-def heads(target: str | None = None, /, *, json: Flag = False) -> int:
+def heads(target: str | None = None, /, *, json: Json = False) -> int:
     """List known public EAGLE-3 heads, as others reported them.
 
     Parameters
     ----------
     target
         Hub id, directory or part of the name of a target; all targets if not given.
-    json
-        A JSON list on stdout instead of the table.
     """
     found = list(known_heads()) if target is None else suggest(target) or _containing(target)
     if json:

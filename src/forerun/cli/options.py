@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch without a ``--no-...`` form."""
+Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
+Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM.")]
 
 
 @Parameter(name="*")

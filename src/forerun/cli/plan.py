@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions, numbers
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, SpeculationOptions, numbers
 from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
@@ -140,7 +140,7 @@ OPTIONS = PlanOptions()
 
 
 def plan(
-    model: str | None = None, /, *, asked: PlanOptions = OPTIONS, plot: Path | None = None, json: Flag = False
+    model: str | None = None, /, *, asked: PlanOptions = OPTIONS, plot: Path | None = None, json: Json = False
 ) -> int:
     """Say what speculation can bring: tokens per pass, speed-up, best draft length, break-even batch, and a verdict.
 
@@ -150,8 +150,6 @@ def plan(
         Directory or hub id: passes are measured here, acceptance with --drafter and --prompts, too.
     plot
         Write the plan as a picture (png, svg or pdf).
-    json
-        One JSON object on stdout instead of the tables.
     """
     check_plot(plot)
     asked.check(model)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, Model, SpeculationOptions
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
@@ -75,7 +75,7 @@ ENGINE = EngineOptions()
 
 
 def serve(
-    model: str = "demo",
+    model: Model = "demo",
     *,
     config: Path | None = None,
     host: str = "127.0.0.1",
@@ -90,8 +90,6 @@ def serve(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     config
         YAML, JSON or TOML file with any of these options; flags and environment win over it.
     host

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError
 
 _TITLES = {
@@ -35,7 +35,7 @@ def train(
     parallel: str = "ddp",
     dry_run: Flag = False,
     allow_changes: Flag = False,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Train a draft head for your own model; goes on where an earlier run into the same output was stopped.
 
@@ -63,8 +63,6 @@ def train(
         Print parameters, memory, steps and the effective recipe; train nothing.
     allow_changes
         Go on from a checkpoint although the recipe has changed since.
-    json
-        One JSON object on stdout.
     """
     from forerun.training.loop.distributed import Parallel
     from forerun.training.recipe import read_recipe

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, Flag, LoadOptions
+from forerun.cli.options import LOADING, Json, LoadOptions, Model
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -62,16 +62,8 @@ class SearchOptions:
 
 
 @tune.command(name="skip-layers")
-def skip_layers(model: str, /, *, asked: SearchOptions, json: Flag = False, loading: LoadOptions = LOADING) -> int:
-    """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far.
-
-    Parameters
-    ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
-    json
-        One JSON object on stdout.
-    """
+def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, loading: LoadOptions = LOADING) -> int:
+    """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far."""
     if asked.prompts is None and model != "demo":
         raise ArgumentError(
             "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
