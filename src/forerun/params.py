@@ -142,6 +142,8 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 
 
 def _check_sampling(params: SamplingParams) -> None:
+    if None in (params.n, params.min_tokens, params.presence_penalty, params.frequency_penalty):
+        raise ArgumentError("n, min_tokens, presence_penalty and frequency_penalty must be numbers, got None")
     for name, (least, most, words) in _BOUNDS.items():
         value = getattr(params, name)
         if value is not None and not least <= value <= most:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SkipBad, SpeculationOptions
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def prepare(
     output: Path,
     max_length: int = 2048,
     split_long: Flag = False,
-    skip_bad: Flag = False,
+    skip_bad: SkipBad = False,
     last_turn_only: Flag = False,
     draft_vocab_size: int | None = None,
     json: Json = False,
@@ -48,8 +48,6 @@ def prepare(
         Tokens of the longest document.
     split_long
         Split longer documents instead of cutting them off.
-    skip_bad
-        Leave unusable records out instead of stopping at the first.
     last_turn_only
         Count only the last answer of each conversation, for chat templates that rewrite earlier turns.
     draft_vocab_size
@@ -134,8 +132,7 @@ class RegenerateOptions:
     """Tokens of a plain text that are given; the target continues them."""
     limit: int | None = None
     """Only the first records of the file."""
-    skip_bad: Flag = False
-    """Leave unusable records out instead of stopping at the first."""
+    skip_bad: SkipBad = False
 
     def __post_init__(self) -> None:
         if self.target is None and self.endpoint is None:

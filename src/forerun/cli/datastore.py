@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from forerun.cli import console
-from forerun.cli.options import Flag, Json
+from forerun.cli.options import Flag, Json, SkipBad
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def build(
     target: str | None = None,
     tokenizer: str | None = None,
     output: Path,
-    skip_bad: Flag = False,
+    skip_bad: SkipBad = False,
     json: Json = False,
 ) -> int:
     """Tokenize data files and sort them, so that what followed any words is found at once.
@@ -39,8 +39,6 @@ def build(
         Directory or hub id of its tokenizer instead.
     output
         Directory to write; must not hold anything yet.
-    skip_bad
-        Leave unusable records out instead of stopping at the first.
     """
     from forerun.cli import session
     from forerun.training.data import datastore as stores

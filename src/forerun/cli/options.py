@@ -23,6 +23,7 @@ Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch without a ``--no-...`` form."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
+SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
 Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM.")]
 
 
