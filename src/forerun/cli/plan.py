@@ -171,14 +171,14 @@ def on_paper(asked: PlanOptions) -> Shown:
     cost, notes = _cost(asked)
     if asked.draft_cost is None and asked.draft_params is None:
         notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
-    return _with_costs(asked, cost, notes, roofline=cost if isinstance(cost, Roofline) else None)
+    return _with_costs(asked, cost, notes)
 
 
-def _with_costs(asked: PlanOptions, cost: PassCost, notes: Sequence[str], *, roofline: Roofline | None = None) -> Shown:
+def _with_costs(asked: PlanOptions, cost: PassCost, notes: Sequence[str]) -> Shown:
     """Given or assumed acceptance with passes that cost so much."""
     survival, assumed = _survival(asked)
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
-    return _shown(asked, load, [*assumed, *notes], roofline=roofline)
+    return _shown(asked, load, [*assumed, *notes])
 
 
 def _shown(asked: PlanOptions, load: Load, notes: Sequence[str], **more: Any) -> Shown:
@@ -346,11 +346,14 @@ class Shown:
     load: Load
     verdict: Verdict
     notes: list[str]  # Assumptions and limits, one sentence each
-    roofline: Roofline | None = None
     measured: Measured | None = None
     tree: theory.TreeChoice | None = None
     ranking: list[tuple[Measured, Line]] = field(default_factory=list)
     """Candidate draft models with their best lines, the fastest first."""
+
+    @property
+    def roofline(self) -> Roofline | None:
+        return self.load.cost if isinstance(self.load.cost, Roofline) else None
 
     @property
     def title(self) -> str:
@@ -382,9 +385,9 @@ class Shown:
             "assumptions": self.notes,
             "by_k": [asdict(line) for line in self.plan.lines],
             "by_batch": [{"batch": batch, "best_speedup": gain} for batch, gain in self.plan.batches],
-            "tree": None if self.tree is None else asdict(self.tree),
-            "roofline": None if self.roofline is None else roofline_record(self.roofline, self.load),
-            "measured": None if self.measured is None else self.measured.record(),
+            "tree": self.tree and asdict(self.tree),
+            "roofline": self.roofline and roofline_record(self.roofline, self.load),
+            "measured": self.measured and self.measured.record(),
             "ranking": [{**one.record(), "best_k": line.k, "best_speedup": line.speedup} for one, line in self.ranking],
         }
 
