@@ -326,8 +326,7 @@ class _Source:
         return tensor
 
 
-_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")
-"""What writes into the hidden state: its padding must stay zero."""
+_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")  # Write into the hidden state: their padding is zero
 
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:

@@ -39,8 +39,7 @@ from forerun.types import RequestOutput
 
 T = TypeVar("T")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
-_PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}
-"""Files of the playground and their media types."""
+_PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}  # The playground
 
 
 def build_app(session: Session) -> FastAPI:
@@ -309,8 +308,7 @@ _ERRORS = {
     500: "The server made a mistake.",
     503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
 }
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""Answer with events where ``stream`` is true."""
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")  # Where ``stream`` is true
 
 
 def _object(**properties: Any) -> dict[str, Any]:

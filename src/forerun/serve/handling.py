@@ -17,8 +17,7 @@ from forerun.serve.session import Job, Session
 from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
 T = TypeVar("T")
-MAX_SCORED = 500_000
-"""Log-probabilities of prompts that one request may ask for: about 100 bytes each until they are written."""
+MAX_SCORED = 500_000  # Log-probabilities of prompts in one request: about 100 bytes each until they are written
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """Parameters that say what the answer must look like."""
 

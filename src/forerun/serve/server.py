@@ -40,8 +40,7 @@ CUT_EVERY_S = 0.005  # Between two of those: what is cut all at once keeps the o
 MAX_PIECES = 2_000
 """Chunks of one body that came together with others. Each takes some 20 microseconds: 4 MB in chunks of one byte would
 take minutes."""
-LINGER_S = 1.0
-"""How long a refused connection stays half open: closing at once could take the answer away before it is read."""
+LINGER_S = 1.0  # How long a refused connection stays half open: or the answer could go before it is read
 
 
 class Connection(H11Protocol):
@@ -185,8 +184,7 @@ def _response(error: ApiError) -> bytes:
 
 WRITING_S = 0.2  # How long clients may take to read that their answers were cut off
 LAST_S = 0.75  # After the drain time: when the process ends even if Python has not come to it
-OTHER_FILES = 256
-"""File descriptors that a server needs besides one a connection: weights, libraries, connections that are refused."""
+OTHER_FILES = 256  # File descriptors besides one a connection: weights, libraries, refused connections
 
 
 class _Server(uvicorn.Server):

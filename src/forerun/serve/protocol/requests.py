@@ -199,10 +199,8 @@ class Sampling(Neutral):
     allowed_token_ids: TokenIds | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """vLLM's: log-probabilities of the prompt's tokens, each with so many of the likeliest in its place."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31)] | Literal[-1] | None = None
-    """vLLM's: read only the prompt's last tokens; -1: as many as fit."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # vLLM's: of the prompt, so many likeliest each
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31)] | Literal[-1] | None = None  # Its last; -1: what fits
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
@@ -219,19 +217,13 @@ class Sampling(Neutral):
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
     speculative: Speculation | None = None
-    return_speculation_trace: bool = False
-    """Every step of the answer (drafted, accepted, probabilities, times) under ``speculation_trace``."""
+    return_speculation_trace: bool = False  # Every step: what was drafted and accepted, probabilities, times
     return_token_ids: bool = False  # vLLM's: the ids of the prompt's and the answer's tokens
-    return_tokens_as_token_ids: bool = False
-    """vLLM's: log-probabilities name tokens ``token_id:ID``, which tells apart what has the same text."""
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0
-    """vLLM's: of a client's waiting requests the one with the lowest comes first."""
-    user: Name | None = None
-    """OpenAI's opaque name of an end user: an API key's share of the rows is shared evenly among its users."""
-    cache_salt: Salt | None = None
-    """Nothing is shared with requests of another salt, nor with other API keys in any case."""
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """From queueing to the end, seconds; then the answer ends with what there is, finish reason ``abort``."""
+    return_tokens_as_token_ids: bool = False  # vLLM's: log-probabilities name tokens ``token_id:ID``, never two alike
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0  # vLLM's: of a client's waiting the lowest comes first
+    user: Name | None = None  # An end user's opaque name: a key's share of the rows is shared evenly among its users
+    cache_salt: Salt | None = None  # Nothing is shared with another salt, nor with other API keys in any case
+    timeout_s: Annotated[float, Field(gt=0)] | None = None  # Seconds from queueing; then the answer ends (``abort``)
 
     @field_validator("stop")
     @classmethod
@@ -285,8 +277,7 @@ def function_named(name: str) -> dict[str, Any]:
 # --- tools ---
 
 MAX_TOOLS = 128  # Tools of one request, as OpenAI has it, and calls of one message
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-"""Of a function: nothing that could be taken for a mark."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Nothing that could be taken for a mark
 
 
 def _a_schema(value: dict[str, Any]) -> dict[str, Any]:
@@ -411,8 +402,7 @@ class Thinking(Strict):
     """Whether the model is to reason before it answers, in the words of Anthropic, DeepSeek and others."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """A goal for the model's reasoning in Anthropic's API; here `max_tokens` alone bounds it."""
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # Anthropic's goal; here `max_tokens` alone bounds it
     display: Literal["summarized"] = "summarized"  # What was thought is shown as it is
 
 
@@ -465,12 +455,10 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None  # None is ``auto`` where there are tools
     parallel_tool_calls: bool = True  # False: at most one call
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: further variables of the chat template, such as ``enable_thinking``."""
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: more variables of the template (``enable_thinking``)
     reasoning_effort: ReasoningEffort | None = None  # A variable of the chat template, where it has it
     thinking: Thinking | None = None  # Switches the chat template's reasoning, where it can be switched
-    add_generation_prompt: bool | None = None
-    """vLLM's: the prompt ends with what opens the answer; None is true unless the last message is continued."""
+    add_generation_prompt: bool | None = None  # vLLM's: opens the answer; None: unless the last message goes on
     continue_final_message: bool = False  # vLLM's: the answer goes on with the last message
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     verbosity: Literal["medium"] = "medium"

@@ -70,8 +70,7 @@ class ToolFormat(ABC):
     signs: ClassVar[tuple[str, ...]]  # Texts in a chat template, all of which together tell this format
     mark: ClassVar[str]  # Where calls begin
     marks: ClassVar[tuple[str, ...]] = ()  # Other marks, which the tokenizer may know as special tokens
-    text_arguments: ClassVar[bool] = False
-    """The template wants the arguments of earlier calls as JSON text, not as an object, and no empty content."""
+    text_arguments: ClassVar[bool] = False  # The template has arguments of earlier calls as JSON text
 
     def __init__(self, template: str, functions: Sequence[Function]) -> None:
         self.template, self.functions = template, functions
@@ -215,8 +214,7 @@ def _as_object(raw: str) -> str:
 
 # --- calls with a mark around each argument ---
 
-_UNWRITABLE = ("pattern", "format", "minLength", "maxLength")
-"""Keywords for strings that cannot be enforced where a string ends at a mark."""
+_UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # Not enforceable where a string ends at a mark
 
 
 class FieldFormat(ToolFormat):
