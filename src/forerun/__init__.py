@@ -28,21 +28,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncLLM": "forerun.engine.async_llm",
-    "CompletionOutput": "forerun.types",
     "EAGLE3_DEFAULT_CFG": "forerun.training.convert.settings",
     "ForerunError": "forerun.errors",
     "LLM": "forerun.engine.llm",
-    "RequestOutput": "forerun.types",
-    "SamplingParams": "forerun.types",
-    "Source": "forerun.types",
     "SpeculativeConfig": "forerun.engine.config",
-    "StepTrace": "forerun.types",
-    "StreamChunk": "forerun.types",
-    "StructuredOutputs": "forerun.types",
     "convert": "forerun.training.convert.model",
     "enable_huggingface_checkpointing": "forerun.training.convert.model",
     "hf": "forerun.engine.huggingface",
 }
+"""Where the names of `__all__` are that `forerun.types` has not."""
 
 __all__ = [
     "EAGLE3_DEFAULT_CFG",
@@ -64,9 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "forerun.types")), name)
 
 
 def __dir__() -> list[str]:

@@ -31,11 +31,7 @@ def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """What `write_sealed` was given.
-
-    Args:
-        path: the file.
-        remedy: what to do about a damaged one, for the message.
+    """What `write_sealed` was given; `remedy` is what to do about a damaged file, for the message.
 
     Raises:
         DataError: it is no JSON object, or does not say what was written.
@@ -44,11 +40,7 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file, all of which is read.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """sha256 of a file, all of which is read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -94,8 +86,7 @@ class ManifestKind:
         """What was written, to the last entry.
 
         Raises:
-            DataError: there is no manifest, it is broken or changed, of another kind of directory or of another
-                version.
+            DataError: there is no manifest, it is broken or changed, or of another kind or version.
         """
         path = folder / MANIFEST
         if not path.is_file():

@@ -124,47 +124,40 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "n": (1, math.inf, "at least 1"),
+    "temperature": (0, MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}], 0 is greedy"),
+    "top_p": (math.ulp(0), 1, "in (0, 1]"),
+    "top_k": (-1, math.inf, "-1 or 0 (off) or at least 1"),
+    "min_p": (0, 1, "in [0, 1]"),
+    "repetition_penalty": (1e-4, 1e4, "in [0.0001, 10000]"),
+    "presence_penalty": (-2, 2, "in [-2, 2]"),
+    "frequency_penalty": (-2, 2, "in [-2, 2]"),
+    "max_tokens": (0, math.inf, "0 or more"),
+    "min_tokens": (0, math.inf, "0 or more"),
+    "logprobs": (0, math.inf, "0 or more"),
+    "prompt_logprobs": (0, math.inf, "0 or more"),
+}
+"""The least and the most that each may be, unless it is None, and the same in words."""
+
+
 def _check_sampling(params: SamplingParams) -> None:
-    checks: list[tuple[bool, str]] = [
-        (params.n >= 1, f"n must be at least 1, got {params.n}"),
-        (
-            0 <= (params.temperature or 0) <= MAX_TEMPERATURE,
-            f"temperature must be in [0, {MAX_TEMPERATURE:g}], 0 is greedy, got {params.temperature}",
-        ),
-        (params.top_p is None or 0 < params.top_p <= 1, f"top_p must be in (0, 1], got {params.top_p}"),
-        ((params.top_k or 0) >= -1, f"top_k must be -1 or 0 (off) or at least 1, got {params.top_k}"),
-        (params.min_p is None or 0 <= params.min_p <= 1, f"min_p must be in [0, 1], got {params.min_p}"),
-        (
-            params.repetition_penalty is None or 1e-4 <= params.repetition_penalty <= 1e4,
-            f"repetition_penalty must be in [0.0001, 10000], got {params.repetition_penalty}",
-        ),
-        (-2 <= params.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {params.presence_penalty}"),
-        (-2 <= params.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {params.frequency_penalty}"),
-        (
-            params.max_tokens is None or params.max_tokens >= 0,
-            f"max_tokens must be 0 or more, got {params.max_tokens}",
-        ),
-        (params.min_tokens >= 0, f"min_tokens must be 0 or more, got {params.min_tokens}"),
-        (params.max_tokens is None or params.min_tokens <= params.max_tokens, "min_tokens must not exceed max_tokens"),
-        (params.logprobs is None or params.logprobs >= 0, "logprobs must be 0 or more"),
-        (params.prompt_logprobs is None or params.prompt_logprobs >= 0, "prompt_logprobs must be 0 or more"),
-        (
-            params.truncate_prompt_tokens is None
-            or params.truncate_prompt_tokens >= 1
-            or params.truncate_prompt_tokens == -1,
-            f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {params.truncate_prompt_tokens}",
-        ),
-        (all(params.stop_strings) or params.stop is None, "stop strings must not be empty"),
-        (params.allowed_token_ids is None or len(params.allowed_token_ids) > 0, "allowed_token_ids must not be empty"),
-        (
-            all(bias < math.inf for bias in (params.logit_bias or {}).values()),
-            "logit_bias must hold finite numbers, or -inf for a ban",
-        ),
-        (
-            params.logprobs_mode in ("raw_logprobs", "processed_logprobs"),
-            f"logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got {params.logprobs_mode!r}",
-        ),
-    ]
-    for passed, message in checks:
-        if not passed:
-            raise ArgumentError(message)
+    if None in (params.n, params.min_tokens, params.presence_penalty, params.frequency_penalty):
+        raise ArgumentError("n, min_tokens, presence_penalty and frequency_penalty must be numbers, got None")
+    for name, (least, most, words) in _BOUNDS.items():
+        value = getattr(params, name)
+        if value is not None and not least <= value <= most:
+            raise ArgumentError(f"{name} must be {words}, got {value}")
+    kept, modes = params.truncate_prompt_tokens, ("raw_logprobs", "processed_logprobs")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise ArgumentError("min_tokens must not exceed max_tokens")
+    if kept is not None and kept < 1 and kept != -1:
+        raise ArgumentError(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {kept}")
+    if params.stop is not None and not all(params.stop_strings):
+        raise ArgumentError("stop strings must not be empty")
+    if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
+        raise ArgumentError("allowed_token_ids must not be empty")
+    if not all(bias < math.inf for bias in (params.logit_bias or {}).values()):
+        raise ArgumentError("logit_bias must hold finite numbers, or -inf for a ban")
+    if params.logprobs_mode not in modes:
+        raise ArgumentError(f"logprobs_mode must be {modes[0]!r} or {modes[1]!r}, got {params.logprobs_mode!r}")

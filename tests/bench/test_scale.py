@@ -58,9 +58,9 @@ def test_boundaries_hold_the_sources_states(source: Path, tmp_path: Path) -> Non
 
 def test_size_is_near_the_goal_and_counted_right(source: Path, tmp_path: Path) -> None:
     scaled = scale_model(source, tmp_path / "big", billions=0.003)
-    assert scaled.parameters == sum(p.numel() for p in load(scaled.path, torch.bfloat16).parameters())
-    assert scaled.parameters == pytest.approx(3e6, rel=0.05)
-    assert str(round(scaled.parameters / 1e6)) in scaled.note
+    assert scaled.plan.parameters == sum(p.numel() for p in load(scaled.path, torch.bfloat16).parameters())
+    assert scaled.plan.parameters == pytest.approx(3e6, rel=0.05)
+    assert str(round(scaled.plan.parameters / 1e6)) in scaled.note
 
 
 def test_extra_weights_are_not_zero(source: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_drafter_adapts_unless_it_is_told_not_to(
 
     monkeypatch.setattr(session, "load", lambda model, _, speculative, **more: load(model, speculative))
     monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
-    monkeypatch.setattr(serve, "_load", lambda model, speculative, *_: load(model, speculative))
+    monkeypatch.setattr(serve, "_load", lambda model, _, options: load(model, options["speculative_config"]))
     more = ["-p", PROMPT] if verb == "generate" else ["--port", 0]
     assert forerun(verb, "somewhere", *more, "--drafter", "ngram", *words).code in (1, 2)
     (config,) = asked

@@ -64,7 +64,7 @@ def test_speed_counts_what_came_after_the_first_token() -> None:
     assert session.tokens_per_second(output) == 4.0
     line = session.statistics_line(output).plain
     assert "4.0 tokens/s" in line and "3.00 tokens per target pass" in line and "2 of 4 drafted" in line
-    assert session.answer_record(output, answer, with_tokens=True)["speculation"] == {
+    assert session.answer_record(output, with_tokens=True)["speculation"] == {
         "steps": 1,
         "plain_steps": 0,
         "drafted": 4,

@@ -13,9 +13,9 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.completing import ScoredToken, completion_logprobs
+from forerun.serve.completing import completion_logprobs
 from forerun.serve.protocol.requests import ChatRequest
-from forerun.types import TokenLogprob
+from forerun.types import OutputToken, Source, TokenLogprob
 from serve.conftest import NAME, Live, serving, with_template
 from serve.test_probes import ASK, CALL, NAMED, OTHER, TEMPLATE, TOOL, allowed
 
@@ -124,7 +124,7 @@ class TestPromptLogprobs:
 
     def test_of_tokens_with_the_same_text_the_likeliest_counts(self) -> None:
         best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in (1, 2, 3)}
-        token = ScoredToken(3, "", best[3], best)
+        token = OutputToken(id=3, text="", source=Source.TARGET, step=0, logprob=best[3], top_logprobs=best)
         found = completion_logprobs([token], lambda token: "odd" if token % 2 else "even", 0)
         assert found["top_logprobs"] == [{"odd": -1.0, "even": -2.0}] and found["token_logprobs"] == [-3.0]
 

@@ -180,6 +180,14 @@ def test_one_parameter_is_odd(small: Live, data: st.DataObject, path: str, strea
     check(send(small, path, json.dumps(body)))
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "max_tokens"), (RESPONSES, "max_output_tokens"), (TEXT, "max_tokens")]
+)
+def test_an_integer_beyond_all_floats_is_too_much(small: Live, path: str, name: str) -> None:
+    answer = send(small, path, json.dumps({**PLAIN[path], "model": NAME, name: 10**400}))
+    assert answer.status_code == 400 and "is at most" in answer.json()["error"]["message"]
+
+
 ODD_FORMS = [
     {"regex": "(" * 200},
     {"regex": "a{1,100000}b{1,100000}"},

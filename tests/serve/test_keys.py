@@ -16,7 +16,7 @@ import pytest
 
 from forerun.errors import ArgumentError
 from forerun.serve import guards
-from forerun.serve.guards import Clients
+from forerun.serve.guards import client_of
 from forerun.serve.settings import ServeSettings
 from serve.attacks import (
     ATTACKER,
@@ -196,9 +196,9 @@ class TestTurns:
             assert 429 in codes and codes.count(200) >= 4 and not live.session._held
 
     def test_without_keys_an_address_is_a_client(self) -> None:
-        clients = Clients(ServeSettings(model_name="tiny"))
+        settings = ServeSettings(model_name="tiny")
         asked = [{"client": (host, 1), "headers": []} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
-        one, same, other = (clients.of(scope) for scope in asked)
+        one, same, other = (client_of(scope, settings) for scope in asked)
         assert one is not None and same is not None and other is not None
         assert one.name == same.name != other.name and len({one.domain, same.domain, other.domain}) == 3
 
@@ -216,15 +216,15 @@ class TestLearning:
     )
     def test_keys_that_allow_it(self, settings: dict[str, Any], allowed: set[str]) -> None:
         made = ServeSettings(model_name="tiny", **settings)
-        clients, named = Clients(made), {key: (b"authorization", b"Bearer " + key.encode()) for key in made.api_keys}
-        found = {key: clients.of({"headers": [header]}) for key, header in named.items()}
+        named = {key: (b"authorization", b"Bearer " + key.encode()) for key in made.api_keys}
+        found = {key: client_of({"headers": [header]}, made) for key, header in named.items()}
         assert {key for key, client in found.items() if client is not None and client.adapt} == allowed
         assert made.may_learn == bool(allowed)
 
     @pytest.mark.parametrize("shared", [False, True])
     def test_requests_without_a_key(self, shared: bool) -> None:
         made = ServeSettings(model_name="tiny", share_unnamed=shared)
-        client = Clients(made).of({"headers": []})
+        client = client_of({"headers": []}, made)
         assert client is not None and client.adapt == made.may_learn == shared
 
     def test_a_key_that_is_none_of_the_servers_is_refused(self) -> None:

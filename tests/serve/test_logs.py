@@ -28,7 +28,7 @@ class Kept(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith(("httpx", "httpcore")):
             return  # the client, who shares the process in this test
-        self.lines += [logs.formatter("json").format(record), logs.formatter("text").format(record)]
+        self.lines += [logs.Lines("json").format(record), logs.Lines("text").format(record)]
 
     def entries(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines[::2]]
@@ -167,9 +167,9 @@ def test_probes_are_no_news(live: Live, kept: Kept) -> None:
 
 def test_a_value_cannot_end_its_line_or_pass_for_another() -> None:
     record = logging.makeLogRecord({"msg": "request", "levelname": "INFO", "fields": {"a": "x\nERROR b=1", "c": "d"}})
-    [line] = logs.formatter("text").format(record).splitlines()
+    [line] = logs.Lines("text").format(record).splitlines()
     assert line.endswith('INFO request a="x\\nERROR b=1" c=d')
-    assert json.loads(logs.formatter("json").format(record))["a"] == "x\nERROR b=1"
+    assert json.loads(logs.Lines("json").format(record))["a"] == "x\nERROR b=1"
 
 
 def test_the_format_is_the_operators(capsys: pytest.CaptureFixture[str]) -> None:

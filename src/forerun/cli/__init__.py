@@ -22,14 +22,9 @@ FLAG = "--config"
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; nothing without such a file.
+    """Fill in what ``--config FILE`` says and neither flags nor environment variables do; cyclopts' ``App.config``.
 
-    The signature is that of cyclopts' ``App.config``. Keys are the flags' names, with or without dashes; the file is
-    YAML (so JSON is understood, too) or, with that suffix, TOML.
-
-    Raises:
-        ArgumentError: the file cannot be read or names another file.
-        CycloptsError: it has an unknown key; the message names the nearest.
+    Keys are the flags' names, with or without dashes, in YAML (so JSON is understood, too) or, with that suffix, TOML.
     """
     named = next((argument for argument in arguments if FLAG in argument.names and argument.tokens), None)
     if named is None:
@@ -37,11 +32,12 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     from cyclopts.config import Dict
 
     path = named.tokens[0].value
-    options = {str(key).lstrip("-").replace("_", "-"): _plain(value) for key, value in _read(path).items()}
-    if "config" in options:
+    given = {str(key).lstrip("-").replace("_", "-"): value for key, value in _read(path).items() if value is not None}
+    if "config" in given:
         raise ArgumentError(f"{path} names another file under 'config'; one file is read")
-    given = {key: value for key, value in options.items() if value is not None}
-    Dict(given, source=path, use_commands_as_keys=False)(app, commands, arguments)
+    # A mapping becomes JSON, which such flags take (--speculative-config).
+    options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in given.items()}
+    Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -56,11 +52,6 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ArgumentError(f"{path} must hold options, 'name: value' a line, got {type(found).__name__}")
     return found
-
-
-def _plain(value: Any) -> Any:
-    """A mapping as JSON, which such flags take (--speculative-config); anything else as it is."""
-    return json.dumps(value) if isinstance(value, dict) else value
 
 
 VERBS = {

@@ -7,26 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, Model, SpeculationOptions
 from forerun.errors import ArgumentError
 from forerun.plan.plot import check_plot, draw_cost
 
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.costs import CostModel, DraftCost
+    from forerun.engine.costs import CostModel
 
-TEXT_TOKENS = 300
-"""Length of the text that a drafter is timed on."""
+TEXT_TOKENS = 300  # Length of the text that a drafter is timed on
 
 
 def calibrate(
-    model: str,
+    model: Model,
     /,
     *,
     rows: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (1,),
@@ -35,7 +32,7 @@ def calibrate(
     seconds: float = 10.0,
     force: Flag = False,
     plot: Path | None = None,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -43,8 +40,6 @@ def calibrate(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     rows
         Rows of a pass, one or more numbers: --rows 1 4 16.
     nodes
@@ -57,8 +52,6 @@ def calibrate(
         Measure although a cost model is saved.
     plot
         Write v(n) as a picture (png, svg or pdf).
-    json
-        One JSON object on stdout instead of the tables.
     """
     if not rows or min(rows) < 1 or not seconds > 0:
         raise ArgumentError("--rows must be at least 1 and --seconds above 0")
@@ -66,12 +59,14 @@ def calibrate(
     given = speculation.config()
     from forerun.cli import session
     from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.measuring import device_name, file_of
+    from forerun.engine.measuring import device_name, file_of, load_or_measure
 
     config = SpeculativeConfig.parse(given)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))
+    sizes: dict[str, Any] = {"rows": rows} | ({"nodes": nodes} if nodes else {})
+    sizes |= {"contexts": contexts} if contexts else {}
     with console.telling("calibrating") as tell:
-        cost = _passes(llm, {"rows": rows, "nodes": nodes, "contexts": contexts}, seconds, force=force, tell=tell)
+        cost = load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **sizes)
         if config is not None and (force or config.key not in cost.drafts):
             cost = _drafter(llm, cost, config, tell)
     where = f"{model}, {str(llm.target.dtype).removeprefix('torch.')} on {device_name(llm.target.device)}"
@@ -80,20 +75,16 @@ def calibrate(
         draw_cost(cost, plot, where)
     if json:
         record = {"model": model, "device": device_name(llm.target.device), "dtype": str(llm.target.dtype)}
-        console.write_json({**record, "file": str(path), **cost.record(), "v": _table_of_v(cost)})
+        table_of_v = [
+            {"context": context, "rows": rows, "v": [cost.v(nodes, rows, context) for nodes in cost.nodes]}
+            for context in cost.contexts
+            for rows in cost.rows
+        ]
+        console.write_json({**record, "file": str(path), **cost.record(), "v": table_of_v})
         return 0
     show_cost(cost, where, config)
     console.log().print(Text(f"saved in {path}", style="dim"), soft_wrap=True)
     return 0
-
-
-def _passes(
-    llm: LLM, sizes: dict[str, tuple[int, ...]], seconds: float, *, force: bool, tell: Callable[[str], None]
-) -> CostModel:
-    from forerun.engine.measuring import load_or_measure
-
-    given: dict[str, Any] = {name: numbers for name, numbers in sizes.items() if numbers}
-    return load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **given)
 
 
 def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callable[[str], None]) -> CostModel:
@@ -115,47 +106,24 @@ def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callabl
     return save_draft_cost(llm, cost, config, measure_draft(target, drafter, ids, depth=depth_of(config)))
 
 
-def _table_of_v(cost: CostModel) -> list[dict[str, Any]]:
-    return [
-        {"context": context, "rows": rows, "v": [cost.v(nodes, rows, context) for nodes in cost.nodes]}
-        for context in cost.contexts
-        for rows in cost.rows
-    ]
-
-
 def show_cost(cost: CostModel, where: str, config: SpeculativeConfig | None) -> None:
-    """All tables on stdout."""
+    """All tables on stdout: T(n) and v(n) behind each context by nodes and rows, and the drafters' costs."""
     out = console.out()
     out.print(Text(where, "bold"))
     for context in cost.contexts:
-        out.print(_pass_table(cost, context))
+        titles = [title for rows in cost.rows for title in ("1 row, ms" if rows == 1 else f"{rows} rows, ms", "v(n)")]
+        table = console.table("nodes", *titles, title=f"passes behind {context} tokens", numbers_from=0)
+        for nodes in cost.nodes:
+            figures = [of(nodes, rows, context) for rows in cost.rows for of in (cost.pass_ms, cost.v)]
+            table.add_row(str(nodes), *(f"{figure:.2f}" for figure in figures))
+        out.print(table)
     chosen = {key: draft for key, draft in cost.drafts.items() if config is None or key == config.key}
-    if chosen:
-        out.print(_draft_table(chosen, cost))
-
-
-def _pass_table(cost: CostModel, context: int) -> Table:
-    """T(n) and v(n) behind one context, by nodes and rows."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"passes behind {context} tokens")
-    table.title_justify = "left"
-    table.add_column("nodes", justify="right")
-    for rows in cost.rows:
-        table.add_column("1 row, ms" if rows == 1 else f"{rows} rows, ms", justify="right")
-        table.add_column("v(n)", justify="right")
-    for nodes in cost.nodes:
-        cells = [str(nodes)]
-        for rows in cost.rows:
-            cells += [f"{cost.pass_ms(nodes, rows, context):.2f}", f"{cost.v(nodes, rows, context):.2f}"]
-        table.add_row(*cells)
-    return table
-
-
-def _draft_table(drafts: dict[str, DraftCost], cost: CostModel) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="drafters, per proposal for one row")
-    table.title_justify = "left"
-    for title in ("drafter", "fixed, ms", "per level, ms", "c = level / T(1)"):
-        table.add_column(title, justify="left" if title == "drafter" else "right", no_wrap=title != "drafter")
-    for key, draft in drafts.items():
+    if not chosen:
+        return
+    titles = ["drafter", "fixed, ms", "per level, ms", "c = level / T(1)"]
+    table = console.table(*titles, title="drafters, per proposal for one row", numbers_from=1)
+    table.columns[0].no_wrap = False
+    for key, draft in chosen.items():
         share = draft.level_ms / cost.pass_ms(1)
         table.add_row(key, f"{draft.fixed_ms:.2f}", f"{draft.level_ms:.3f}", f"{share:.3f}")
-    return table
+    out.print(table)

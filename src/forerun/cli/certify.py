@@ -10,19 +10,18 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions, read_text
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from forerun.certify.checks import Report
 
 
-_ROWS = 32
-"""Answers at once: the thousands of short ones are then drawn in a minute or two."""
+_ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a minute or two
 
 
 def certify(
-    model: str,
+    model: Model,
     /,
     *,
     prompt_file: Path | None = None,
@@ -30,7 +29,7 @@ def certify(
     prompts: int = 6,
     max_tokens: int = 96,
     detect: float = 0.1,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -38,8 +37,6 @@ def certify(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     prompt_file
         File with one prompt per line; by default held-out source files that ship with forerun.
     temperature
@@ -51,8 +48,6 @@ def certify(
     detect
         Total variation from the target's distribution that each chi-square test detects with a probability of 99 %. The
         number of answers follows from it: half of it takes four times as many.
-    json
-        One JSON object on stdout instead of the table.
     """
     config = speculation.config()
     if config is None:
@@ -85,11 +80,7 @@ def _texts(prompt_file: Path | None) -> list[str]:
         if not texts:
             raise DataError("the shipped prompts are missing; give --prompt-file FILE with one prompt per line")
         return texts
-    try:
-        lines = prompt_file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read prompts from {prompt_file}: {error}") from error
-    return [line for line in lines if line.strip()]
+    return [line for line in read_text(prompt_file, "prompts").splitlines() if line.strip()]
 
 
 def show_report(report: Report) -> None:
@@ -101,9 +92,5 @@ def show_report(report: Report) -> None:
         out.print(Padding(Text(check.summary), (0, 0, 0, 6)))
     failed = sum(not check.passed for check in report.checks)
     what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
-    if report.passed:
-        out.print(Text("certified: ", "bold green").append(what, ""))
-    else:
-        out.print(
-            Text("not certified: ", "bold red").append(f"{failed} of {len(report.checks)} checks failed; {what}", "")
-        )
+    verdict = Text("certified: ", "bold green") if report.passed else Text("not certified: ", "bold red")
+    out.print(verdict.append(what if report.passed else f"{failed} of {len(report.checks)} checks failed; {what}", ""))

@@ -13,7 +13,7 @@ from forerun.errors import ArgumentError, ForerunError, nearest
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.types import RequestOutput, SamplingParams
+    from forerun.types import SamplingParams
 
 HELP = """\
 /help               this list
@@ -120,10 +120,8 @@ class Conversation:
         except KeyboardInterrupt:
             console.log().print(Text("\nstopped; the answer is forgotten", "dim"))
             return
-        if output is not None:
-            self._keep(messages, output)
-
-    def _keep(self, messages: list[dict[str, str]], output: RequestOutput) -> None:
+        if output is None:
+            return
         answer = output.outputs[0]
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.total.add(answer.speculation)

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 
@@ -36,6 +38,15 @@ def report_error(message: str) -> None:
 def warn(message: str) -> None:
     """One yellow line on stderr."""
     log().print(Text(message, style="yellow"), soft_wrap=True)
+
+
+def table(*titles: str, title: str | None = None, numbers_from: int | None = None) -> Table:
+    """An empty table, without a headline where there are no `titles`; columns `numbers_from` on hold numbers."""
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_header=bool(titles))
+    for index, name in enumerate(titles):
+        number = numbers_from is not None and index >= numbers_from
+        found.add_column(name, justify="right" if number else "left", no_wrap=index == 0 or number)
+    return found
 
 
 def write_json(value: Any) -> None:
@@ -76,15 +87,9 @@ def telling(beginning: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, silent where stderr is no terminal; gives rich's `Progress.update` of its one task."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TimeRemainingColumn(), console=log(), disable=not log().is_terminal) as progress:
-        yield functools.partial(progress.update, progress.add_task(task, total=total, completed=done))
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), *times)
+    with progress.Progress(*columns, console=log(), disable=not log().is_terminal) as bar:
+        yield functools.partial(bar.update, bar.add_task(task, total=total, completed=done))

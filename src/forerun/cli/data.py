@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, LoadOptions, SkipBad, SpeculationOptions
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from forerun.training.data.prepare import Prepared
-    from forerun.training.data.regenerate import Generation, Plan, Regenerated
+    from forerun.training.data.regenerate import Regenerated
 
 LOCAL_CONCURRENCY, ENDPOINT_CONCURRENCY = 8, 32
 
@@ -28,10 +28,10 @@ def prepare(
     output: Path,
     max_length: int = 2048,
     split_long: Flag = False,
-    skip_bad: Flag = False,
+    skip_bad: SkipBad = False,
     last_turn_only: Flag = False,
     draft_vocab_size: int | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Tokenize data files, mark what the assistant wrote, and store both for training.
 
@@ -48,14 +48,10 @@ def prepare(
         Tokens of the longest document.
     split_long
         Split longer documents instead of cutting them off.
-    skip_bad
-        Leave unusable records out instead of stopping at the first.
     last_turn_only
         Count only the last answer of each conversation, for chat templates that rewrite earlier turns.
     draft_vocab_size
         Say how much of the answers a draft vocabulary of this size covers.
-    json
-        One JSON line on stdout instead of words.
     """
     from forerun.cli import session
     from forerun.manifests import TokenizerIdentity
@@ -75,7 +71,11 @@ def prepare(
         )
     summary = done.summary()
     if draft_vocab_size is not None:
-        summary["draft_vocabulary"] = {"size": draft_vocab_size, "coverage": _coverage(done, draft_vocab_size)}
+        from forerun.training.data.store import coverage, draft_vocabulary, token_counts
+
+        counts = token_counts(done.data, known)
+        covered = coverage(counts, draft_vocabulary(counts, draft_vocab_size))
+        summary["draft_vocabulary"] = {"size": draft_vocab_size, "coverage": round(covered, 6)}
     for complaint in done.complaints:
         console.warn(f"skipped: {complaint}")
     if json:
@@ -83,13 +83,6 @@ def prepare(
     else:
         _show_prepared(summary)
     return 0
-
-
-def _coverage(done: Prepared, size: int) -> float:
-    from forerun.training.data.store import coverage, draft_vocabulary, token_counts
-
-    counts = token_counts(done.data, done.data.tokenizer.vocab_size)
-    return round(coverage(counts, draft_vocabulary(counts, size)), 6)
 
 
 def _show_prepared(summary: dict[str, Any]) -> None:
@@ -112,24 +105,51 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         out.print(f"a draft vocabulary of {found['size']:,} covers {found['coverage']:.2%} of the tokens that count")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegenerateOptions:
+    """Who answers, how, and where the answers go."""
+
+    output: Path
+    """JSONL to append to; records that are in it already are not asked again."""
+    target: str | None = None
+    """Directory or hub id of the model that answers here. With --endpoint it only gives the tokenizer."""
+    endpoint: str | None = None
+    """URL of an OpenAI-compatible server that answers instead; OPENAI_API_KEY is sent if it is set."""
+    model: str | None = None
+    """The target's name at the endpoint."""
+    concurrency: int | None = None
+    """Records at once: 8 here, 32 at an endpoint."""
+    max_tokens: Annotated[int, Parameter(alias="-n")] = 1024
+    """Most tokens of one answer."""
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None
+    """0 is greedy; by default the model's or the server's own."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens whose mass reaches this."""
+    seed: int | None = None
+    """Same seed, same answers."""
+    prompt_tokens: int = 64
+    """Tokens of a plain text that are given; the target continues them."""
+    limit: int | None = None
+    """Only the first records of the file."""
+    skip_bad: SkipBad = False
+
+    def __post_init__(self) -> None:
+        if self.target is None and self.endpoint is None:
+            raise ArgumentError("who shall answer? give --target MODEL, or --endpoint URL with --model NAME")
+        if (self.endpoint is None) != (self.model is None):
+            raise ArgumentError("--endpoint URL and --model NAME belong together")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ArgumentError(f"--concurrency must be at least 1, got {self.concurrency}")
+
+
 @data.command
 def regenerate(
     file: Path,
     /,
     *,
-    output: Path,
-    target: str | None = None,
-    endpoint: str | None = None,
-    model: str | None = None,
-    concurrency: int | None = None,
-    max_tokens: Annotated[int, Parameter(alias="-n")] = 1024,
-    temperature: Annotated[float | None, Parameter(alias="-t")] = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    prompt_tokens: int = 64,
-    limit: int | None = None,
-    skip_bad: Flag = False,
-    json: Flag = False,
+    asked: RegenerateOptions,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -139,82 +159,33 @@ def regenerate(
     ----------
     file
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
-    output
-        JSONL to append to; records that are in it already are not asked again.
-    target
-        Directory or hub id of the model that answers here. With --endpoint it only gives the tokenizer.
-    endpoint
-        URL of an OpenAI-compatible server that answers instead; OPENAI_API_KEY is sent if it is set.
-    model
-        The target's name at the endpoint.
-    concurrency
-        Records at once: 8 here, 32 at an endpoint.
-    max_tokens
-        Most tokens of one answer.
-    temperature
-        0 is greedy; by default the model's or the server's own.
-    top_p
-        Keep the smallest set of tokens whose mass reaches this.
-    seed
-        Same seed, same answers.
-    prompt_tokens
-        Tokens of a plain text that are given; the target continues them.
-    limit
-        Only the first records of the file.
-    skip_bad
-        Leave unusable records out instead of stopping at the first.
-    json
-        One JSON line on stdout instead of words.
     """
-    _check_who(target, endpoint, model, concurrency)
     from forerun.cli import session
-    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint
+    from forerun.training.data.regenerate import Director, Endpoint, Generation, plan, with_endpoint, with_engine
 
-    generation = Generation(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    tokenizer = None if target is None else session.load_tokenizer(target)
-    director = Director(tokenizer=tokenizer, prompt_tokens=prompt_tokens, seed=seed)
+    generation = Generation(max_tokens=asked.max_tokens, temperature=asked.temperature, top_p=asked.top_p)
+    tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
+    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, seed=asked.seed)
     with console.progress_bar("regenerating") as update:
 
         def tell(progress: Regenerated) -> None:
             update(completed=progress.done, total=progress.total)
 
-        todo = plan(file, output, director, limit=limit, skip_bad=skip_bad, tell=tell)
+        todo = plan(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
         try:
-            if endpoint is not None:
-                server = Endpoint(url=endpoint, model=str(model), generation=generation)
-                with_endpoint(todo, server, concurrency=concurrency or ENDPOINT_CONCURRENCY)
+            if asked.endpoint is not None:
+                server = Endpoint(url=asked.endpoint, model=str(asked.model), generation=generation)
+                with_endpoint(todo, server, concurrency=asked.concurrency or ENDPOINT_CONCURRENCY)
             elif todo.records:
-                _answer_here(todo, str(target), generation, concurrency or LOCAL_CONCURRENCY, speculation, loading)
+                rows = asked.concurrency or LOCAL_CONCURRENCY
+                llm = session.load(str(asked.target), loading, speculation.config(), max_num_seqs=rows)
+                with_engine(todo, llm, generation, concurrency=rows)
         except BaseException:
             if todo.progress.written:
-                console.warn(f"{todo.progress.written:,} records are safe in {output}; run again to go on")
+                console.warn(f"{todo.progress.written:,} records are safe in {asked.output}; run again to go on")
             raise
     _report(todo.progress, as_json=json)
     return 1 if todo.progress.failed else 0
-
-
-def _check_who(target: str | None, endpoint: str | None, model: str | None, concurrency: int | None) -> None:
-    if target is None and endpoint is None:
-        raise ArgumentError("who shall answer? give --target MODEL, or --endpoint URL with --model NAME")
-    if (endpoint is None) != (model is None):
-        raise ArgumentError("--endpoint URL and --model NAME belong together")
-    if concurrency is not None and concurrency < 1:
-        raise ArgumentError(f"--concurrency must be at least 1, got {concurrency}")
-
-
-def _answer_here(
-    todo: Plan,
-    target: str,
-    generation: Generation,
-    concurrency: int,
-    speculation: SpeculationOptions,
-    loading: LoadOptions,
-) -> None:
-    from forerun.cli import session
-    from forerun.training.data.regenerate import with_engine
-
-    llm = session.load(target, loading, speculation.config(), max_num_seqs=concurrency)
-    with_engine(todo, llm, generation, concurrency=concurrency)
 
 
 def _report(progress: Regenerated, *, as_json: bool) -> None:

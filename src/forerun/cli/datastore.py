@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Flag, Json, SkipBad
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def build(
     target: str | None = None,
     tokenizer: str | None = None,
     output: Path,
-    skip_bad: Flag = False,
-    json: Flag = False,
+    skip_bad: SkipBad = False,
+    json: Json = False,
 ) -> int:
     """Tokenize data files and sort them, so that what followed any words is found at once.
 
@@ -39,10 +39,6 @@ def build(
         Directory or hub id of its tokenizer instead.
     output
         Directory to write; must not hold anything yet.
-    skip_bad
-        Leave unusable records out instead of stopping at the first.
-    json
-        A JSON object on stdout instead of words.
     """
     from forerun.cli import session
     from forerun.training.data import datastore as stores
@@ -56,17 +52,14 @@ def build(
         manifest = stores.build(files, loaded, output, name=name, bad=bad, tell=tell)
     for complaint in bad.examples:
         console.warn(f"skipped: {complaint}")
-    if json:
-        console.write_json({**_summary(output, manifest), "skipped": bad.count})
-    else:
-        _show(output, manifest)
-        if bad.count:
-            console.out().print(f"{bad.count:,} records skipped")
+    _show(output, manifest, json=json, skipped=bad.count)
+    if bad.count and not json:
+        console.out().print(f"{bad.count:,} records skipped")
     return 0
 
 
 @datastore.command
-def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int:
+def info(directory: Path, /, *, verify: Flag = False, json: Json = False) -> int:
     """Say what is in a datastore and whose token ids it holds.
 
     Parameters
@@ -75,8 +68,6 @@ def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int
         What `forerun datastore build` wrote.
     verify
         Read everything and compare it with the checksums.
-    json
-        A JSON object on stdout instead of words.
     """
     from forerun.drafters.lookup.datastore import Datastore
 
@@ -84,15 +75,17 @@ def info(directory: Path, /, *, verify: Flag = False, json: Flag = False) -> int
     if verify:
         with console.telling("comparing checksums"):
             store.verify()
-    if json:
-        console.write_json(_summary(directory, store.manifest))
-    else:
-        _show(directory, store.manifest)
+    _show(directory, store.manifest, json=json)
     return 0
 
 
-def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    return {
+def _show(folder: Path, manifest: Manifest, *, json: bool, **more: int) -> None:
+    size = sum(file.bytes for file in manifest.files.values())
+    if not json:
+        what = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}"
+        console.out().print(f"{folder}: {what}, {size / 2**20:,.1f} MiB")
+        return
+    summary = {
         "directory": str(folder),
         "tokenizer": manifest.tokenizer.name,
         "tokenizer_sha256": manifest.tokenizer.vocabulary,
@@ -100,14 +93,7 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "tokens": manifest.tokens,
         "places": manifest.places,
         "longest_match": manifest.sorted_tokens,
-        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "bytes": size,
         "sources": len(manifest.sources),
     }
-
-
-def _show(folder: Path, manifest: Manifest) -> None:
-    size = sum(file.bytes for file in manifest.files.values())
-    console.out().print(
-        f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}, "
-        f"{size / 2**20:,.1f} MiB"
-    )
+    console.write_json(summary | more)

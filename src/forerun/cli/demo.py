@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, Model, SpeculationOptions
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """Copying is deterministic, so a seed's text is plain decoding's; and it is cheap beside so small a target."""
 DEFAULT_PROMPT = "test/test_asyncio/test_taskgroups.py"
 DEFAULT_SEED = 7
-PROMPT_CHARACTERS = 1200
-"""How much of the held-out file is the question; about 300 tokens."""
+PROMPT_CHARACTERS = 1200  # How much of the held-out file is the question; about 300 tokens
 SHOWN_LINES = 6
 Show = Callable[[str, Any], "RequestOutput"]
 
@@ -46,7 +45,7 @@ class _Setting:
 
 
 def demo(
-    model: str = "demo",
+    model: Model = "demo",
     /,
     *,
     scale: float | None = None,
@@ -56,7 +55,7 @@ def demo(
     seed: int = DEFAULT_SEED,
     max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
     repeats: int = 3,
-    json: Flag = False,
+    json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: LoadOptions = LOADING,
 ) -> int:
@@ -66,8 +65,6 @@ def demo(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     scale
         Enlarge the model to about this many billion parameters first, and EAGLE-3 heads with it. Its answers stay the
         same, its cost becomes real.
@@ -83,8 +80,6 @@ def demo(
         Tokens to answer with: 128, or 64 for an enlarged model.
     repeats
         Timed runs of each arm.
-    json
-        One JSON object on stdout, and nothing else.
     """
     if repeats < 1:
         raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
@@ -93,18 +88,16 @@ def demo(
     from forerun.cli import session
     from forerun.types import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens or (64 if scale else 128),
-        ignore_eos=True,
-        seed=seed,
-    )
+    length = max_tokens or (64 if scale else 128)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=True, seed=seed)
     path, drafting, note = enlarged(model, config, scale) if scale is not None else (model, config, None)
     setting = _Setting(model=model, config=config, note=note, prompt=prompt_name, params=params)
-    llm = session.load(path, _loading(loading, scale), drafting, max_num_seqs=1)
-    arms = _Quiet() if json else _Shown(llm, setting, prompt)
-    result = race(llm, prompt, setting.params, repeats=repeats, show=arms)
+    if loading.dtype == "auto" and scale is None:
+        loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
+    llm = session.load(path, loading, drafting, max_num_seqs=1)
+    if not json:
+        _introduce(setting, prompt)
+    result = race(llm, prompt, params, repeats=repeats, show=None if json else _shown)
     if json:
         console.write_json(record(llm, setting, result))
     else:
@@ -114,24 +107,16 @@ def demo(
 
 
 def question(name: str) -> str:
-    """The beginning of a shipped held-out file, cut at a line.
-
-    Raises:
-        ArgumentError: there is no such file; the message names the nearest.
-    """
+    """The beginning of a shipped held-out file, cut at a line."""
     texts = {prompt.name: prompt.text for prompt in shipped.prompts()}
     if name not in texts:
-        raise ArgumentError(
-            f"no shipped prompt {name!r}; there are {', '.join(texts) or 'none'}.{nearest(name, texts)}"
-        )
+        known = ", ".join(texts) or "none"
+        raise ArgumentError(f"no shipped prompt {name!r}; there are {known}.{nearest(name, texts)}")
     return texts[name][:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n"
 
 
 def enlarged(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
-    """The enlarged model's path, `config` with heads that fit it, and the line that says what it is.
-
-    Both come from the cache, or are made there.
-    """
+    """The enlarged model's path, `config` with heads that fit it, and the line that says what it is."""
     from forerun.demo.scale import scale_model
 
     with console.telling(f"enlarging {model} to {billions:g} B parameters"):
@@ -153,57 +138,37 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     return [_with_heads_for(scaled, item) for item in config] if isinstance(config, list) else config
 
 
-def _loading(loading: LoadOptions, scale: float | None) -> LoadOptions:
-    """The small model runs in float32 unless told otherwise: there identity is exact, and it costs nothing."""
-    return replace(loading, dtype="float32") if loading.dtype == "auto" and scale is None else loading
+def _introduce(setting: _Setting, prompt: str) -> None:
+    """Show what is asked."""
+    out = console.out()
+    options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
+    drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
+    out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
+    out.print(Text("drafter  ", "dim").append(drafter, "default"))
+    out.print(Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default"))
+    out.print(Text("\n".join(["...", *prompt.splitlines()[-SHOWN_LINES:]]), "dim"))
 
 
-class _Quiet:
-    """Runs a stream without printing."""
+def _shown(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
+    """Show an arm's answer as it comes."""
+    from forerun.cli.session import Printer
 
-    def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-        output = None
-        for chunk in chunks:
-            output = chunk.output or output
-        assert output is not None
-        return output
-
-
-class _Shown:
-    """Shows what is asked, then each arm's answer as it comes."""
-
-    def __init__(self, llm: LLM, setting: _Setting, prompt: str) -> None:
-        self.out = console.out()
-        options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
-        drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
-        self.out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
-        self.out.print(Text("drafter  ", "dim").append(drafter, "default"))
-        self.out.print(
-            Text("asked    ", "dim").append(f"to continue {setting.prompt}, which it has never seen\n", "default")
-        )
-        self.out.print(Text("\n".join(["...", *prompt.splitlines()[-SHOWN_LINES:]]), "dim"))
-
-    def __call__(self, arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-        from forerun.cli.session import Printer
-
-        self.out.print()
-        self.out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
-        output = Printer(self.out, show_draft=True).run(chunks)
-        assert output is not None
-        return output
+    out = console.out()
+    out.print()
+    out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
+    output = Printer(out, show_draft=True).run(chunks)
+    assert output is not None
+    return output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Race:
     """One prompt, answered by both arms several times."""
 
-    plain: list[RequestOutput]
-    """The first is the warm-up run and is not timed."""
+    plain: list[RequestOutput]  # The first is the warm-up run and is not timed
     speculative: list[RequestOutput]
-    parted: Difference | None
-    """Where the two answers part; None if they are the same."""
-    reproducible: bool
-    """Whether every run of either arm gave the same tokens as its first."""
+    parted: Difference | None  # Where the two answers part; None if they are the same
+    reproducible: bool  # Whether every run of either arm gave the same tokens as its first
 
     @property
     def identical(self) -> bool:
@@ -217,7 +182,7 @@ class Race:
 
     @property
     def speculative_speed(self) -> float:
-        """Tokens per second, the median of the timed runs."""
+        """As `plain_speed`."""
         return _speed(self.speculative)
 
     @property
@@ -226,39 +191,41 @@ class Race:
         return self.speculative_speed / self.plain_speed if self.plain_speed else 0.0
 
 
-def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show) -> Race:
+def race(llm: LLM, prompt: str, params: SamplingParams, *, repeats: int, show: Show | None = None) -> Race:
     """Answer `prompt` plainly and speculatively, once for `show` and `repeats` times for the clock, taking turns.
 
-    Decoding speed alone is compared: tokens after the first over the time after the first; medians.
-
-    Args:
-        show: is given an arm's name and its stream, prints it and returns the finished request.
+    Decoding speed alone is compared: tokens after the first over the time after the first; medians. `show` is given an
+    arm's name and its stream, prints it and returns the finished request.
     """
     from forerun.certify.reference import difference
 
-    # A domain of its own for each run, or drafters that remember answers would copy the run before.
-    salts = (f"run {number}" for number in itertools.count())
-    plain = [show("plain", llm.stream(prompt, params, speculative=False, cache_salt=next(salts)))]
-    speculative = [show("speculative", llm.stream(prompt, params, cache_salt=next(salts)))]
+    numbers = itertools.count()
+
+    def run(speculative: bool, show: Show | None = None) -> RequestOutput:
+        # A domain of its own for each run, or drafters that remember answers would copy the run before.
+        options: dict[str, Any] = {"speculative": None if speculative else False, "cache_salt": f"run {next(numbers)}"}
+        if show is None:
+            return llm.generate([prompt], params, **options)[0]
+        return show("speculative" if speculative else "plain", llm.stream(prompt, params, **options))
+
     # The first run of an arm pays for what is made once and for the printing, so it is not timed.
+    runs = {speculative: [run(speculative, show)] for speculative in (False, True)}
     for turn in range(repeats):
-        arms = [(plain, False), (speculative, None)]
-        for runs, choice in arms if turn % 2 == 0 else reversed(arms):
-            runs.append(llm.generate([prompt], params, speculative=choice, cache_salt=next(salts))[0])
-    answers = (_tokens(plain[0]), _tokens(speculative[0]))
+        for speculative in (False, True) if turn % 2 == 0 else (True, False):
+            runs[speculative].append(run(speculative))
+    answers = (_tokens(runs[False][0]), _tokens(runs[True][0]))
     return Race(
-        plain=plain,
-        speculative=speculative,
-        parted=difference(llm, plain[0].prompt_token_ids, answers, 0),
-        reproducible=all(_tokens(run) == _tokens(runs[0]) for runs in (plain, speculative) for run in runs),
+        plain=runs[False],
+        speculative=runs[True],
+        parted=difference(llm, runs[False][0].prompt_token_ids, answers, 0),
+        reproducible=all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm),
     )
 
 
 def _speed(runs: list[RequestOutput]) -> float:
     from forerun.cli.session import tokens_per_second
 
-    speeds = [speed for run in runs[1:] if (speed := tokens_per_second(run)) is not None]
-    return median(speeds) if speeds else 0.0
+    return median([speed for run in runs[1:] if (speed := tokens_per_second(run)) is not None] or [0.0])
 
 
 def _tokens(output: RequestOutput) -> list[int]:
@@ -280,10 +247,9 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out.print()
     out.print(table)
     out.print()
-    faster = Text("speed-up: ", "bold").append(
-        f"{found.speedup:.2f} x", "bold green" if found.speedup > 1 else "bold yellow"
-    )
-    out.print(faster.append("   ").append_text(_verdict(setting, found)))
+    style = "bold green" if found.speedup > 1 else "bold yellow"
+    faster = Text("speed-up: ", "bold").append(f"{found.speedup:.2f} x", style)
+    out.print(faster.append("   identical: ").append_text(_verdict(setting, found)))
     tokens = found.plain[0].outputs[0].token_ids
     details = (
         f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
@@ -295,21 +261,18 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
 
 
 def _verdict(setting: _Setting, found: Race) -> Text:
-    if found.identical:
-        return Text("identical: ", "bold").append("yes", "bold green").append(", token for token", "default")
+    """Whether the answers are identical, and why not."""
     parted = found.parted
-    if setting.params.temperature or parted is None:
-        why = "a run did not repeat itself"
-        if setting.params.temperature:
-            why = (
-                "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
-            )
-        return Text("identical: ", "bold").append("no", "bold yellow").append(f", {why}", "default")
+    if found.identical:
+        return Text("yes", "bold green").append(", token for token", "default")
+    if setting.params.temperature:
+        why = "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
+        return Text("no", "bold yellow").append(f", {why}", "default")
+    if parted is None:
+        return Text("no", "bold yellow").append(", a run did not repeat itself", "default")
     kind = "a numeric tie" if parted.tie else "NOT a numeric tie: please report this"
     where = f", from token {parted.position} on, where the two best are {parted.gap:.3g} nats apart: {kind}"
-    return (
-        Text("identical: ", "bold").append("no", "bold yellow" if parted.tie else "bold red").append(where, "default")
-    )
+    return Text("no", "bold yellow" if parted.tie else "bold red").append(where, "default")
 
 
 def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:

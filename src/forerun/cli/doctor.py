@@ -11,27 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from forerun.checkpoints.engines import Finding, Severity
 
 PACKAGES = (
-    "forerun",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "accelerate",
-    "cyclopts",
-    "rich",
+    *("forerun", "torch", "transformers", "tokenizers", "safetensors"),
+    *("huggingface_hub", "accelerate", "cyclopts", "rich"),
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 GIB = 2**30
@@ -44,7 +35,7 @@ def doctor(
     *,
     target: str | None = None,
     engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Say what this machine offers, or what each serving engine does with a draft head.
 
@@ -56,8 +47,6 @@ def doctor(
         Directory or hub id of the model that the head drafts for.
     engine
         Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy); may be repeated.
-    json
-        One JSON object on stdout instead of the table.
     """
     if head is not None:
         return _examine_head(head, target, engine, json)
@@ -68,11 +57,13 @@ def doctor(
     if json:
         console.write_json(found)
         return 0
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table = console.table()
     for section, entries in found.items():
         table.add_section()
         for row, (name, value) in enumerate(entries.items()):
-            table.add_row(Text(section if row == 0 else "", "bold"), name, _shown(value))
+            shown = Text(" ".join(value) if isinstance(value, list) else str(value))
+            shown = Text("-", "dim") if value is None else shown
+            table.add_row(Text(section if row == 0 else "", "bold"), name, shown)
     console.out().print(table)
     return 0
 
@@ -99,16 +90,15 @@ def _examine_head(head: str, target: str | None, engines: tuple[str, ...], json:
         findings = [dataclasses.asdict(finding) for finding in found]
         console.write_json({"head": head, "engines": verdicts, "findings": findings, "notes": list(checkpoint.notes)})
     else:
-        console.out().print(_verdict_table(verdicts, found))
+        _show_verdicts(verdicts, found)
         for note in checkpoint.notes:
             console.warn(note)
     return int("fails" in verdicts.values())
 
 
-def _verdict_table(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("engine", "verdict", "because of", "it", "remedy"):
-        table.add_column(title, no_wrap=title in ("engine", "verdict"))
+def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> None:
+    table = console.table("engine", "verdict", "because of", "it", "remedy")
+    table.columns[1].no_wrap = True
     for engine, verdict in verdicts.items():
         table.add_section()
         first = (Text(engine, "bold"), Text(verdict, COLOURS[verdict]))
@@ -116,19 +106,22 @@ def _verdict_table(verdicts: Mapping[str, Severity], findings: Sequence[Finding]
         for row, finding in enumerate(rows):
             shown = first if row == 0 else (Text(""), Text(""))
             table.add_row(*shown, Text(finding.what, COLOURS[finding.severity]), finding.why, finding.remedy)
-    return table
+    console.out().print(table)
 
 
 def examine() -> dict[str, dict[str, Any]]:
     """Everything the table shows, as plain values; sizes in GiB."""
+    import psutil
+
+    memory, told = psutil.virtual_memory(), ("HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     return {
         "system": {"platform": platform.platform(), "python": platform.python_version()},
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": _cpu(),
         "devices": _devices(),
         "number formats": _dtypes(),
-        "memory": _memory(),
-        "environment": {name: os.environ.get(name) for name in ("HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
+        "memory": {"total GiB": round(memory.total / GIB, 1), "available GiB": round(memory.available / GIB, 1)},
+        "environment": {name: os.environ.get(name) for name in told}
         | {"HF_TOKEN": "set" if os.environ.get("HF_TOKEN") else None},
     }
 
@@ -147,14 +140,13 @@ def _cpu() -> dict[str, Any]:
 
     lines = _cpuinfo()
     flags = set(lines.get("flags", lines.get("Features", "")).split())
+    compiled = native.attention_kernel() is not None and native.fused_kernels() is not None
     return {
         "model": lines.get("model name", platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
-        "bfloat16 kernels": "in C"
-        if native.attention_kernel() is not None and native.fused_kernels() is not None
-        else "in torch",
+        "bfloat16 kernels": "in C" if compiled else "in torch",
     }
 
 
@@ -174,10 +166,8 @@ def _devices() -> dict[str, Any]:
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return {f"cuda:{i}": f"{card.name}, {card.total_memory / GIB:.0f} GiB" for i, card in enumerate(found)}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return {
-        "accelerator": None if accelerator is None else accelerator.type,
-        "used": "cpu" if accelerator is None else accelerator.type,
-    }
+    kind = None if accelerator is None else accelerator.type
+    return {"accelerator": kind, "used": kind or "cpu"}
 
 
 def _dtypes() -> dict[str, Any]:
@@ -199,16 +189,3 @@ def _dtypes() -> dict[str, Any]:
         speed = "in hardware" if in_hardware else "emulated, slow"
         result[str(dtype).removeprefix("torch.")] = speed if runs else "does not run"
     return result
-
-
-def _memory() -> dict[str, Any]:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return {"total GiB": round(memory.total / GIB, 1), "available GiB": round(memory.available / GIB, 1)}
-
-
-def _shown(value: Any) -> Text:
-    if value is None:
-        return Text("-", "dim")
-    return Text(" ".join(value) if isinstance(value, list) else str(value))

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json
 from forerun.drafters import methods
 
 
-def drafters(*, json: Flag = False) -> int:
-    """List the drafters.
-
-    Parameters
-    ----------
-    json
-        A JSON list on stdout instead of the table.
-    """
+def drafters(*, json: Json = False) -> int:
+    """List the drafters."""
     if json:
-        console.write_json(
-            [
-                {
-                    "name": name,
-                    "needs_training": entry.needs_training,
-                    "lossless": entry.lossless,
-                    "summary": entry.summary,
-                }
-                for name, entry in methods().items()
-            ]
-        )
+        told = ("needs_training", "lossless", "summary")
+        entries = methods().items()
+        console.write_json([{"name": name, **{key: getattr(entry, key) for key in told}} for name, entry in entries])
         return 0
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("name", "lossless", "needs training", "summary"):
-        table.add_column(title, no_wrap=title == "name")
+    table = console.table("name", "lossless", "needs training", "summary")
     for name, entry in methods().items():
         lossless = Text("yes") if entry.lossless else Text("no", "red")
         table.add_row(Text(name, "bold"), lossless, "yes" if entry.needs_training else "no", entry.summary)

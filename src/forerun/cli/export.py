@@ -7,10 +7,10 @@ import dataclasses
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Flag, Json
 
 
-def export(head: str, /, *, to: str, target: str, output: str, force: Flag = False, json: Flag = False) -> int:
+def export(head: str, /, *, to: str, target: str, output: str, force: Flag = False, json: Json = False) -> int:
     """Write a draft head as a serving engine reads it, and prove what was written.
 
     Parameters
@@ -25,8 +25,6 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
         Directory to write; new, empty, or a former export.
     force
         Write it even if the engine would serve it worse than it was trained.
-    json
-        One JSON object on stdout instead of the launch line.
     """
     with console.telling("exporting"):
         from forerun.checkpoints.base import TargetFacts
@@ -34,15 +32,9 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
 
         done = export_head(head, TargetFacts.read(target), to, output, force=force)
     if json:
-        console.write_json(
-            {
-                "directory": str(done.directory),
-                "format": done.format_name,
-                "command": done.command,
-                "findings": [dataclasses.asdict(finding) for finding in done.findings],
-                "notes": list(done.notes),
-            }
-        )
+        written = {"directory": str(done.directory), "format": done.format_name, "command": done.command}
+        findings = [dataclasses.asdict(finding) for finding in done.findings]
+        console.write_json({**written, "findings": findings, "notes": list(done.notes)})
         return 0
     for finding in done.findings:
         if finding.severity != "ok":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json, numbers
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -24,113 +24,83 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """What was asked for, and what is known before a weight is loaded."""
+class FeatureOptions:
+    """Whose hidden states of what are stored, where and how."""
 
     target: str
-    source: str
-    dtype: str
-    device: str | None
-    batch_tokens: int
-    probing: bool
-    directory: Path
-    """Of the target."""
+    """Directory, hub id or name of a shipped model."""
+    data: Path
+    """Directory that `forerun data prepare` wrote."""
+    output: Path
+    """Directory for the features; must be new, or hold these features unfinished."""
+    boundaries: str | None = None
+    """After which layers to read: 2,16,29, or none (EAGLE-1, Medusa); EAGLE-3's by default; always the last state."""
+    dtype: str = "bfloat16"
+    """bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32."""
+    source: Literal["transformers", "vllm"] = "transformers"
+    """What runs the target."""
+    shard_gib: float = 1.0
+    """Size of a shard in GiB; an interrupted run keeps whole documents, a killed one whole shards."""
+    batch_tokens: int = 8192
+    """Most tokens of a pass."""
+    target_dtype: str = "auto"
+    """auto (the checkpoint's own), float32, bfloat16 or float16."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ...; the accelerator if there is one."""
+    probe: bool = True
+    """Compare the source with the target's own hidden states first; loads the target once more for vllm."""
+
+
+class _Run(NamedTuple):
+    """What was asked for, and what is known before a weight is loaded."""
+
+    asked: FeatureOptions
+    prepared: PreparedData
+    manifest: FeatureManifest
+    directory: Path  # Of the target
     config: Any
-    num_layers: int
-    longest: int
-    """Tokens of the longest document."""
-    boundaries: tuple[int, ...]
 
 
 def features(
-    *,
-    target: str,
-    data: Path,
-    output: Path,
-    boundaries: str | None = None,
-    dtype: str = "bfloat16",
-    source: Literal["transformers", "vllm"] = "transformers",
-    shard_gib: float = 1.0,
-    batch_tokens: int = 8192,
-    target_dtype: str = "auto",
-    device: str | None = None,
-    probe: bool = True,
-    yes: Annotated[bool, Parameter(negative="", alias="-y")] = False,
-    json: Flag = False,
+    *, asked: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
 ) -> int:
     """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
 
     Parameters
     ----------
-    target
-        Directory, hub id or name of a shipped model.
-    data
-        Directory that `forerun data prepare` wrote.
-    output
-        Directory for the features; must be new, or hold these features unfinished.
-    boundaries
-        Layers after which to read, such as 2,16,29, or none; EAGLE-3's choice if not given. The last state is always
-        stored, and is all that EAGLE-1 and Medusa heads read.
-    dtype
-        bfloat16, or float8 with half the bytes and one scale per state; also float16 and float32.
-    source
-        What runs the target.
-    shard_gib
-        Size of a shard in GiB; an interrupted run keeps whole documents, a killed one whole shards.
-    batch_tokens
-        Most tokens of a pass.
-    target_dtype
-        auto (the checkpoint's own), float32, bfloat16 or float16.
-    device
-        cpu, cuda, cuda:1, ...; the accelerator if there is one.
-    probe
-        Compare the source with the target's own hidden states first; loads the target once more for vllm.
     yes
         Do not ask before writing.
-    json
-        One JSON object on stdout at the end.
     """
-    if shard_gib <= 0 or batch_tokens < 1:
-        raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {shard_gib} and {batch_tokens}")
-    asked = {"target": target, "source": source, "dtype": target_dtype, "device": device, "probing": probe}
+    if asked.shard_gib <= 0 or asked.batch_tokens < 1:
+        given = f"{asked.shard_gib} and {asked.batch_tokens}"
+        raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {given}")
     with console.telling("looking at the data and the target"):
-        prepared = open_data(data)
-        manifest, plan = _look(prepared, _numbers(boundaries), dtype, {**asked, "batch_tokens": batch_tokens})
-    if not _agreed(manifest, output, yes=yes):
+        run = _look(asked)
+    if not _agreed(run, yes=yes):
         return 0
-    report = _extract(plan, prepared, manifest, output, max(1, int(shard_gib * GIB)))
-    return _done(output, manifest, report, json=json)
+    report = _extract(run)
+    from forerun.training.features.manifest import human
+    from forerun.training.features.store import FeatureStore
+
+    store = FeatureStore.open(asked.output, run.manifest)
+    if json:
+        checks = None if report is None else [asdict(check) for check in report.checks]
+        facts = {"directory": str(asked.output), "bytes": store.nbytes(), **asdict(run.manifest), "probe": checks}
+        console.write_json(facts)
+        return 0
+    for check in () if report is None else report.checks:
+        console.log().print(check.summary, markup=False)
+    tokens, size = run.manifest.tokens, human(store.nbytes())
+    console.out().print(f"{asked.output}: {len(store)} documents, {tokens} tokens, {size}")
+    return 0
 
 
-def open_data(directory: Path) -> PreparedData:
-    """The prepared data in a directory.
-
-    Raises:
-        DataError: there is none.
-    """
-    if not directory.is_dir():
-        raise DataError(f"there is no directory {directory}: expected what forerun data prepare wrote")
-    from forerun.training.data.store import PreparedData
-
-    return PreparedData.open(directory)
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    if text == "none":
-        return ()
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise ArgumentError(f"--boundaries takes layer numbers such as 2,16,29, or none, got {text!r}") from error
-
-
-def _look(
-    prepared: PreparedData, boundaries: tuple[int, ...] | None, dtype: str, asked: dict[str, Any]
-) -> tuple[FeatureManifest, _Plan]:
+def _look(asked: FeatureOptions) -> _Run:
     """Everything that can be refused before a weight is loaded."""
+    if not asked.data.is_dir():
+        raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
     from transformers import AutoTokenizer
 
     from forerun import demo
@@ -138,38 +108,35 @@ def _look(
     from forerun.drafters.heads.eagle import default_boundaries
     from forerun.model.load import LoadOptions, read_config
     from forerun.model.support import context_length
-    from forerun.training.features.manifest import check_lengths, checkpoint_directory, describe
+    from forerun.training.data.store import PreparedData
+    from forerun.training.features import manifest as manifests
     from forerun.training.features.online import check_boundaries
 
+    prepared, given = PreparedData.open(asked.data), asked.boundaries
     quiet_libraries()
-    config = read_config(demo.resolve(asked["target"]), LoadOptions())
+    config = read_config(demo.resolve(asked.target), LoadOptions())
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    chosen = check_boundaries(default_boundaries(layers) if boundaries is None else boundaries, layers)
-    lengths = prepared.lengths.tolist()
+    if given is None:
+        wanted: Sequence[int] = default_boundaries(layers)
+    else:
+        wanted = () if given == "none" else numbers(given, "--boundaries", int)
+    boundaries = check_boundaries(wanted, layers)
     # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-    check_lengths(lengths, context_length(text) - (2 if asked["source"] == "vllm" else 0))
-    directory = checkpoint_directory(asked["target"])
-    manifest = describe(
-        directory,
-        asked["target"],
-        AutoTokenizer.from_pretrained(directory),
-        prepared,
-        chosen,
-        hidden_size=text.hidden_size,
-        dtype=dtype,
-        source=asked["source"],
-    )
-    plan = _Plan(
-        **asked, directory=directory, config=config, num_layers=layers, longest=max(lengths), boundaries=chosen
-    )
-    return manifest, plan
+    longest = context_length(text) - (2 if asked.source == "vllm" else 0)
+    manifests.check_lengths(prepared.lengths.tolist(), longest)
+    directory = manifests.checkpoint_directory(asked.target)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
+    manifest = manifests.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
+    return _Run(asked, prepared, manifest, directory, config)
 
 
-def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:
+def _agreed(run: _Run, *, yes: bool) -> bool:
     """Say how much it will take, and ask where somebody can answer."""
     from forerun.training.features.manifest import bytes_needed, check_room, human
 
+    manifest, output = run.manifest, run.asked.output
     total = bytes_needed(manifest.tokens, manifest.hidden_size, len(manifest.boundaries), manifest.dtype)
     present = sum(path.stat().st_size for path in output.glob("shard-*.bin")) if output.is_dir() else 0
     free = check_room(output, total - present)
@@ -189,15 +156,14 @@ def _agreed(manifest: FeatureManifest, output: Path, *, yes: bool) -> bool:
     return sys.stdin.readline().strip().casefold() in ("y", "yes")
 
 
-def _extract(
-    plan: _Plan, prepared: PreparedData, manifest: FeatureManifest, output: Path, shard_bytes: int
-) -> ProbeReport | None:
+def _extract(run: _Run) -> ProbeReport | None:
     from forerun.training.features.store import FeatureWriter, extract
 
-    with FeatureWriter(output, manifest, shard_bytes=shard_bytes) as writer:
+    asked, manifest = run.asked, run.manifest
+    with FeatureWriter(asked.output, manifest, shard_bytes=max(1, int(asked.shard_gib * GIB))) as writer:
         if len(writer.done) == manifest.documents:
             return None
-        with _source(plan, prepared) as (source, report):
+        with _source(run) as (source, report):
             if report is not None:
                 report.require()
             try:
@@ -206,7 +172,7 @@ def _extract(
                     def tell(count: int) -> None:
                         update(advance=count)
 
-                    extract(source, prepared, writer, batch_tokens=plan.batch_tokens, progress=tell)
+                    extract(source, run.prepared, writer, batch_tokens=asked.batch_tokens, progress=tell)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -214,55 +180,38 @@ def _extract(
 
 
 @contextmanager
-def _source(plan: _Plan, prepared: PreparedData) -> Iterator[tuple[Source, ProbeReport | None]]:
+def _source(run: _Run) -> Iterator[tuple[Source, ProbeReport | None]]:
     """The loaded source and, if wished, how it compares with the target's own hidden states."""
     from forerun.training.features.online import OnlineFeatures, compare, probe, reference_states
     from forerun.training.features.store import sample
 
-    tokens = [sample(prepared)]
-    if plan.source == "transformers":
-        model = _load(plan, plan.device)
-        online = OnlineFeatures(model, plan.boundaries)
-        yield online, probe(model, online.documents, tokens) if plan.probing else None
+    asked, tokens, boundaries = run.asked, [sample(run.prepared)], run.manifest.boundaries
+    if asked.source == "transformers":
+        model = _load(run, asked.device)
+        online = OnlineFeatures(model, boundaries)
+        yield online, probe(model, online.documents, tokens) if asked.probe else None
         return
     from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
     # The reference is computed and forgotten before vLLM takes the device.
-    reference = reference_states(_load(plan, "cpu"), tokens[0]) if plan.probing else None
+    reference = reference_states(_load(run, "cpu"), tokens[0]) if asked.probe else None
     engine = VllmFeatures(
-        str(plan.directory),
-        plan.boundaries,
-        FinalNorm(plan.directory, plan.config),
-        num_layers=plan.num_layers,
-        max_tokens=plan.longest,
-        batch_tokens=plan.batch_tokens,
-        engine_options={"dtype": plan.dtype},
+        str(run.directory),
+        boundaries,
+        FinalNorm(run.directory, run.config),
+        num_layers=run.config.get_text_config(decoder=True).num_hidden_layers,
+        max_tokens=max(run.prepared.lengths.tolist()),
+        batch_tokens=asked.batch_tokens,
+        engine_options={"dtype": asked.target_dtype},
     )
-    with ExitStack() as stack:
-        stack.callback(engine.close)
+    with closing(engine):
         yield engine, None if reference is None else compare(engine.documents(tokens), [reference])
 
 
-def _load(plan: _Plan, device: str | None) -> Any:
+def _load(run: _Run, device: str | None) -> Any:
     from forerun.model.load import LoadOptions, open_model
 
-    options = LoadOptions(dtype=plan.dtype, device=device)
-    with console.telling(f"loading {plan.target}"):
-        return open_model(plan.directory, options, plan.config, quiet=True)
-
-
-def _done(output: Path, manifest: FeatureManifest, report: ProbeReport | None, *, json: bool) -> int:
-    from forerun.training.features.manifest import human
-    from forerun.training.features.store import FeatureStore
-
-    store = FeatureStore.open(output, manifest)
-    if json:
-        checks = None if report is None else [asdict(check) for check in report.checks]
-        facts = {"directory": str(output), "bytes": store.nbytes(), **asdict(manifest), "probe": checks}
-        console.write_json(facts)
-        return 0
-    for check in () if report is None else report.checks:
-        console.log().print(check.summary, markup=False)
-    console.out().print(f"{output}: {len(store)} documents, {manifest.tokens} tokens, {human(store.nbytes())}")
-    return 0
+    options = LoadOptions(dtype=run.asked.target_dtype, device=device)
+    with console.telling(f"loading {run.asked.target}"):
+        return open_model(run.directory, options, run.config, quiet=True)

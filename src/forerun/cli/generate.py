@@ -7,17 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from forerun.cli import console
-from forerun.cli.options import (
-    LOADING,
-    SAMPLING,
-    SPECULATION,
-    Flag,
-    LoadOptions,
-    SamplingOptions,
-    SpeculationOptions,
-    read_prompt,
-)
+from forerun.cli import console, options
+from forerun.cli.options import Flag, Json, read_prompt
 
 
 def generate(
@@ -29,10 +20,10 @@ def generate(
     prediction_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative="--no-chat-template")] = False,
     show_draft: Flag = False,
-    json: Flag = False,
-    speculation: SpeculationOptions = SPECULATION,
-    sampling: SamplingOptions = SAMPLING,
-    loading: LoadOptions = LOADING,
+    json: Json = False,
+    speculation: options.SpeculationOptions = options.SPECULATION,
+    sampling: options.SamplingOptions = options.SAMPLING,
+    loading: options.LoadOptions = options.LOADING,
 ) -> int:
     """Answer one prompt, with speculation if a drafter is named.
 
@@ -50,8 +41,6 @@ def generate(
         Put the prompt into the model's chat template as a user's message.
     show_draft
         Colour every token by its source: accepted draft, recovered, bonus or plain.
-    json
-        One JSON object on stdout instead of the text.
     """
     text = read_prompt(prompt, prompt_file)
     config, params = speculation.config(), sampling.params()
@@ -62,7 +51,7 @@ def generate(
     given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else {"prompt": text}
     if json:
         output = llm.generate([{**given, **expected}], params)[0]
-        console.write_json(session.answer_record(output, output.outputs[0], with_tokens=show_draft))
+        console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
     chunks = llm.stream({**given, **expected}, params)
     finished = session.Printer(console.out(), show_draft=show_draft).run(chunks)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Json
 from forerun.drafters.heads.catalogue import KnownHead, known_heads, suggest
 
 
-def heads(target: str | None = None, /, *, json: Flag = False) -> int:
+def heads(target: str | None = None, /, *, json: Json = False) -> int:
     """List known public EAGLE-3 heads, as others reported them.
 
     Parameters
     ----------
     target
         Hub id, directory or part of the name of a target; all targets if not given.
-    json
-        A JSON list on stdout instead of the table.
     """
     found = list(known_heads()) if target is None else suggest(target) or _containing(target)
     if json:
@@ -30,11 +26,13 @@ def heads(target: str | None = None, /, *, json: Flag = False) -> int:
     if not found:
         console.warn(f"no public EAGLE-3 head is known for {target}. All that are: forerun heads")
         return 0
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("target", "head", "format", "boundaries", "accepted", "reported by"):
-        table.add_column(title, no_wrap=title == "target")
+    table = console.table("target", "head", "format", "boundaries", "accepted", "reported by")
     for head in found:
-        table.add_row(Text(head.target, "bold"), *_cells(head))
+        length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f} ({head.conditions})"
+        # A name without a hub id is shown paler: it cannot be passed on.
+        name = Text(head.named, "" if head.model else "dim")
+        facts = (head.format or "", ",".join(map(str, head.boundaries or ())), length, head.collection)
+        table.add_row(Text(head.target, "bold"), name, *map(Text, facts))
     console.out().print(table)
     loadable = next((head for head in found if head.model), None)
     if target is not None and loadable is not None:
@@ -45,11 +43,3 @@ def heads(target: str | None = None, /, *, json: Flag = False) -> int:
 def _containing(part: str) -> list[KnownHead]:
     wanted = part.rsplit("/", 1)[-1].casefold()
     return [head for head in known_heads() if wanted in head.target.casefold()]
-
-
-def _cells(head: KnownHead) -> list[Text]:
-    length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f} ({head.conditions})"
-    boundaries = ",".join(map(str, head.boundaries)) if head.boundaries else ""
-    # A name without a hub id is shown paler: it cannot be passed on.
-    name = Text(head.named, "" if head.model else "dim")
-    return [name, Text(head.format or ""), Text(boundaries), Text(length), Text(head.collection)]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -18,8 +19,12 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from forerun.types import SamplingParams
 
+Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A switch without a ``--no-...`` form."""
+Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
+SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
+Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM.")]
 
 
 @Parameter(name="*")
@@ -44,11 +49,7 @@ class SpeculationOptions:
     step."""
 
     def config(self) -> dict[str, Any] | None:
-        """The `speculative_config` of the Python API, None where nothing was asked for.
-
-        Raises:
-            ArgumentError: the JSON or a key=value pair cannot be read.
-        """
+        """The `speculative_config` of the Python API, None where nothing was asked for."""
         config = _json_object(self.speculative_config) if self.speculative_config else {}
         short = {
             "method": self.drafter,
@@ -85,11 +86,7 @@ class SamplingOptions:
     """String that ends the answer; may be repeated."""
 
     def params(self) -> SamplingParams:
-        """The same as `SamplingParams`.
-
-        Raises:
-            ArgumentError: a value is out of range.
-        """
+        """The same as `SamplingParams`."""
         from forerun.types import SamplingParams
 
         return SamplingParams(**{**asdict(self), "stop": self.stop or None})
@@ -119,11 +116,7 @@ LOADING = LoadOptions()
 
 
 def key_value(pair: str) -> tuple[str, Any]:
-    """``"min_match=2"`` to ``("min_match", 2)``: the value is JSON where it reads as JSON, else the string.
-
-    Raises:
-        ArgumentError: there is no ``=`` in it.
-    """
+    """``"min_match=2"`` to ``("min_match", 2)``: the value is JSON where it reads as JSON, else the string."""
     key, equals, value = pair.partition("=")
     if not equals or not key:
         raise ArgumentError(f"--drafter-option takes key=value, got {pair!r}")
@@ -134,28 +127,32 @@ def key_value(pair: str) -> tuple[str, Any]:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from there.
-
-    Raises:
-        ArgumentError: none, or more than one, was given.
-        DataError: the file cannot be read as UTF-8.
-    """
+    """The prompt from ``--prompt``, ``--prompt-file`` or, where stdin is no terminal, from there."""
     if prompt is not None and prompt_file is not None:
         raise ArgumentError("give --prompt or --prompt-file, not both")
     if prompt is not None:
         return prompt
     if prompt_file is not None:
-        return _read(prompt_file)
+        return read_text(prompt_file, "the prompt")
     if sys.stdin is None or sys.stdin.isatty():
         raise ArgumentError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe it in")
     return sys.stdin.read()
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, what: str) -> str:
+    """A file of UTF-8; `what` it holds is for the message of the DataError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the prompt from {path}: {error}") from error
+        raise DataError(f"cannot read {what} from {path}: {error}") from error
+
+
+def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Number]:
+    """The numbers that an option lists with commas between them, each read by `kind`."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"{option} takes numbers with commas between them, got {text!r}") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -8,28 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Json, LoadOptions, SpeculationOptions, numbers
 from forerun.engine import theory
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
-from forerun.plan.assumptions import (
-    DEVICES,
-    FREE_PASS,
-    Device,
-    FreeVerification,
-    KeyValues,
-    Roofline,
-    Size,
-    assumed_alpha,
-    device_named,
-    dtype_named,
-    text_named,
-)
+from forerun.plan import assumptions
+from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
 from forerun.plan.planner import MOST_BATCH, Line, Load, Plan, Verdict, judge, plan_tree
 from forerun.plan.planner import plan as make_plan
 from forerun.plan.plot import check_plot, draw_plan
@@ -37,14 +25,30 @@ from forerun.plan.plot import check_plot, draw_plan
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.engine.costs import CostModel
-    from forerun.plan.measured import Answers, Measured
+    from forerun.plan.measured import Measured
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AcceptanceOptions:
-    """What is accepted, and what drafting costs."""
+class PlanOptions:
+    """What is to be planned, and how its acceptance is known."""
 
+    batch: int = 1
+    """Sequences that are decoded together."""
+    context: int | None = None
+    """Committed tokens of each; measured on the prompts where there are some, else 0."""
+    temperature: Annotated[float | None, Parameter(alias="-t")] = None
+    """Of the answers; measured at it, or an assumption for --text. 0 is greedy."""
+    text: str | None = None
+    """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
+    prompts: Path | None = None
+    """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
+    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
+    """Candidate draft models, ranked by measured acceptance and cost."""
+    max_tokens: int = 96
+    """Tokens of each measured answer."""
+    limit: int = 8
+    """Prompts that are measured at most."""
     alpha: float | None = None
     """Probability that a drafted token is accepted, in 0..1."""
     acceptance: str | None = None
@@ -57,15 +61,8 @@ class AcceptanceOptions:
     """c: time of one drafted level in plain passes of the target; default 0."""
     draft_params: float | None = None
     """Parameters of a draft model, costed by the same roofline."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RooflineOptions:
-    """A target that is not here: its size and where it would run. --dtype and --device say in what and on what."""
-
     params: float | None = None
-    """Parameters of the target, for example 70e9."""
+    """Parameters of a target that is not here, such as 70e9; --dtype and --device say in what and where it runs."""
     tp: int = 1
     """Devices that share every layer."""
     active_params: float | None = None
@@ -86,28 +83,8 @@ class RooflineOptions:
     """Peak bf16 arithmetic of a device that is not in the table, 1e12 operations a second."""
     bandwidth: float | None = None
     """Its peak memory bandwidth, 1e9 bytes a second."""
-
-
-ACCEPTANCE = AcceptanceOptions()
-ROOFLINE = RooflineOptions()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """All options of the command line."""
-
-    batch: int
-    context: int | None
-    temperature: float | None
-    text: str | None
-    prompts: Path | None
-    candidates: tuple[str, ...]
-    max_tokens: int
-    limit: int
-    acceptance: AcceptanceOptions
-    roofline: RooflineOptions
-    speculation: SpeculationOptions
-    loading: LoadOptions
+    speculation: SpeculationOptions = SPECULATION
+    loading: LoadOptions = LOADING
 
     @property
     def k(self) -> int | None:
@@ -116,27 +93,32 @@ class Asked:
     @property
     def given(self) -> bool:
         """Whether acceptance was given as numbers."""
-        options = self.acceptance
-        return any(value is not None for value in (options.alpha, options.acceptance, options.rank_acceptance))
+        return any(value is not None for value in (self.alpha, self.acceptance, self.rank_acceptance))
 
     @property
     def measuring(self) -> bool:
         """Whether acceptance is to be measured: prompts or candidates are there, or nothing else says it."""
-        return self.prompts is not None or bool(self.candidates) or not (self.given or self.text is not None)
+        return self.prompts is not None or bool(self.choose_draft) or not (self.given or self.text is not None)
+
+    @property
+    def ranks(self) -> list[list[float]] | None:
+        """Acceptance by depth and rank, where it was given for a tree."""
+        given = self.rank_acceptance
+        return None if given is None else [numbers(line, "--rank-acceptance", float) for line in given.split(";")]
 
     def check(self, model: str | None) -> None:
         """Raise ArgumentError where options contradict each other, or something is missing."""
         if self.text is not None:
-            text_named(self.text)
+            assumptions.text_named(self.text)
         if self.k is not None and self.k < 1:
             raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {self.k}")
         if self.temperature is not None and self.temperature < 0:
             raise ArgumentError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.acceptance.alpha is not None and self.acceptance.acceptance is not None:
+        if self.alpha is not None and self.acceptance is not None:
             raise ArgumentError("give --alpha or --acceptance, not both")
-        if model is not None and self.roofline.params is not None:
+        if model is not None and self.params is not None:
             raise ArgumentError("a MODEL is measured here and --params describes one that is not: give one of them")
-        wants_model = self.prompts is not None or self.candidates or self.speculation.drafter is not None
+        wants_model = self.prompts is not None or self.choose_draft or self.speculation.drafter is not None
         if model is None and wants_model:
             raise ArgumentError("--prompts, --drafter and --choose-draft measure, for which a MODEL is needed")
         if model is None and not self.given and self.text is None:
@@ -144,38 +126,21 @@ class Asked:
                 "what is accepted? Give --alpha 0.7, --acceptance 0.8,0.7,0.6, --text chat (published figures), or "
                 "measure it: forerun plan MODEL --drafter NAME --prompts FILE"
             )
-        if self.given and (self.prompts is not None or self.candidates):
+        if self.given and (self.prompts is not None or self.choose_draft):
             raise ArgumentError("acceptance is given (--alpha ...) or measured (--prompts ...), not both")
-        if model is not None and self.measuring:
-            self._check_measuring()
-
-    def _check_measuring(self) -> None:
-        if self.prompts is None:
+        if self.measuring and self.prompts is None:
             raise ArgumentError(
                 "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or --alpha without"
             )
-        if not self.candidates and not self.speculation.config():
+        if self.measuring and not self.choose_draft and not self.speculation.config():
             raise ArgumentError("whose acceptance? Give --drafter NAME or --choose-draft MODEL ... (forerun drafters)")
 
 
+OPTIONS = PlanOptions()
+
+
 def plan(
-    model: str | None = None,
-    /,
-    *,
-    batch: int = 1,
-    context: int | None = None,
-    temperature: Annotated[float | None, Parameter(alias="-t")] = None,
-    text: str | None = None,
-    prompts: Path | None = None,
-    choose_draft: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
-    max_tokens: int = 96,
-    limit: int = 8,
-    plot: Path | None = None,
-    json: Flag = False,
-    acceptance: AcceptanceOptions = ACCEPTANCE,
-    roofline: RooflineOptions = ROOFLINE,
-    speculation: SpeculationOptions = SPECULATION,
-    loading: LoadOptions = LOADING,
+    model: str | None = None, /, *, asked: PlanOptions = OPTIONS, plot: Path | None = None, json: Json = False
 ) -> int:
     """Say what speculation can bring: tokens per pass, speed-up, best draft length, break-even batch, and a verdict.
 
@@ -183,42 +148,10 @@ def plan(
     ----------
     model
         Directory or hub id: passes are measured here, acceptance with --drafter and --prompts, too.
-    batch
-        Sequences that are decoded together.
-    context
-        Committed tokens of each; measured on the prompts where there are some, else 0.
-    temperature
-        Of the answers; measured at it, or an assumption for --text. 0 is greedy.
-    text
-        chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures.
-    prompts
-        File with one prompt per line, or JSON lines with 'prompt' or 'messages'.
-    choose_draft
-        Candidate draft models, ranked by measured acceptance and cost.
-    max_tokens
-        Tokens of each measured answer.
-    limit
-        Prompts that are measured at most.
     plot
         Write the plan as a picture (png, svg or pdf).
-    json
-        One JSON object on stdout instead of the tables.
     """
     check_plot(plot)
-    asked = Asked(
-        batch=batch,
-        context=context,
-        temperature=temperature,
-        text=text,
-        prompts=prompts,
-        candidates=choose_draft,
-        max_tokens=max_tokens,
-        limit=limit,
-        acceptance=acceptance,
-        roofline=roofline,
-        speculation=speculation,
-        loading=loading,
-    )
     asked.check(model)
     shown = on_paper(asked) if model is None else on_model(asked, model)
     if plot is not None:
@@ -233,59 +166,61 @@ def plan(
 # --- without a model --------------------------------------------------------------------------------------------------
 
 
-def on_paper(asked: Asked) -> Shown:
+def on_paper(asked: PlanOptions) -> Shown:
     """Given or assumed acceptance, a roofline or free verification."""
-    survival, notes = _survival(asked)
-    cost, about = _cost(asked)
-    notes += about
-    if asked.acceptance.draft_cost is None and asked.acceptance.draft_params is None:
+    cost, notes = _cost(asked)
+    if asked.draft_cost is None and asked.draft_params is None:
         notes.append("drafting counts as free; --draft-cost or --draft-params say what it costs")
+    return _with_costs(asked, cost, notes)
+
+
+def _with_costs(asked: PlanOptions, cost: PassCost, notes: Sequence[str]) -> Shown:
+    """Given or assumed acceptance with passes that cost so much."""
+    survival, assumed = _survival(asked)
     load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
-    return _shown(asked, load, notes, roofline=cost if isinstance(cost, Roofline) else None)
+    return _shown(asked, load, [*assumed, *notes])
 
 
-def _shown(asked: Asked, load: Load, notes: list[str], **more: Any) -> Shown:
+def _shown(asked: PlanOptions, load: Load, notes: Sequence[str], **more: Any) -> Shown:
     found = make_plan(load, k=asked.k)
     measured: Measured | None = more.get("measured")
     tree = None
-    if asked.acceptance.rank_acceptance is not None:
-        ranks = [_numbers(line, "--rank-acceptance") for line in asked.acceptance.rank_acceptance.split(";")]
-        tree = plan_tree(load, ranks, nodes=asked.acceptance.tree_nodes, depth=asked.k or 8)
+    if asked.ranks is not None:
+        tree = plan_tree(load, asked.ranks, nodes=asked.tree_nodes, depth=asked.k or 8)
     verdict = judge(found, load, drafter=measured.name if measured is not None else None, text=asked.text)
     return Shown(plan=found, load=load, verdict=verdict, notes=[*notes, *verdict.notes], tree=tree, **more)
 
 
-def _survival(asked: Asked) -> tuple[list[float], list[str]]:
+def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
     """Acceptance by depth, and what was assumed for it."""
-    options = asked.acceptance
     length = max(16, asked.k or 0)
-    if options.acceptance is not None:
-        return theory.survival_of(_numbers(options.acceptance, "--acceptance")), []
-    if options.alpha is not None:
+    if asked.acceptance is not None:
+        return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), []
+    if asked.alpha is not None:
         extra = []
         if asked.text is not None or asked.temperature is not None:
             extra = ["--alpha is taken as measured on this text and at this temperature; neither changes it"]
-        return theory.geometric(options.alpha, length), extra
-    if options.rank_acceptance is not None:
-        ranks = [_numbers(line, "--rank-acceptance") for line in options.rank_acceptance.split(";")]
-        theory.check_ranks(ranks)
-        return theory.survival_of([line[0] for line in ranks]), ["the chain drafts the first rank of each depth"]
+        return theory.geometric(asked.alpha, length), extra
+    if asked.ranks is not None:
+        theory.check_ranks(asked.ranks)
+        return theory.survival_of([line[0] for line in asked.ranks]), ["the chain drafts the first rank of each depth"]
     assert asked.text is not None
-    alpha, notes = assumed_alpha(asked.text, asked.temperature or 0.0)
+    alpha, notes = assumptions.assumed_alpha(asked.text, asked.temperature or 0.0)
     return theory.geometric(alpha, length), notes
 
 
-def _cost(asked: Asked) -> tuple[PassCost, list[str]]:
-    options = asked.roofline
-    if options.params is None:
-        described = (asked.loading.device, options.active_params, options.layers, options.tflops)
-        if any(value is not None for value in described) or asked.acceptance.draft_params is not None:
+def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
+    """What passes cost, and what was assumed for it."""
+    if asked.params is None:
+        described = (asked.loading.device, asked.active_params, asked.layers, asked.tflops)
+        if any(value is not None for value in described) or asked.draft_params is not None:
             raise ArgumentError("a roofline needs the target's size: --params 70e9")
         notes = ["verification counts as free, v(n) = 1; --params and --device, or a MODEL, say what it costs"]
         if asked.batch > 1:
             notes.append("where verification is free the batch changes nothing")
         return FreeVerification(), notes
-    line = _roofline(asked, _size(options))
+    shape = {name: getattr(asked, name) for name in ("params", "active_params", "experts", "experts_per_token")}
+    line = _roofline(asked, Size(**shape))
     notes = [
         f"roofline of {line.tp} x {line.device.name}: {line.compute_efficiency:.0%} of the peak arithmetic, "
         f"{line.bandwidth_efficiency:.0%} of the peak bandwidth; launches and traffic between devices are left out"
@@ -302,68 +237,48 @@ def _cost(asked: Asked) -> tuple[PassCost, list[str]]:
     return line, notes
 
 
-def _size(options: RooflineOptions) -> Size:
-    assert options.params is not None
-    return Size(
-        params=options.params,
-        active_params=options.active_params,
-        experts=options.experts,
-        experts_per_token=options.experts_per_token,
-    )
+def _roofline(asked: PlanOptions, size: Size) -> Roofline:
+    layers, kv_heads, head_dim, kv = asked.layers, asked.kv_heads, asked.head_dim, None
+    if layers is not None and kv_heads is not None and head_dim is not None:
+        kv = KeyValues(layers=layers, kv_heads=kv_heads, head_dim=head_dim, heads=asked.heads)
+    elif (layers, kv_heads, head_dim) != (None, None, None):
+        raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
+    dtype = assumptions.dtype_named(asked.loading.dtype)
+    return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
 
 
-def _roofline(asked: Asked, size: Size) -> Roofline:
-    options = asked.roofline
-    dims = (options.layers, options.kv_heads, options.head_dim)
-    kv = None
-    if any(value is not None for value in dims):
-        if options.layers is None or options.kv_heads is None or options.head_dim is None:
-            raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
-        kv = KeyValues(layers=options.layers, kv_heads=options.kv_heads, head_dim=options.head_dim, heads=options.heads)
-    return Roofline(device=_device(asked), size=size, dtype=dtype_named(asked.loading.dtype), tp=options.tp, kv=kv)
-
-
-def _device(asked: Asked) -> Device:
-    options = asked.roofline
-    if options.tflops is not None and options.bandwidth is not None:
-        if not (options.tflops > 0 and options.bandwidth > 0):
+def _device(asked: PlanOptions) -> Device:
+    tflops, bandwidth, name = asked.tflops, asked.bandwidth, asked.loading.device
+    if tflops is not None and bandwidth is not None:
+        if not (tflops > 0 and bandwidth > 0):
             raise ArgumentError("--tflops and --bandwidth must be positive")
-        name = asked.loading.device or "your device"
-        return Device(name=name, tflops=options.tflops, bandwidth=options.bandwidth / 1000, memory=None)
-    if options.tflops is not None or options.bandwidth is not None:
+        return Device(name=name or "your device", tflops=tflops, bandwidth=bandwidth / 1000, memory=None)
+    if tflops is not None or bandwidth is not None:
         raise ArgumentError("a device of your own needs --tflops and --bandwidth")
-    if asked.loading.device is None:
+    if name is None:
         raise ArgumentError(f"on which device? Give --device: {', '.join(DEVICES)}")
-    return device_named(asked.loading.device)
+    return assumptions.device_named(name)
 
 
-def _draft(asked: Asked, cost: PassCost) -> Any:
+def _draft(asked: PlanOptions, cost: PassCost) -> Any:
     """The drafter's cost for a batch: given as c, or by the roofline."""
-    options, context = asked.acceptance, asked.context or 0
-    if options.draft_cost is not None and options.draft_params is not None:
+    share, params, context = asked.draft_cost, asked.draft_params, asked.context or 0
+    if share is not None and params is not None:
         raise ArgumentError("give --draft-cost or --draft-params, not both")
-    if options.draft_cost is not None:
-        share = options.draft_cost
+    if share is not None:
         if not share >= 0:
             raise ArgumentError(f"--draft-cost must be 0 or more, got {share}")
         return lambda rows: DraftCost(fixed_ms=0.0, level_ms=share * cost.pass_ms(1, rows, context))
-    if options.draft_params is None:
+    if params is None:
         return lambda rows: FREE
-    small = replace(_roofline(asked, Size(params=options.draft_params)), kv=None)
+    small = replace(_roofline(asked, Size(params=params)), kv=None)
     return lambda rows: DraftCost(fixed_ms=0.0, level_ms=small.pass_ms(1, rows, 0))
-
-
-def _numbers(given: str, option: str) -> list[float]:
-    try:
-        return [float(part) for part in given.split(",")]
-    except ValueError as error:
-        raise ArgumentError(f"{option} takes numbers with commas between them, got {given!r}") from error
 
 
 # --- on a model -------------------------------------------------------------------------------------------------------
 
 
-def on_model(asked: Asked, model: str) -> Shown:
+def on_model(asked: PlanOptions, model: str) -> Shown:
     """Measured passes; acceptance given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
     from forerun.engine.measuring import load_or_measure
@@ -371,67 +286,50 @@ def on_model(asked: Asked, model: str) -> Shown:
     llm = session.load(model, asked.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
-        return _measured(asked, llm, cost, tell) if asked.measuring else _with_costs(asked, cost)
-
-
-def _with_costs(asked: Asked, cost: CostModel) -> Shown:
-    survival, notes = _survival(asked)
-    if asked.acceptance.draft_cost is None:
-        notes.append("drafting counts as free; --draft-cost says what it costs")
-    if asked.acceptance.draft_params is not None:
+        if asked.measuring:
+            return _measured(asked, llm, cost, tell)
+    if asked.draft_params is not None:
         raise ArgumentError("--draft-params needs a roofline (--params); for a MODEL give --draft-cost")
-    load = Load(survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0)
-    return _shown(asked, load, [*notes, *_batch_note(asked)])
+    free = asked.draft_cost is None
+    notes = ["drafting counts as free; --draft-cost says what it costs"] if free else []
+    return _with_costs(asked, cost, [*notes, *_batch_note(asked)])
 
 
-def _measured(asked: Asked, llm: LLM, cost: CostModel, tell: Any) -> Shown:
+def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
+    """Acceptance measured: of one drafter, or of candidate draft models, which are ranked."""
     from forerun.engine.config import SpeculativeConfig
     from forerun.plan import measured
-    from forerun.plan.measured import read_prompts
 
     assert asked.prompts is not None
+    prompts = measured.read_prompts(asked.prompts)
     answers = measured.Answers.of(
-        llm, read_prompts(asked.prompts), temperature=asked.temperature, max_tokens=asked.max_tokens, limit=asked.limit
+        llm, prompts, temperature=asked.temperature, max_tokens=asked.max_tokens, limit=asked.limit
     )
-    if asked.candidates:
-        return _ranked(asked, llm, cost, answers, tell)
-    config = SpeculativeConfig.parse(asked.speculation.config())
-    assert config is not None
-    found = measured.measure_drafter(llm, config, answers, tell)
-    measured.save_draft_cost(llm, cost, config, found.draft)
-    return _from_measured(asked, cost, found, [])
-
-
-def _ranked(asked: Asked, llm: LLM, cost: CostModel, answers: Answers, tell: Any) -> Shown:
-    from forerun.plan import measured
-
+    if not asked.choose_draft:
+        config = SpeculativeConfig.parse(asked.speculation.config())
+        assert config is not None
+        found = measured.measure_drafter(llm, config, answers, tell)
+        measured.save_draft_cost(llm, cost, config, found.draft)
+        return _from_measured(asked, cost, found, [])
     options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
-    found, refused = measured.rank_models(llm, asked.candidates, answers, tell, options=options)
-    if not found:
+    able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)
+    if not able:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
-    plans = [(make_plan(one.load(cost, rows=asked.batch)), one) for one in found]
-    plans.sort(key=lambda pair: -pair[0].best.speedup)
-    best = plans[0][1]
-    return _from_measured(
-        asked,
-        cost,
-        best,
-        [f"{name} cannot draft here: {reason}" for name, reason in refused.items()],
-        ranking=[(one, made.best) for made, one in plans],
-    )
+    ranking = [(one, make_plan(one.load(cost, rows=asked.batch)).best) for one in able]
+    ranking.sort(key=lambda pair: -pair[1].speedup)
+    notes = [f"{name} cannot draft here: {reason}" for name, reason in refused.items()]
+    return _from_measured(asked, cost, ranking[0][0], notes, ranking=ranking)
 
 
-def _from_measured(asked: Asked, cost: CostModel, found: Measured, notes: Sequence[str], **more: Any) -> Shown:
-    load = found.load(cost, rows=asked.batch)
-    stated = list(notes)
+def _from_measured(asked: PlanOptions, cost: CostModel, found: Measured, notes: list[str], **more: Any) -> Shown:
     if found.trial.coverage < 1:
-        stated.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    shown = _shown(asked, load, [*stated, *_batch_note(asked)], measured=found, **more)
-    return shown
+        notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
+    load = found.load(cost, rows=asked.batch)
+    return _shown(asked, load, [*notes, *_batch_note(asked)], measured=found, **more)
 
 
-def _batch_note(asked: Asked) -> list[str]:
+def _batch_note(asked: PlanOptions) -> list[str]:
     if asked.batch == 1:
         return []
     return [
@@ -447,13 +345,15 @@ class Shown:
     plan: Plan
     load: Load
     verdict: Verdict
-    notes: list[str]
-    """Assumptions and limits, one sentence each."""
-    roofline: Roofline | None = None
+    notes: list[str]  # Assumptions and limits, one sentence each
     measured: Measured | None = None
     tree: theory.TreeChoice | None = None
     ranking: list[tuple[Measured, Line]] = field(default_factory=list)
     """Candidate draft models with their best lines, the fastest first."""
+
+    @property
+    def roofline(self) -> Roofline | None:
+        return self.load.cost if isinstance(self.load.cost, Roofline) else None
 
     @property
     def title(self) -> str:
@@ -485,9 +385,9 @@ class Shown:
             "assumptions": self.notes,
             "by_k": [asdict(line) for line in self.plan.lines],
             "by_batch": [{"batch": batch, "best_speedup": gain} for batch, gain in self.plan.batches],
-            "tree": None if self.tree is None else asdict(self.tree),
-            "roofline": None if self.roofline is None else roofline_record(self.roofline, self.load),
-            "measured": None if self.measured is None else self.measured.record(),
+            "tree": self.tree and asdict(self.tree),
+            "roofline": self.roofline and roofline_record(self.roofline, self.load),
+            "measured": self.measured and self.measured.record(),
             "ranking": [{**one.record(), "best_k": line.k, "best_speedup": line.speedup} for one, line in self.ranking],
         }
 
@@ -513,83 +413,64 @@ def roofline_record(line: Roofline, load: Load) -> dict[str, Any]:
 
 def show(shown: Shown) -> None:
     """Tables and the verdict on stdout, assumptions below."""
-    out = console.out()
+    out, verdict = console.out(), shown.verdict
     if shown.ranking:
         out.print(_ranking_table(shown))
     out.print(_length_table(shown))
     if shown.roofline is not None:
-        out.print(_roofline_text(shown.roofline, shown.load))
+        found = roofline_record(shown.roofline, shown.load)
+        out.print(
+            f"plain pass {found['plain_pass_ms']:.2f} ms ({found['memory_ms']:.2f} reading, {found['compute_ms']:.2f} "
+            f"computing), {found['operations_per_byte']:.1f} operations a byte; balance at "
+            f"{shown.roofline.balance:.0f} tokens in a pass (peak figures); up to {found['free_nodes_per_row']} nodes "
+            f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes"
+        )
     if shown.tree is not None:
-        out.print(_tree_text(shown.tree))
-    out.print(_batch_text(shown.plan))
-    style = "bold green" if shown.verdict.worth_it else "bold yellow"
-    out.print(Text(shown.verdict.words, style).append(_with(shown.verdict), ""))
+        out.print(_about_tree(shown.tree))
+    k, most = shown.plan.asked.k or 1, shown.plan.break_even_batch
+    batches = (
+        f"up to a batch of {most}" if most else "at no batch" if most == 0 else f"at every batch up to {MOST_BATCH}"
+    )
+    out.print(f"K = {k} gains {batches}")
+    with_what = f"; draft with {verdict.method}" if verdict.method is not None else "; decode plainly"
+    out.print(Text(verdict.words, "bold green" if verdict.worth_it else "bold yellow").append(with_what, ""))
     for note in shown.notes:
         out.print(Text(f"  {note}", "dim"))
 
 
-def _with(verdict: Verdict) -> str:
-    return f"; draft with {verdict.method}" if verdict.method is not None else "; decode plainly"
-
-
 def _length_table(shown: Shown) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=shown.title)
-    table.title_justify = "left"
-    for title in ("K", "tokens per pass", "v(K + 1)", "speed-up", ""):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    plan = shown.plan
-    chosen = {0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, plan.asked.k, plan.best.k}
-    for line in plan.lines:
-        if line.k in chosen:
-            marks = [mark for mark, other in (("asked", plan.asked), ("best", plan.best)) if other.k == line.k]
-            words = " and ".join(marks) if plan.asked.k != plan.best.k or "best" not in marks else "best"
-            cells = (str(line.k), f"{line.tokens_per_pass:.3f}", f"{line.v:.2f}", f"{line.speedup:.2f}", words)
-            table.add_row(*cells, style="bold" if words else "")
+    table = console.table("K", "tokens per pass", "v(K + 1)", "speed-up", "", title=shown.title, numbers_from=0)
+    table.columns[-1].justify = "left"
+    asked, best = shown.plan.asked.k, shown.plan.best.k
+    for line in shown.plan.lines:
+        if line.k in {0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, asked, best}:
+            mark = "best" if line.k == best else "asked" if line.k == asked else ""
+            cells = (str(line.k), f"{line.tokens_per_pass:.3f}", f"{line.v:.2f}", f"{line.speedup:.2f}", mark)
+            table.add_row(*cells, style="bold" if mark else "")
     return table
 
 
 def _ranking_table(shown: Shown) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="candidates, the fastest first")
-    table.title_justify = "left"
-    for title in ("draft model", "first token accepted", "tokens per pass", "c per level", "best K", "speed-up"):
-        table.add_column(title, justify="left" if title == "draft model" else "right")
+    titles = ("draft model", "first token accepted", "tokens per pass", "c per level", "best K", "speed-up")
+    table = console.table(*titles, title="candidates, the fastest first", numbers_from=1)
     for one, line in shown.ranking:
         first = one.trial.survival[0] if one.trial.survival else 0.0
         cost = one.draft.level_ms / shown.load.cost.pass_ms(1, 1, one.trial.context)
-        table.add_row(
-            one.model or one.method,
+        figures = (
             f"{first:.0%}",
             f"{one.trial.tokens_per_pass:.2f}",
             f"{cost:.3f}",
             str(line.k),
             f"{line.speedup:.2f}",
         )
+        table.add_row(one.model or one.method, *figures)
     return table
 
 
-def _roofline_text(line: Roofline, load: Load) -> Text:
-    found = roofline_record(line, load)
-    return Text(
-        f"plain pass {found['plain_pass_ms']:.2f} ms ({found['memory_ms']:.2f} reading, {found['compute_ms']:.2f} "
-        f"computing), {found['operations_per_byte']:.1f} operations a byte; balance at {line.balance:.0f} tokens in a "
-        f"pass (peak figures); up to {found['free_nodes_per_row']} nodes per row cost at most "
-        f"{FREE_PASS:.2f} plain passes"
-    )
-
-
-def _tree_text(tree: theory.TreeChoice) -> Text:
+def _about_tree(tree: theory.TreeChoice) -> str:
     if not tree.parents:
-        return Text("no tree is faster than plain decoding")
-    return Text(
+        return "no tree is faster than plain decoding"
+    return (
         f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "
         f"{tree.speedup:.2f} x; parents {list(tree.parents)}"
     )
-
-
-def _batch_text(plan: Plan) -> Text:
-    k = plan.asked.k or 1
-    if plan.break_even_batch is None:
-        return Text(f"K = {k} gains at every batch up to {MOST_BATCH}")
-    if plan.break_even_batch == 0:
-        return Text(f"K = {k} gains at no batch")
-    return Text(f"K = {k} gains up to a batch of {plan.break_even_batch}")

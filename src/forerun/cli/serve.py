@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 
-from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, SpeculationOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, LoadOptions, Model, SpeculationOptions
 from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError
@@ -38,11 +38,7 @@ class AdaptOptions:
     """Of AdamW, per step."""
 
     def config(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
-        """As `LLM` takes it, None where nothing was asked for.
-
-        Raises:
-            ArgumentError: a value is out of range, the drafter cannot learn, or ``--adapt`` itself is missing.
-        """
+        """As `LLM` takes it, None where nothing was asked for."""
         if not self.adapt:
             if self != ADAPTING:
                 raise ArgumentError("--adapt-... options without --adapt; add --adapt")
@@ -51,25 +47,40 @@ class AdaptOptions:
         return adapt_config(values, SpeculativeConfig.parse(speculative))
 
 
-ADAPTING = AdaptOptions()
-"""Nothing asked for."""
+ADAPTING = AdaptOptions()  # Nothing asked for
 
 
 log = logging.getLogger(__name__)
 SETTINGS = ServeSettings()
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Of the engine, as `AsyncLLM` has them."""
+
+    max_num_seqs: int = 8
+    """Answers that run at once."""
+    max_num_batched_tokens: int | None = None
+    """Most prompt tokens of a pass while answers are being decoded; 512 if not given."""
+    enable_prefix_caching: bool = True
+    """Read of a prompt only what no row holds already."""
+    kv_cache_tokens: int | None = None
+    """Most tokens that all rows together hold; answers that do not fit give way and go on later."""
+    seed: int | None = None
+    """Requests that bring none get one each, derived from this and from how many came before."""
+
+
+ENGINE = EngineOptions()
+
+
 def serve(
-    model: str = "demo",
+    model: Model = "demo",
     *,
     config: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int | None = None,
-    enable_prefix_caching: bool = True,
-    kv_cache_tokens: int | None = None,
-    seed: int | None = None,
+    engine: EngineOptions = ENGINE,
     settings: ServeSettings = SETTINGS,
     speculation: SpeculationOptions = SPECULATION,
     adapting: AdaptOptions = ADAPTING,
@@ -79,24 +90,12 @@ def serve(
 
     Parameters
     ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
     config
         YAML, JSON or TOML file with any of these options; flags and environment win over it.
     host
         Address to listen on; 0.0.0.0 for every interface.
     port
         TCP port.
-    max_num_seqs
-        Answers that run at once.
-    max_num_batched_tokens
-        Most prompt tokens of a pass while answers are being decoded; 512 if not given.
-    enable_prefix_caching
-        Read of a prompt only what no row holds already.
-    kv_cache_tokens
-        Most tokens that all rows together hold; answers that do not fit give way and go on later.
-    seed
-        Requests that bring none get one each, derived from this and from how many came before.
     """
     speculative = speculation.config()
     try:
@@ -107,25 +106,8 @@ def serve(
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
     settings = replace(settings, model_name=settings.model_name or Path(model).name or model)
     configure_logging(settings)
-    limits = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "enable_prefix_caching": enable_prefix_caching,
-        "kv_cache_tokens": kv_cache_tokens,
-        "adapt": adapting.config(speculative),
-    }
-    _check_sharing(settings, adapts=adapting.adapt)
-    session = Session(settings, lambda: _load(model, speculative, loading, seed, limits))
-    return run(session, host=host, port=port)
-
-
-def _check_sharing(settings: ServeSettings, *, adapts: bool) -> None:
-    """Say what requests share where that is not as most expect, and refuse to learn from nobody.
-
-    Raises:
-        ArgumentError: ``--adapt`` where nobody may be learned from.
-    """
-    if adapts and not settings.may_learn:
+    options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
+    if adapting.adapt and not settings.may_learn:
         raise ArgumentError(
             "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
             "--share-unnamed; what is learned may hold their text"
@@ -135,16 +117,15 @@ def _check_sharing(settings: ServeSettings, *, adapts: bool) -> None:
             "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
             "all requests are yours, or --api-key"
         )
+    return run(Session(settings, lambda: _load(model, loading, options)), host=host, port=port)
 
 
-def _load(
-    model: str, speculative: dict[str, Any] | None, loading: LoadOptions, seed: int | None, limits: dict[str, Any]
-) -> AsyncLLM:
+def _load(model: str, loading: LoadOptions, options: dict[str, Any]) -> AsyncLLM:
     from forerun import AsyncLLM
     from forerun.cli.session import loading_arguments, quiet_libraries
 
     quiet_libraries()
-    engine = AsyncLLM(model, speculative_config=speculative, seed=seed, **limits, **loading_arguments(loading))
+    engine = AsyncLLM(model, **options, **loading_arguments(loading))
     # What is loaded stays. Python looks for circles of garbage once a quarter of all objects is new: of those that
     # requests made, no longer of the half a million that torch and transformers hold.
     gc.collect()

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import LoadOptions
-from forerun.types import CompletionOutput, OutputToken, RequestOutput, Source, SpeculationStats
+from forerun.types import OutputToken, RequestOutput, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,47 +19,30 @@ if TYPE_CHECKING:
     from forerun import LLM
     from forerun.types import StreamChunk
 
-STYLES: dict[Source, str] = {
-    Source.DRAFT: "on #1f4d2b",
-    Source.RECOVERED: "yellow underline",
-    Source.BONUS: "cyan dim",
-    Source.TARGET: "",
+SOURCES: dict[Source, tuple[str, str, str]] = {
+    Source.DRAFT: ("accepted draft", "on #1f4d2b", "bold"),
+    Source.RECOVERED: ("recovered", "yellow underline", "underline"),
+    Source.BONUS: ("bonus", "cyan dim", "dim"),
+    Source.TARGET: ("plain", "", ""),
 }
-COLOURLESS_STYLES: dict[Source, str] = {
-    Source.DRAFT: "bold",
-    Source.RECOVERED: "underline",
-    Source.BONUS: "dim",
-    Source.TARGET: "",
-}
-MEANINGS: dict[Source, str] = {
-    Source.DRAFT: "accepted draft",
-    Source.RECOVERED: "recovered",
-    Source.BONUS: "bonus",
-    Source.TARGET: "plain",
-}
-
-
-def styles_for(console: Console) -> dict[Source, str]:
-    """Colours, or shapes alone where ``NO_COLOR`` is set."""
-    return COLOURLESS_STYLES if console.no_color else STYLES
+"""Where a token came from: in words, in colour, and in shape alone, where ``NO_COLOR`` is set."""
 
 
 def coloured(tokens: Iterable[OutputToken], console: Console) -> Text:
     """The tokens' text, each in the style of its source; a line break is never tinted."""
-    styles = styles_for(console)
     text = Text()
     for token in tokens:
+        _, colour, shape = SOURCES[token.source]
         for line in token.text.splitlines(keepends=True):
             body = line.rstrip("\r\n")
-            text.append(body, styles[token.source]).append(line[len(body) :])
+            text.append(body, shape if console.no_color else colour).append(line[len(body) :])
     return text
 
 
 def legend(console: Console) -> Text:
     """One line that names the styles."""
-    styles = styles_for(console)
-    parts = [Text(f" {meaning} ", styles[source]) for source, meaning in MEANINGS.items()]
-    return Text("  ").join(parts)
+    styles = ((words, shape if console.no_color else colour) for words, colour, shape in SOURCES.values())
+    return Text("  ").join(Text(f" {words} ", style) for words, style in styles)
 
 
 def tokens_per_second(output: RequestOutput) -> float | None:
@@ -87,35 +70,30 @@ def statistics_line(output: RequestOutput) -> Text:
     return Text(" · ".join(parts), "dim")
 
 
-def speculation_record(stats: SpeculationStats) -> dict[str, Any]:
-    """The `speculation` object of ``--json``."""
-    return {
-        "steps": stats.num_spec_steps,
-        "plain_steps": stats.num_plain_steps,
-        "drafted": stats.num_draft_tokens,
-        "accepted": stats.num_accepted_draft_tokens,
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
-        "acceptance_per_depth": [round(share, 4) for share in stats.acceptance_per_depth],
-    }
-
-
-def answer_record(output: RequestOutput, answer: CompletionOutput, *, with_tokens: bool) -> dict[str, Any]:
-    """One answer as ``generate --json`` prints it."""
-    speed = tokens_per_second(output)
+def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]:
+    """The first answer as ``generate --json`` prints it."""
+    speed, answer = tokens_per_second(output), output.outputs[0]
+    stats = answer.speculation
     record: dict[str, Any] = {
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
-        "speculation": speculation_record(answer.speculation),
+        "speculation": {
+            "steps": stats.num_spec_steps,
+            "plain_steps": stats.num_plain_steps,
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_draft_tokens,
+            "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+            "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
+            "acceptance_per_depth": [round(share, 4) for share in stats.acceptance_per_depth],
+        },
         "time_to_first_token_s": output.time_to_first_token_s,
         "tokens_per_second": None if speed is None else round(speed, 3),
     }
     if with_tokens:
-        record["tokens"] = [
-            {"id": token.id, "text": token.text, "source": str(token.source)} for token in answer.tokens
-        ]
+        tokens = answer.tokens
+        record["tokens"] = [{"id": one.id, "text": one.text, "source": str(one.source)} for one in tokens]
     return record
 
 
@@ -164,12 +142,7 @@ def loading_arguments(options: LoadOptions) -> dict[str, Any]:
 
 
 class Printer:
-    """Prints a stream of chunks as they come.
-
-    Args:
-        stdout: where the text goes; byte for byte unless colours are shown.
-        show_draft: colour each token by its source, where there is a terminal to do so.
-    """
+    """Prints a stream of chunks as they come: byte for byte, or in a terminal with `show_draft` coloured by source."""
 
     def __init__(self, stdout: Console, *, show_draft: bool) -> None:
         self.stdout, self.coloured = stdout, show_draft and stdout.is_terminal
@@ -179,16 +152,13 @@ class Printer:
         output = None
         try:
             for chunk in chunks:
-                self._print(chunk)
+                if self.coloured:
+                    self.stdout.print(coloured(chunk.tokens, self.stdout), end="")
+                else:
+                    self.stdout.file.write(chunk.text)
+                self.stdout.file.flush()
                 output = chunk.output or output
         finally:
             self.stdout.print()
             self.stdout.file.flush()
         return output
-
-    def _print(self, chunk: StreamChunk) -> None:
-        if self.coloured:
-            self.stdout.print(coloured(chunk.tokens, self.stdout), end="")
-        else:
-            self.stdout.file.write(chunk.text)
-        self.stdout.file.flush()

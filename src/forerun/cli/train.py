@@ -6,11 +6,8 @@ import json as json_module
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from forerun.cli import console
-from forerun.cli.options import Flag
+from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError
 
 _TITLES = {
@@ -38,7 +35,7 @@ def train(
     parallel: str = "ddp",
     dry_run: Flag = False,
     allow_changes: Flag = False,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Train a draft head for your own model; goes on where an earlier run into the same output was stopped.
 
@@ -66,8 +63,6 @@ def train(
         Print parameters, memory, steps and the effective recipe; train nothing.
     allow_changes
         Go on from a checkpoint although the recipe has changed since.
-    json
-        One JSON object on stdout.
     """
     from forerun.training.loop.distributed import Parallel
     from forerun.training.recipe import read_recipe
@@ -83,7 +78,7 @@ def train(
         if processes.first:
             if outcome.get("reason") == "already_finished":
                 console.warn(_FINISHED.format(recipe.output, outcome["steps"]))
-            (_show_plan if dry_run else _show_outcome)(outcome, json)
+            _show(outcome, dry_run=dry_run, json=json)
         processes.wait()  # a process that leaves while another still talks to it takes that one down (gloo aborts)
         return 130 if outcome.get("interrupted") else 0
     finally:
@@ -100,26 +95,16 @@ def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:
     return None, list(words)
 
 
-def _show_plan(plan: dict[str, Any], json: bool) -> None:
-    if json:
-        console.write_json(plan)
-        return
-    out = console.out()
-    out.print(_table("dry run: nothing is trained", {k: v for k, v in plan.items() if k != "recipe"}))
-    out.print_json(json_module.dumps(plan["recipe"]))
-
-
-def _show_outcome(outcome: dict[str, Any], json: bool) -> None:
+def _show(outcome: dict[str, Any], *, dry_run: bool, json: bool) -> None:
+    """What was done, or with `dry_run` what would be."""
     if json:
         console.write_json(outcome)
-    else:
-        shown = {name: value for name, value in outcome.items() if name in _SHOWN and value is not None}
-        console.out().print(_table(_TITLES[outcome["reason"]], shown))
-
-
-def _table(title: str, values: dict[str, Any]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
-    for name, value in values.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        table.add_row(name.replace("_", " "), shown)
-    return table
+        return
+    table = console.table(title="dry run: nothing is trained" if dry_run else _TITLES[outcome["reason"]])
+    for name, value in outcome.items():
+        if name != "recipe" if dry_run else name in _SHOWN and value is not None:
+            number = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else None
+            table.add_row(name.replace("_", " "), number or str(value))
+    console.out().print(table)
+    if dry_run:
+        console.out().print_json(json_module.dumps(outcome["recipe"]))

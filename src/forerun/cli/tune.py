@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, Flag, LoadOptions
+from forerun.cli.options import LOADING, Json, LoadOptions, Model
 from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -21,63 +22,49 @@ if TYPE_CHECKING:
 tune = App(name="tune", help="Find settings for a model by measuring it.")
 
 
-@tune.command(name="skip-layers")
-def skip_layers(
-    model: str,
-    /,
-    *,
-    output: Path,
-    prompts: Path | None = None,
-    limit: int = 8,
-    prompt_tokens: int = 300,
-    tokens: int = 48,
-    num_speculative_tokens: Annotated[int, Parameter(alias="-k")] = 8,
-    temperature: Annotated[float, Parameter(alias="-t")] = 0.0,
-    iterations: int | None = None,
-    budget_s: float | None = None,
-    seed: int = 0,
-    json: Flag = False,
-    loading: LoadOptions = LOADING,
-) -> int:
-    """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions:
+    """On what to search, for how long, and where to write what was found."""
 
-    Parameters
-    ----------
-    model
-        Directory or hub id of a Hugging Face causal LM.
-    output
-        JSON file for the set that was found: --drafter-option skip=FILE takes it.
-    prompts
-        Texts or conversations of the kind that will be answered (.jsonl, .json, .parquet, or plain text); shipped
-        held-out files for demo.
-    limit
-        Prompts to use, from the first.
-    prompt_tokens
-        Tokens of a plain text that are the prompt.
-    tokens
-        Tokens to decode for each prompt and each set.
-    num_speculative_tokens
-        Longest chain to consider; the best length is found too.
-    temperature
-        0 is greedy.
-    iterations
-        Sets to try: 60, or as many as fit --budget-s.
-    budget_s
-        Seconds to search.
-    seed
-        Of the search and of sampling.
-    json
-        One JSON object on stdout.
-    """
-    counts = {
-        "--limit": limit,
-        "--prompt-tokens": prompt_tokens,
-        "--tokens": tokens,
-        "--num-speculative-tokens": num_speculative_tokens,
-        "--iterations": 1 if iterations is None else iterations,
-    }
-    _check(counts, temperature, budget_s, output)
-    if prompts is None and model != "demo":
+    output: Path
+    """JSON file for the set that was found: --drafter-option skip=FILE takes it."""
+    prompts: Path | None = None
+    """Texts or conversations of the kind that will be answered (.jsonl, .json, .parquet, plain text); demo has some."""
+    limit: int = 8
+    """Prompts to use, from the first."""
+    prompt_tokens: int = 300
+    """Tokens of a plain text that are the prompt."""
+    tokens: int = 48
+    """Tokens to decode for each prompt and each set."""
+    num_speculative_tokens: Annotated[int, Parameter(alias="-k")] = 8
+    """Longest chain to consider; the best length is found too."""
+    temperature: Annotated[float, Parameter(alias="-t")] = 0.0
+    """0 is greedy."""
+    iterations: int | None = None
+    """Sets to try: 60, or as many as fit --budget-s."""
+    budget_s: float | None = None
+    """Seconds to search."""
+    seed: int = 0
+    """Of the search and of sampling."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "prompt_tokens", "tokens", "num_speculative_tokens", "iterations"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.temperature < 0 or (self.budget_s is not None and self.budget_s <= 0):
+            given = f"{self.temperature} and {self.budget_s}"
+            raise ArgumentError(f"--temperature must be 0 or more and --budget-s above 0, got {given}")
+        if self.output.is_dir():
+            file = self.output / "skip.json"
+            raise ArgumentError(f"--output names the directory {self.output}; name a file in it, such as {file}")
+
+
+@tune.command(name="skip-layers")
+def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, loading: LoadOptions = LOADING) -> int:
+    """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far."""
+    if asked.prompts is None and model != "demo":
         raise ArgumentError(
             "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
         )
@@ -86,41 +73,26 @@ def skip_layers(
     from forerun.drafters.self_drafting.tuning import Probe
     from forerun.types import SamplingParams
 
-    questions = _questions(prompts, limit)
-    llm = session.load(model, loading, None, max_num_seqs=len(questions) or limit)
-    params = SamplingParams(temperature=temperature, seed=seed, top_k=0)
-    found = _tokens(llm, questions, limit, prompt_tokens)
-    probe = Probe(llm.target, found, length=num_speculative_tokens, tokens=tokens, params=params)
-    sets = None if iterations is None and budget_s else iterations or tuning.ITERATIONS
+    questions = [] if asked.prompts is None else _questions(asked.prompts, asked.limit)
+    llm = session.load(model, loading, None, max_num_seqs=len(questions) or asked.limit)
+    params = SamplingParams(temperature=asked.temperature, seed=asked.seed, top_k=0)
+    found = _tokens(llm, questions, asked)
+    probe = Probe(llm.target, found, length=asked.num_speculative_tokens, tokens=asked.tokens, params=params)
+    limits: dict[str, Any] = {"iterations": asked.iterations, "budget_s": asked.budget_s, "seed": asked.seed}
+    sets = None if asked.iterations is None and asked.budget_s else asked.iterations or tuning.ITERATIONS
     with console.progress_bar("sets", sets) as update:
 
         def progress(_tried: Worth, best: Worth) -> None:
             update(advance=1, description=f"sets; best {best.ms_per_token:.3g} ms per token")
 
-        tuned = tuning.tune(
-            probe, llm.target.num_layers, iterations=iterations, budget_s=budget_s, seed=seed, progress=progress
-        )
-    about = {"temperature": temperature, "prompts": len(found), "tokens": tokens, "seed": seed}
-    file = _file(llm, model, tuned, about)
-    file.write(output)
-    _show(file, tuned, output, json=json)
+        tuned = tuning.tune(probe, llm.target.num_layers, progress=progress, **limits)
+    file = _file(llm, model, tuned, asked, prompts=len(found))
+    file.write(asked.output)
+    _show(file, tuned, asked.output, json=json)
     return 130 if tuned.interrupted else 0
 
 
-def _check(counts: dict[str, int], temperature: float, budget_s: float | None, output: Path) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ArgumentError(f"{name} must be at least 1, got {value}")
-    if temperature < 0 or (budget_s is not None and budget_s <= 0):
-        raise ArgumentError(f"--temperature must be 0 or more and --budget-s above 0, got {temperature} and {budget_s}")
-    if output.is_dir():
-        raise ArgumentError(f"--output names the directory {output}; name a file in it, such as {output / 'skip.json'}")
-
-
-def _questions(prompts: Path | None, limit: int) -> list[Record]:
-    """The records of the prompt file; none where the shipped prompts are meant."""
-    if prompts is None:
-        return []
+def _questions(prompts: Path, limit: int) -> list[Record]:
     from forerun.training.data.prepare import BadRecords, read_records
 
     found = list(itertools.islice(read_records(prompts, BadRecords(skip=False)), limit))
@@ -129,32 +101,28 @@ def _questions(prompts: Path | None, limit: int) -> list[Record]:
     return found
 
 
-def _tokens(llm: LLM, questions: list[Record], limit: int, prompt_tokens: int) -> list[list[int]]:
-    """The prompts as the model reads them."""
+def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[list[int]]:
+    """The prompts as the model reads them: conversations up to their last answers, the beginnings of texts, or, where
+    there are no questions, excerpts of the shipped files."""
     if llm.tokenizer is None:
         raise ArgumentError(f"{llm.target.name_or_path} has no tokenizer beside it; prompts are read with one")
     if not questions:
         from forerun.demo import contexts
 
-        return contexts(llm.tokenizer, count=limit, length=prompt_tokens)
-    found = [_prompt_tokens(llm, record, prompt_tokens) for record in questions]
-    for record, ids in zip(questions, found, strict=True):
+        return contexts(llm.tokenizer, count=asked.limit, length=asked.prompt_tokens)
+    found = []
+    for record in questions:
+        ids = llm.tokenizer.encode(record.text, add_special_tokens=False)[: asked.prompt_tokens] if record.text else []
+        turns = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
+        if turns:
+            ids = llm.chat_prompt(record.messages[: turns[-1] + 1])["prompt_token_ids"]
         if not ids:
             raise DataError(f"{record.where}: there is nothing to answer")
+        found.append(ids)
     return found
 
 
-def _prompt_tokens(llm: LLM, record: Record, most: int) -> list[int]:
-    """A conversation up to its last answer, or the beginning of a text."""
-    assert llm.tokenizer is not None
-    if not record.messages:
-        ids: list[int] = llm.tokenizer.encode(record.text, add_special_tokens=False)[:most]
-        return ids
-    asked = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
-    return llm.chat_prompt(record.messages[: asked[-1] + 1])["prompt_token_ids"] if asked else []
-
-
-def _file(llm: LLM, model: str, tuned: Tuned, about: dict[str, Any]) -> SkipFile:
+def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: int) -> SkipFile:
     import torch
 
     from forerun.drafters.self_drafting.skipping import SkipFile, structure_hash
@@ -167,7 +135,10 @@ def _file(llm: LLM, model: str, tuned: Tuned, about: dict[str, Any]) -> SkipFile
         "mean_acceptance_length": best.mean_acceptance_length,
         "draft_ms": best.draft_ms,
         "verify_ms": tuned.costs.verify_ms[best.num_speculative_tokens],
-        **about,
+        "temperature": asked.temperature,
+        "prompts": prompts,
+        "tokens": asked.tokens,
+        "seed": asked.seed,
         "sets": len(tuned.trials),
         "seconds": tuned.seconds,
         "interrupted": tuned.interrupted,
@@ -198,9 +169,8 @@ def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
         )
     if json:
         facts = {"output": str(output), "model": found.model, "num_layers": found.num_layers, "skip": skip}
-        console.write_json(
-            {**facts, "num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
-        )
+        measured = {"num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
+        console.write_json({**facts, **measured})
         return
     best = tuned.best
     console.out().print(

@@ -15,13 +15,12 @@ head trained for a target of this size; only its acceptance is that of the small
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,50 +38,40 @@ from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.writing import written_folder
 
-RECORD = "scale.json"
-"""Written beside the weights: the plan, and the hash of what it was made from."""
+RECORD = "scale.json"  # Written beside the weights: the plan, and the hash of what it was made from
 SHARD_BYTES = 2**31
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-FORMAT = 1
-"""Raise it when the written weights change, so that caches are made anew."""
+FORMAT = 1  # Raise it when the written weights change, so that caches are made anew
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalePlan:
-    """The shape of a scale model, from a source's."""
+    """The shape of a scale model, from a source's: its hidden size, a power of four wider, and its heads by factors."""
 
     hidden_factor: int
-    """Hidden size over the source's; a power of four."""
     head_factor: int
-    """Query and key-value heads over the source's."""
     layers: int
     intermediate_size: int
-    parameters: int
-    """Of the scale model, embeddings counted once if tied."""
+    parameters: int  # Of the scale model, embeddings counted once if tied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledModel:
     """A scale model on disk."""
 
-    path: Path
-    """An ordinary transformers checkpoint."""
+    path: Path  # An ordinary transformers checkpoint
     source: Path
     plan: ScalePlan
     source_layers: int
     source_parameters: int
 
     @property
-    def parameters(self) -> int:
-        return self.plan.parameters
-
-    @property
     def note(self) -> str:
         """One line for every report that shows figures of this model."""
         return (
             f"{self.path.name}: {self.source.name} ({self.source_parameters / 1e6:.1f} M parameters) enlarged to "
-            f"{self.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
+            f"{self.plan.parameters / 1e6:.0f} M without changing its function; its text is that of the small model"
         )
 
 
@@ -102,10 +91,6 @@ def scale_model(
         billions: parameters of the result in units of 1e9, embeddings included.
         dtype: of the written weights: ``bfloat16``, ``float16`` or ``float32``.
         layers: of the result; by default a multiple of the source's that grows slowly with the size.
-
-    Raises:
-        CheckpointError: `source` is missing, or no plain Llama.
-        ArgumentError: the size cannot be reached, `destination` holds something else, or an unknown dtype.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -115,13 +100,8 @@ def scale_model(
     fingerprint = content_hash(folder, asdict(plan), dtype)
     if destination is None:
         destination = cache_folder() / f"{folder.name}-{billions:g}B-{fingerprint[:12]}"
-    scaled = ScaledModel(
-        path=destination,
-        source=folder,
-        plan=plan,
-        source_layers=config["num_hidden_layers"],
-        source_parameters=_parameters(config),
-    )
+    size, layers = _parameters(config), config["num_hidden_layers"]
+    scaled = ScaledModel(path=destination, source=folder, plan=plan, source_layers=layers, source_parameters=size)
     recorded = _recorded_fingerprint(destination)
     if recorded is None and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ArgumentError(f"{destination} exists and is no scale model; name an empty or new folder")
@@ -172,21 +152,12 @@ def plan_scale(config: dict[str, Any], *, billions: float, layers: int | None = 
 
 
 def _fit(config: dict[str, Any], hidden_factor: int, layers: int, goal: int) -> ScalePlan:
-    head_factor = 2 * math.isqrt(hidden_factor)
-    bare = ScalePlan(
-        hidden_factor=hidden_factor, head_factor=head_factor, layers=layers, intermediate_size=0, parameters=0
-    )
-    rest = goal - _parameters(config | _shape(config, bare))
+    heads = 2 * math.isqrt(hidden_factor)
+    bare = ScalePlan(hidden_factor=hidden_factor, head_factor=heads, layers=layers, intermediate_size=0, parameters=0)
+    shape = config | _shape(config, bare)
     per_neuron = layers * 3 * hidden_factor * config["hidden_size"]
-    width = 64 * round(rest / per_neuron / 64)
-    wide = config | _shape(config, bare) | {"intermediate_size": width}
-    return ScalePlan(
-        hidden_factor=hidden_factor,
-        head_factor=head_factor,
-        layers=layers,
-        intermediate_size=width,
-        parameters=_parameters(wide),
-    )
+    width = 64 * round((goal - _parameters(shape)) / per_neuron / 64)
+    return replace(bare, intermediate_size=width, parameters=_parameters(shape | {"intermediate_size": width}))
 
 
 def _shape(config: dict[str, Any], plan: ScalePlan) -> dict[str, Any]:
@@ -261,22 +232,18 @@ def _write_weights(folder: Path, scaled: ScaledModel, config: dict[str, Any], dt
     """Shards of about 2 GiB, so that an 8 B model never lies in memory as a whole."""
     shard: dict[str, Tensor] = {}
     files: dict[str, str] = {}
-    total = held = count = 0
+    total = 0
 
     def flush() -> None:
-        nonlocal held, count
-        count += 1
-        name = f"model-{count:05d}.safetensors"
+        name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         files.update(dict.fromkeys(shard, name))
         shard.clear()
-        held = 0
 
     for name, tensor in _scaled_tensors(scaled, config, dtype):
         shard[name] = tensor
-        held += tensor.nbytes
         total += tensor.nbytes
-        if held >= SHARD_BYTES:
+        if sum(held.nbytes for held in shard.values()) >= SHARD_BYTES:
             flush()
     if shard:
         flush()
@@ -288,9 +255,10 @@ def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dt
     weights = _Source(scaled.source)
     plan, hidden = scaled.plan, config["hidden_size"] * scaled.plan.hidden_factor
     norm_factor = 1 / math.isqrt(plan.hidden_factor)
-    yield "model.embed_tokens.weight", _into_zeros(weights["model.embed_tokens.weight"], (None, hidden), dtype)
+    table = (config["vocab_size"], hidden)
+    yield "model.embed_tokens.weight", _corner(weights["model.embed_tokens.weight"], torch.zeros(table, dtype=dtype))
     if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", _into_noise(weights["lm_head.weight"], (config["vocab_size"], hidden), dtype, "lm_head")
+        yield "lm_head.weight", _corner(weights["lm_head.weight"], _noise(table, dtype, "lm_head"))
     yield "model.norm.weight", _norm(weights["model.norm.weight"], hidden, norm_factor, dtype)
     starts = {layer * plan.layers // scaled.source_layers: layer for layer in range(scaled.source_layers)}
     attention = config["head_dim"] * plan.head_factor
@@ -312,31 +280,26 @@ def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dt
             norm = weights[f"{origin or 'model.layers.0.'}{name}.weight"]
             yield f"{prefix}{name}.weight", _norm(norm, hidden, norm_factor, dtype)
         for name, shape in shapes.items():
-            old = None if origin is None else weights[f"{origin}{name}.weight"]
+            # What writes to the residual stream is padded with zeros, what only meets zeros with noise.
             writes = name in ("self_attn.o_proj", "mlp.down_proj")
-            filled = _into_zeros(old, shape, dtype) if writes else _into_noise(old, shape, dtype, prefix + name)
-            yield f"{prefix}{name}.weight", filled
+            padding = torch.zeros(shape, dtype=dtype) if writes else _noise(shape, dtype, prefix + name)
+            yield (
+                f"{prefix}{name}.weight",
+                _corner(None if origin is None else weights[f"{origin}{name}.weight"], padding),
+            )
 
 
-def _into_zeros(old: Tensor | None, shape: tuple[int | None, int], dtype: torch.dtype) -> Tensor:
-    """`old` in the upper left corner of zeros: what writes to the residual stream. None keeps that dimension."""
-    rows = shape[0] if shape[0] is not None else (0 if old is None else old.shape[0])
-    new = torch.zeros(rows, shape[1], dtype=dtype)
+def _corner(old: Tensor | None, padding: Tensor) -> Tensor:
+    """`padding` with `old` in its upper left corner."""
     if old is not None:
-        new[: old.shape[0], : old.shape[1]] = old
-    return new
+        padding[: old.shape[0], : old.shape[1]] = old
+    return padding
 
 
-def _into_noise(old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
-    """`old` in the upper left corner of noise: what only meets zeros, before or after.
-
-    Noise and not zeros, because a processor may multiply zeros faster.
-    """
+def _noise(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    """Random numbers and not zeros, because a processor may multiply zeros faster."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    new = torch.empty(shape, dtype=dtype).uniform_(-0.03, 0.03, generator=torch.Generator().manual_seed(seed))
-    if old is not None:
-        new[: old.shape[0], : old.shape[1]] = old
-    return new
+    return torch.empty(shape, dtype=dtype).uniform_(-0.03, 0.03, generator=torch.Generator().manual_seed(seed))
 
 
 def _norm(old: Tensor, hidden: int, factor: float, dtype: torch.dtype) -> Tensor:
@@ -363,22 +326,15 @@ class _Source:
         return tensor
 
 
-_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")
-"""What writes into the hidden state: its padding must stay zero."""
+_WRITERS = ("fc", "o_proj", "down_proj", "embed_tokens")  # Write into the hidden state: their padding is zero
 
 
 def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
-    """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source.
-
-    Args:
-        head: EAGLE-3, trained for the source of `scaled`; any variant.
-        scaled: the enlarged target.
-
-    Returns:
-        a head of the dtypes of `head`; logits differ by the order of summation at most.
+    """The head of `scaled` that gives, on the states of `scaled`, the logits that `head` gives on those of its source,
+    for which it was trained; they differ by the order of summation at most.
 
     Raises:
-        ArgumentError: another generation, or a head that reads layers which the source does not have.
+        ArgumentError: no EAGLE-3 head, or one that reads layers which the source does not have.
     """
     wide = scale_config(head.config, scaled)
     shapes = expected_shapes(wide)
@@ -387,18 +343,14 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
 
 
 def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
-    """The head `source` enlarged as a checkpoint of the same format; reuses what it wrote before.
-
-    Args:
-        source: directory, hub id or shipped name of an EAGLE-3 head that was trained for the source of `scaled`.
-        scaled: the enlarged target.
+    """`scale_head` of a directory, hub id or shipped name, as a checkpoint of the same format; reuses what it wrote
+    before.
 
     Raises:
         CheckpointError: `source` is missing, or no head.
-        ArgumentError: a head that is not enlarged, see `scale_head`.
     """
     stored = read_files(resolve(source))
-    made = content_hash(stored.directory, dataclasses.asdict(scaled.plan), scaled.source_layers)
+    made = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
     folder = cache_folder() / f"{scaled.path.name}-head-{made[:12]}"
     if not folder.is_dir():
         head = scale_head(parse(stored, num_layers=scaled.source_layers), scaled)
@@ -411,7 +363,7 @@ def scale_config(config: EagleConfig, scaled: ScaledModel) -> EagleConfig:
     if config.generation != 3:
         raise ArgumentError(f"only EAGLE-3 heads are enlarged, this one is of generation {config.generation}")
     plan = scaled.plan
-    return dataclasses.replace(
+    return replace(
         config,
         hidden_size=config.hidden_size * plan.hidden_factor,
         target_hidden_size=config.target_hidden_size * plan.hidden_factor,
@@ -435,7 +387,7 @@ def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: EagleConfi
             part = old[..., block * narrow : (block + 1) * narrow]
             new[..., block * broad : block * broad + narrow][: len(old) if old.dim() == 2 else None] = part
     root = math.isqrt(wide.hidden_size // config.hidden_size)
-    shrinks = old.shape != shape and _is_norm(name)
+    shrinks = old.shape != shape and "norm" in name
     normed_later = config.qk_norm and any(f".{part}_proj." in name for part in ("q", "k"))
     return new / root if shrinks or normed_later else new
 
@@ -450,12 +402,8 @@ def _blocks(name: str, config: EagleConfig) -> int:
 
 def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros where the hidden state is written, ones in norms, else noise."""
-    if _is_norm(name):
+    if "norm" in name:
         return torch.ones(shape, dtype=dtype)
-    if len(shape) == 1 or any(name.split(".")[-2] == writer for writer in _WRITERS):
+    if len(shape) == 1 or name.split(".")[-2] in _WRITERS:
         return torch.zeros(shape, dtype=dtype)
-    return _into_noise(None, shape, dtype, name)
-
-
-def _is_norm(name: str) -> bool:
-    return any("norm" in part for part in name.split("."))
+    return _noise(shape, dtype, name)

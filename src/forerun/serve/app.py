@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -25,8 +26,8 @@ from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import ForerunError
 from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
-from forerun.serve.completing import AnswerWriter, ChatWriter, CompletionWriter, Event
-from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, refusal_of
+from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
+from forerun.serve.guards import OPEN_PATHS, BodyLimit, KeyCheck, Recorder, StrictRoute, aside, own_path, refusal_of
 from forerun.serve.handling import chat_jobs, check_model, completion_jobs, merged, unless_gone
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
@@ -37,10 +38,8 @@ from forerun.serve.session import Job, Session, State
 from forerun.types import RequestOutput
 
 T = TypeVar("T")
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Keep proxies from holding the stream back."""
-_PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}
-"""Files of the playground and their media types."""
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
+_PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}  # The playground
 
 
 def build_app(session: Session) -> FastAPI:
@@ -73,7 +72,7 @@ def _add_guards(app: FastAPI, session: Session) -> None:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Recorder, settings=settings, count=session.metrics.answered)
+    app.add_middleware(Recorder, settings=settings, count=partial(session.metrics.count, "forerun:http_requests", 1))
 
 
 def _add_errors(app: FastAPI, *, messages: bool) -> None:
@@ -122,13 +121,13 @@ def _add_completions(app: FastAPI, session: Session) -> None:
         return await in_items(body, http, MessagesWriter)
 
 
-async def _respond(session: Session, http: Request, jobs: list[Job], writer: AnswerWriter) -> Response:
+async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
     """The whole answer, or a stream that has begun: what the engine refuses is still a 400."""
     if (record := logs.current()) is not None:
-        record.stream = writer.streams
-    if not writer.streams:
+        record.stream = writer.body.stream
+    if not writer.body.stream:
         return JSONResponse(writer.whole(await unless_gone(http, _gathered(session, jobs))))
-    events = _streamed(session, jobs, writer)
+    events = _streamed(session, http, jobs, writer)
     try:
         first = await anext(events)
     except BaseException:
@@ -140,8 +139,8 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Ans
             yield first
             async for one in events:
                 yield one
-        if writer.marks_end:
-            yield "data: [DONE]\n\n"
+        if isinstance(writer, Writer):
+            yield "data: [DONE]\n\n"  # which only the completion endpoints have
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers=_STREAM_HEADERS)
 
@@ -151,7 +150,9 @@ async def _gathered(session: Session, jobs: list[Job]) -> list[RequestOutput]:
         return await all_or_none(whole_output(session.answer(job)) for job in jobs)
 
 
-async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> AsyncGenerator[str]:
+async def _streamed(
+    session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter
+) -> AsyncGenerator[str]:
     """Server-sent events; an error before the first of them is raised."""
     begun = False
     with session.admitted(sum(job.params.n for job in jobs)):
@@ -168,7 +169,8 @@ async def _streamed(session: Session, jobs: list[Job], writer: AnswerWriter) -> 
                     raise
                 if not isinstance(error, ApiError):
                     logs.write_error(error, message=session.settings.log_prompts)
-                yield _written(writer.error_event(error if isinstance(error, ApiError) else mistake()))
+                    error = mistake()
+                yield _written(error.body(own_path(http.scope)))
 
 
 def _written(event: Event) -> str:
@@ -220,15 +222,15 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     def card() -> dict[str, Any]:
         """The model for clients of OpenAI's API and of Anthropic's."""
         name, since = session.settings.model_name, datetime.fromtimestamp(started, UTC).isoformat()
-        card: dict[str, Any] = {"id": name, "object": "model", "created": started}
-        card |= {"type": "model", "display_name": name, "created_at": since}
-        card |= {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
-        card["speculation"] = {
+        openai = {"id": name, "object": "model", "created": started}
+        anthropic = {"type": "model", "display_name": name, "created_at": since}
+        own = {"owned_by": "forerun", "max_model_len": session.engine.llm.max_model_len}
+        speculation = {
             "drafters": session.drafters(),
             "max_speculative_tokens": {name: session.longest(name) for name in session.drafters()},
             "traces": session.settings.allow_traces,
         }
-        return card
+        return {**openai, **anthropic, **own, "speculation": speculation}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -306,9 +308,7 @@ _ERRORS = {
     500: "The server made a mistake.",
     503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
 }
-_RETRY = (429, 503)
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""Answer with events where ``stream`` is true."""
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")  # Where ``stream`` is true
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -326,27 +326,22 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
     """Let `app.openapi` tell the truth; `keyed`: the server wants a key."""
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            app.openapi_schema = _corrected(found, keyed=keyed)
-        return app.openapi_schema
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = found["components"]["schemas"]
+        del schemas["HTTPValidationError"], schemas["ValidationError"]
+        schemas |= _ENVELOPES
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in found["paths"].items():
+            for method, operation in methods.items():
+                _describe_operation(operation, path, posts=method == "post")
+                if keyed and path not in OPEN_PATHS:
+                    operation["security"] = [{"key": []}]
+        app.openapi_schema = found
+        return found
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _corrected(found: dict[str, Any], *, keyed: bool) -> dict[str, Any]:
-    components = found.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    schemas |= _ENVELOPES
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, methods in found["paths"].items():
-        for method, operation in methods.items():
-            _describe_operation(operation, path, posts=method == "post")
-            if keyed and path not in OPEN_PATHS:
-                operation["security"] = [{"key": []}]
-    return found
 
 
 def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) -> None:
@@ -359,16 +354,10 @@ def _describe_operation(operation: dict[str, Any], path: str, *, posts: bool) ->
     if path in ("/health", "/ping"):
         answers["503"] = {**answers["200"], "description": "The server is loading, draining, or has failed."}
         return
+    envelope = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
+    headers = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
     for status, description in _ERRORS.items():
         if posts or status in (401, 408, 500, 503):
-            answers[str(status)] = _answer(status, description, "Anthropic" if path.startswith("/v1/messages") else "")
-
-
-def _answer(status: int, description: str, whose: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "description": description,
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{whose}Error"}}},
-    }
-    if status in _RETRY:
-        answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
-    return answer
+            again = {"headers": headers} if status in (429, 503) else {}
+            answers[str(status)] = {"description": description, "content": content, **again}

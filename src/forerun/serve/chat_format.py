@@ -7,47 +7,50 @@ Knows no HTTP and no shape of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.grammar import source
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.serve.protocol.errors import bad_request
-from forerun.serve.protocol.requests import ChatRequest
+from forerun.serve.protocol.requests import ChatRequest, joined
 from forerun.serve.reasoning import Marks, begins_inside, marks_of, read_reasoning
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import FORMATS, format_of
 from forerun.serve.tools.base import Lark, ToolFormat
-from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps
-from forerun.types import OutputToken, StructuredOutputs
+from forerun.serve.tools.incoming import Incoming, Kind, PieceReader, Steps
+from forerun.types import CompletionOutput, StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that switch reasoning: Qwen's and DeepSeek's."""
+_SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that switch reasoning: Qwen's and DeepSeek's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
     """How the answers to one request are written."""
 
-    prompt: dict[str, Any]
-    """The conversation as the model reads it, `LLM.chat_prompt`."""
-    format: ToolFormat | None = None
-    """Of tool calls; None where the model may not make any."""
-    marks: Marks | None = None
-    """Of reasoning; None where the model does none, or the template has already ended it."""
-    inside: bool = False
-    """The answer begins within the reasoning."""
+    prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
+    format: ToolFormat | None = None  # Of tool calls; None where the model may not make any
+    marks: Marks | None = None  # Of reasoning; None where the model does none, or the template has already ended it
+    inside: bool = False  # The answer begins within the reasoning
 
-    def reader(self) -> AnswerReader:
-        """For one answer."""
-        return AnswerReader(self)
+    def reader(self) -> PieceReader:
+        """For one answer: reasoning first, then text and calls."""
+        return PieceReader(self._read)
+
+    def _read(self, text: Incoming) -> Steps[None]:
+        if self.marks is not None:
+            yield from read_reasoning(text, self.marks, inside=self.inside)
+        if self.format is not None:
+            yield from self.format.read(text)
+        else:
+            yield from text.rest(Kind.CONTENT)
 
     def new_id(self) -> str:
         """An id for a call."""
@@ -69,15 +72,11 @@ class ChatFormat:
         Args:
             own: what the request wants its text to look like.
             mark: how a grammar names a mark (`LLM.grammar_mark`); only asked for if there is a grammar.
-
-        Raises:
-            ApiError: requirements that exclude each other.
         """
         if own is not None and body.must_call:
             raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
-        if self.format is None:
-            bound = False
-        else:
+        bound = False
+        if self.format is not None:
             strict = any(function.strict for function in self.format.functions)
             hidden = len(body.callable_tools) < len(body.offered)
             bound = body.must_call or strict or hidden or not body.many_calls or own is not None
@@ -86,109 +85,65 @@ class ChatFormat:
         lark = Lark(mark)
         content = None if own is None else lark.rule(_written(own))
         if self.format is not None:
-            content = self._calls(body, lark, content)
+            try:
+                content = self.format.grammar(lark, forced=body.must_call, many=body.many_calls, content=content)
+            except ArgumentError as error:
+                raise bad_request(str(error), "tools") from error
         assert content is not None, "calls or a form of the text"
-        return StructuredOutputs(grammar=lark.text(f"{self._thinking(lark)} {content}"))
-
-    def _calls(self, body: ChatRequest, lark: Lark, content: str | None) -> str:
-        assert self.format is not None
-        try:
-            return self.format.grammar(lark, forced=body.must_call, many=body.many_calls, content=content)
-        except ArgumentError as error:
-            raise bad_request(str(error), "tools") from error
-
-    def _thinking(self, lark: Lark) -> str:
-        if self.marks is None:
-            return ""
-        thought = lark.until(self.marks.close)
-        if self.inside:
-            return f"{thought} BLANKS"
-        return lark.rule(f"({lark.mark(self.marks.open)} {thought} BLANKS)?")
-
-
-class AnswerReader(PieceReader):
-    """Reads one answer: reasoning first, then text and calls."""
-
-    def __init__(self, chat_format: ChatFormat) -> None:
-        self._reasoned = [0]
-        super().__init__(partial(_steps, chat_format, self._reasoned))
-
-    @property
-    def reasoning_end(self) -> int:
-        """Characters that the reasoning takes, with its marks, once it has been read."""
-        return self._reasoned[-1]
-
-    def whole(self, text: str) -> list[Piece]:
-        """The pieces of a complete text."""
-        return [*self.feed(text), *self.close()]
-
-
-def _steps(chat_format: ChatFormat, reasoned: list[int], text: Incoming) -> Steps[None]:
-    """Reads an answer; where its reasoning ended is added to `reasoned`. Does not name the reader that runs it."""
-    if chat_format.marks is not None:
-        yield from read_reasoning(text, chat_format.marks, inside=chat_format.inside)
-        reasoned.append(text.at)
-    if chat_format.format is not None:
-        yield from chat_format.format.read(text)
-    else:
-        yield from text.rest(Kind.CONTENT)
+        if self.marks is not None:
+            thought = f"{lark.until(self.marks.close)} BLANKS"
+            thought = thought if self.inside else lark.rule(f"({lark.mark(self.marks.open)} {thought})?")
+            content = f"{thought} {content}"
+        return StructuredOutputs(grammar=lark.text(content))
 
 
 def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> ChatFormat:
-    """The prompt of a chat request and how its answers are written.
-
-    Raises:
-        ApiError: tools for a model that cannot be given any, or a choice that is none.
-        ArgumentError: the chat template refuses the conversation.
-    """
+    """The prompt of a chat request and how its answers are written; refuses tools and choices that cannot be."""
     _check_choice(body)
-    template = _template(llm.tokenizer, bool(body.offered))
-    tools = [tool.plain() for tool in body.offered]
+    tools, template = [tool.plain() for tool in body.offered], ""
+    if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so
+        template = llm.tokenizer.get_chat_template(tools=[{}] if tools else None)
     kind = format_of(settings.tool_call_parser, template)
     if tools and not _TAKES_TOOLS.search(template):
         raise bad_request("the chat template of this model takes no tools", "tools")
     if tools and kind is None:
-        raise _no_parser(settings.tool_call_parser)
+        message = "this server was started with --tool-call-parser none; it reads no tool calls"
+        if settings.tool_call_parser != "none":
+            message = "the chat template of this model shows no known format of tool calls; if it has one, start the "
+            message += f"server with --tool-call-parser and one of {', '.join(FORMATS)}"
+        raise bad_request(message, "tools")
     text_arguments = kind is not None and kind.text_arguments
     messages = [message.plain(text_arguments=text_arguments) for message in body.messages]
-    ending: dict[str, bool] = {"continue_final_message": body.continue_final_message}
-    ending["add_generation_prompt"] = body.add_generation_prompt is not False and not body.continue_final_message
+    goes_on = body.continue_final_message
+    ending = {"continue_final_message": goes_on}
+    ending["add_generation_prompt"] = body.add_generation_prompt is not False and not goes_on
     marks = marks_of(settings.reasoning_parser, template)
     try:
         prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
     except TypeError as error:
         raise bad_request(f"not a variable of the chat template: {error}", "chat_template_kwargs") from error
-    begun = body.messages[-1].text if body.continue_final_message else ""
+    begun = joined(body.messages[-1].content or "") if goes_on else ""
     if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
         marks = None
     functions = [tool.function.function() for tool in body.callable_tools]
-    return ChatFormat(
-        prompt=prompt,
-        format=kind(template, functions) if kind is not None and functions else None,
-        marks=marks,
-        inside=marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun),
-    )
+    calls = kind(template, functions) if kind is not None and functions else None
+    inside = marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun)
+    return ChatFormat(prompt=prompt, format=calls, marks=marks, inside=inside)
 
 
-def reasoning_tokens(chat_format: ChatFormat, text: str, tokens: Sequence[OutputToken]) -> int:
+def reasoning_tokens(chat_format: ChatFormat, answer: CompletionOutput) -> int:
     """How many tokens of an answer are reasoning, marks included."""
     reader = chat_format.reader()
-    reader.whole(text)
-    position = count = 0
-    while count < len(tokens) and position < reader.reasoning_end:
-        position += len(tokens[count].text)
-        count += 1
-    return count
+    reader.whole(answer.text)
+    starts = accumulate((len(token.text) for token in answer.tokens[:-1]), initial=0)
+    return sum(start < reader.incoming.reasoned for start in starts) if answer.tokens else 0
 
 
 def _written(form: StructuredOutputs) -> str:
     """A form as the body of a rule in Lark's notation."""
     kind, text = source(form)
-    return {"json": f"%json {text}", "regex": f"/{_escaped(text)}/", "grammar": f"%lark {{\n{text}\n}}"}[kind]
-
-
-def _escaped(regex: str) -> str:
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex)
+    escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", text)
+    return {"json": f"%json {text}", "regex": f"/{escaped}/", "grammar": f"%lark {{\n{text}\n}}"}[kind]
 
 
 def _may_reason(marks: Marks, prompt: str, begun: str) -> bool:
@@ -220,14 +175,6 @@ def _has_variable(template: str, name: str) -> bool:
     return re.search(rf"\{{[{{%][^{{}}%]*(?<![.\w'\"]){name}\b(?!['\"])", template) is not None
 
 
-def _template(tokenizer: PreTrainedTokenizerBase | None, with_tools: bool) -> str:
-    """The text of the chat template, empty where there is none: the prompt's maker says so."""
-    if tokenizer is None or not tokenizer.chat_template:
-        return ""
-    template: str = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
-    return template
-
-
 def _check_choice(body: ChatRequest) -> None:
     names = [tool.function.name for tool in body.tools or []]
     if len(set(names)) < len(names):
@@ -236,14 +183,3 @@ def _check_choice(body: ChatRequest) -> None:
         raise bad_request("tool_choice needs tools", "tool_choice")
     if not set(body.chosen or ()) <= set(names):
         raise bad_request("tool_choice names a function that is not among the tools", "tool_choice")
-
-
-def _no_parser(parser: str) -> Exception:
-    known = ", ".join(FORMATS)
-    if parser == "none":
-        return bad_request("this server was started with --tool-call-parser none; it reads no tool calls", "tools")
-    return bad_request(
-        "the chat template of this model shows no known format of tool calls; if it has one, start the server with "
-        f"--tool-call-parser and one of {known}",
-        "tools",
-    )

@@ -43,50 +43,33 @@ _SECRET = secrets.token_bytes(32)
 class Client:
     """Whoever sent a request."""
 
-    name: str
-    """Rows are shared evenly among names: one for each API key or, where there are none, for each address."""
+    name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
     domain: str | None
     """Isolation domain of the request; None is the one that unnamed clients share if the operator says so."""
-    key: str = ""
-    """The hash of its API key, where it has one."""
-    adapt: bool
-    """Whether online adaptation may learn from it."""
+    key: str = ""  # The hash of its API key, where it has one
+    adapt: bool  # Whether online adaptation may learn from it
 
     def cache_salt(self, own: str | None) -> str | None:
         """The engine's salt for a request with a salt of its `own`: that narrows the domain and leads into no other."""
-        if own is None:
-            return self.domain
-        return _hashed("salted", self.key, own)
+        return self.domain if own is None else _hashed("salted", self.key, own)
 
 
-class Clients:
-    """Tells clients apart as the operator's settings say."""
-
-    def __init__(self, settings: ServeSettings) -> None:
-        self._settings = settings
-        self._keys = [key.encode() for key in settings.api_keys]
-
-    def of(self, scope: Scope) -> Client | None:
-        """The client of an HTTP request; None where a key is needed and it has none that is right."""
-        settings = self._settings
-        if not settings.api_keys:
-            return self._unnamed(scope)
-        headers = Headers(scope=scope)
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
-        right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        if not any(right):
-            return None
-        key = settings.api_keys[right.index(True)]
-        name = _hashed("key", key)
-        return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
-
-    def _unnamed(self, scope: Scope) -> Client:
-        """An address names nobody, since all clients of a proxy have one: it decides about turns, not about text."""
-        shared = self._settings.share_unnamed
-        address = scope["client"][0] if scope.get("client") else ""
+def client_of(scope: Scope, settings: ServeSettings) -> Client | None:
+    """The client of an HTTP request; None where a key is needed and it has none that is right."""
+    if not settings.api_keys:
+        # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
+        shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
         domain = None if shared else _hashed("request", secrets.token_hex(16))
         return Client(name=_hashed("address", address), domain=domain, adapt=shared)
+    headers = Headers(scope=scope)
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
+    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in settings.api_keys]
+    if not any(right):
+        return None
+    key = settings.api_keys[right.index(True)]
+    name = _hashed("key", key)
+    return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
 
 
 _client: ContextVar[Client] = ContextVar("client")
@@ -109,24 +92,16 @@ def _hashed(*parts: str) -> str:
 
 # --- JSON bodies ---
 
-MAX_BRACKETS = 50_000
-"""Objects and lists of one body: each takes Python as long as a thousand characters."""
+MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
 
-MAX_ALL_KEYS = 100_000
-"""Of all objects of one body together."""
-MAX_KEYS = 10_000
-"""Of one object: each that is not known makes a complaint of its own."""
+MAX_ALL_KEYS = 100_000  # Of all objects of one body together
+MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
 
 _LANES = Lanes("forerun-bodies")
 
 
 def read_json(body: bytes) -> Any:
-    """The value that a body holds.
-
-    Raises:
-        JSONDecodeError: not UTF-8, no JSON, JSON that readers disagree about, or that is too deep or too much. FastAPI
-            makes a 400 of it.
-    """
+    """The value that a body holds; JSONDecodeError, of which FastAPI makes a 400, also where readers would disagree."""
     depth, brackets, keys = nesting(body)
     try:
         if depth > MAX_DEPTH:
@@ -180,8 +155,7 @@ class StrictRoute(APIRoute):
 
 
 class _Request(Request):
-    kind: type[BaseModel] | None = None
-    """Of the body."""
+    kind: type[BaseModel] | None = None  # Of the body
 
     async def json(self) -> Any:
         body = await self.body()
@@ -216,10 +190,8 @@ def _constant(name: str) -> NoReturn:
 
 # --- middleware ---
 
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")
-"""Need no key."""
-CLIENT_GONE = 499
-"""nginx's status for a request whose client left before its answer began."""
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
+CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -230,14 +202,9 @@ def own_path(scope: Scope) -> str:
 
 
 class Recorder:
-    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors.
+    """Outermost: gives each request its ``X-Request-Id`` and its line in the log, and answers for unexpected errors."""
 
-    Args:
-        settings: what may be written.
-        count: told the route and the status of every request that ended.
-    """
-
-    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, str], None]) -> None:
         self._app, self._settings, self._count = app, settings, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -268,7 +235,7 @@ class Recorder:
             record.status = record.status or CLIENT_GONE
             record.route = getattr(scope.get("route"), "path", record.route)
             record.duration_s = time.perf_counter() - started
-            self._count(record.route, record.status)
+            self._count(record.route, str(record.status))
             logs.write(record, routine=record.route in OPEN_PATHS)
 
     def _record(self, scope: Scope) -> RequestRecord:
@@ -282,11 +249,11 @@ class KeyCheck:
     """401 without one of the keys; else what follows knows the client."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
-        self._app, self._clients = app, Clients(settings)
+        self._app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            client = self._clients.of(scope)
+            client = client_of(scope, self._settings)
             if client is None:
                 error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
                 await refusal_of(scope, error)(scope, receive, send)

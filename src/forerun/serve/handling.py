@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 
 from forerun.serve.chat_format import ChatFormat, chat_format_of
 from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request
-from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, joined
 from forerun.serve.session import Job, Session
 from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
 
 T = TypeVar("T")
-MAX_SCORED = 500_000
-"""Log-probabilities of prompts that one request may ask for: about 100 bytes each until they are written."""
+MAX_SCORED = 500_000  # Log-probabilities of prompts in one request: about 100 bytes each until they are written
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """Parameters that say what the answer must look like."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tagged:
+class Tagged(NamedTuple):
     """A chunk and the number of the job that it belongs to."""
 
     job: int
@@ -32,11 +30,7 @@ class Tagged:
 
 
 def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatFormat]:
-    """The one job of a chat request, and how its answers are to be read.
-
-    Raises:
-        ApiError: beyond the limits, or refused by the engine.
-    """
+    """The one job of a chat request, and how its answers are to be read."""
     llm = session.engine.llm
     assert llm.tokenizer is not None, "the server loads a model with its tokenizer"
     chat_format = chat_format_of(llm, session.settings, body)
@@ -53,7 +47,7 @@ def chat_jobs(session: Session, body: ChatRequest) -> tuple[list[Job], ChatForma
 
 
 def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
-    """A job for each prompt; errors as `chat_jobs`."""
+    """A job for each prompt."""
     prompts = body.prompts
     answers = session.settings.most_answers
     if len(prompts) * body.n > answers:
@@ -66,11 +60,8 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     _check_scored(params, sum(map(len, body.prompts)))
-    found = []
-    for prompt in prompts:
-        named = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        found.append(_job(session, body, named, params))
-    return found
+    named = [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+    return [_job(session, body, prompt, params) for prompt in named]
 
 
 def check_model(session: Session, asked: str | None) -> None:
@@ -114,11 +105,7 @@ async def merged(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerato
 
 
 async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client has gone.
-
-    Raises:
-        ApiError: 499, which nobody will read.
-    """
+    """The result of `work`, which is cancelled as soon as the client has gone; it will not read the 499."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -138,30 +125,29 @@ async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
 
 def _job(session: Session, body: Sampling, prompt: dict[str, Any], params: SamplingParams) -> Job:
     if body.return_speculation_trace and not session.settings.allow_traces:
-        raise bad_request(
-            "this server gives no traces (it was started without --allow-traces)", "return_speculation_trace"
-        )
+        message = "this server gives no traces (it was started without --allow-traces)"
+        raise bad_request(message, "return_speculation_trace")
     client, longest = current_client(), session.settings.request_timeout_s
     _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:
-        prompt = {**prompt, "prediction": body.prediction.text}
-    return Job(
-        prompt=prompt,
-        params=params,
-        speculative=session.speculation(body.speculative, predicted=body.prediction is not None),
-        trace=body.return_speculation_trace,
-        timeout_s=longest if body.timeout_s is None else body.timeout_s,
-        cache_salt=client.cache_salt(body.cache_salt),
-        client=client.name,
-        user=body.user,
-        priority=body.priority,
-        adapt=client.adapt,
-    )
+        prompt = {**prompt, "prediction": joined(body.prediction.content)}
+    options = {
+        "speculative": session.speculation(body.speculative, predicted=body.prediction is not None),
+        "trace": body.return_speculation_trace,
+        "timeout_s": longest if body.timeout_s is None else body.timeout_s,
+        "cache_salt": client.cache_salt(body.cache_salt),
+        "client": client.name,
+        "user": body.user,
+        "priority": body.priority,
+        "adapt": client.adapt,
+    }
+    return Job(prompt=prompt, params=params, options=options)
 
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:
     if value is not None and most is not None and value > most:
-        raise bad_request(f"{name} is at most {most:.12g} here, got {value:.12g}", name)
+        got = f"{value:.12g}" if isinstance(value, float) else value  # an integer may be too large for a float
+        raise bad_request(f"{name} is at most {most:.12g} here, got {got}", name)
 
 
 def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -170,21 +156,16 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
     _at_most(max_tokens, most, "max_tokens")
     if body.prompt_logprobs is not None and body.stream:
         raise bad_request("not in streams: leave out stream or prompt_logprobs", "prompt_logprobs")
-    same = (
-        *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-        *("repetition_penalty", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids"),
-        *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
-        "truncate_prompt_tokens",
-    )
     bias = None if body.logit_bias is None else {int(key): value for key, value in body.logit_bias.items()}
+    own = {
+        "max_tokens": most if max_tokens is None else max_tokens,
+        "logprobs": logprobs,
+        "logit_bias": bias,
+        "structured_outputs": _form(body),
+    }
+    names = {field.name for field in fields(SamplingParams)} & Sampling.model_fields.keys()
     try:
-        return SamplingParams(
-            max_tokens=most if max_tokens is None else max_tokens,
-            logprobs=logprobs,
-            logit_bias=bias,
-            structured_outputs=_form(body),
-            **{name: getattr(body, name) for name in same},
-        )
+        return SamplingParams(**{**{name: getattr(body, name) for name in names}, **own})
     except ValueError as error:
         raise bad_request(str(error)) from error
 
@@ -193,11 +174,9 @@ def _check_scored(params: SamplingParams, length: int) -> None:
     """Refuse more log-probabilities of prompts than one request may cost; `length`: of all prompts."""
     numbers = 0 if params.prompt_logprobs is None else length * (params.prompt_logprobs + 1)
     if numbers > MAX_SCORED:
-        raise bad_request(
-            f"{numbers} log-probabilities of prompts are asked for, at most {MAX_SCORED} in one request: ask for fewer "
-            "of the likeliest, or send fewer or shorter prompts",
-            "prompt_logprobs",
-        )
+        message = f"{numbers} log-probabilities of prompts are asked for, at most {MAX_SCORED} in one request: "
+        message += "ask for fewer of the likeliest, or send fewer or shorter prompts"
+        raise bad_request(message, "prompt_logprobs")
 
 
 def _form(body: Sampling) -> StructuredOutputs | None:

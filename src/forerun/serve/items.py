@@ -7,53 +7,45 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
 from forerun.serve.chat_format import ChatFormat, reasoning_tokens
-from forerun.serve.completing import AnswerWriter, Event, speculation_metrics
+from forerun.serve.completing import Event, speculation_metrics
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.anthropic import MessagesRequest
-from forerun.serve.protocol.errors import ApiError
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.tools.incoming import Kind, Piece
 from forerun.types import RequestOutput, StreamChunk
 
 
-class ItemWriter(AnswerWriter):
-    """Puts the pieces of one answer together to items.
+class ItemWriter(ABC):
+    """Puts the pieces of one answer together to items."""
 
-    Args:
-        body: what was asked.
-        model: the served name.
-        chat_format: how the answer is to be read.
-    """
-
-    marks_end: ClassVar[bool] = False
+    prefix: ClassVar[str]  # Of the answer's id
 
     def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model, self._chat_format = body, model, chat_format
+        self._id, self._created = _new_id(self.prefix), int(time.time())
         self._reader = chat_format.reader()
-        self._done: list[dict[str, Any]] = []
-        """Items that are closed."""
-        self._kind: Kind | None = None
-        """Of the open item; None where none is open."""
-        self._item: dict[str, Any] = {}
-        """The open item."""
-        self._text = ""
-        """What there is of its text, or of a call's arguments."""
+        self._done: list[dict[str, Any]] = []  # Items that are closed
+        self._kind: Kind | None = None  # Of the open item; None where none is open
+        self._item: dict[str, Any] = {}  # The open item
+        self._text = ""  # What there is of its text, or of a call's arguments
         self._begun = False
         self._output: RequestOutput | None = None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
         [output] = outputs
         for _ in chain(self._add(self._reader.whole(output.outputs[0].text)), self._close()):
             pass
         return self._finished(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
+        """What is sent for one chunk."""
         if not self._begun:
             self._begun = True
             yield from self._start(tagged.chunk)
@@ -61,6 +53,7 @@ class ItemWriter(AnswerWriter):
         self._output = tagged.chunk.output or self._output
 
     def closing_events(self) -> Iterator[Event]:
+        """What is sent behind the last chunk."""
         assert self._output is not None, "a stream ends with its output"
         yield from self._add(self._reader.close())
         yield from self._close()
@@ -108,18 +101,20 @@ class ItemWriter(AnswerWriter):
         """Complete the `_item`, and the events that close it."""
 
 
-_PARTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text"}
+_EVENTS = {
+    Kind.CONTENT: "output_text",
+    Kind.REASONING: "reasoning_text",
+    Kind.ARGUMENTS: "function_call_arguments",
+}
+"""Names of the events about a text, and of the parts that hold it."""
 
 
 class ResponsesWriter(ItemWriter):
     """Writes a response of ``/v1/responses``."""
 
+    prefix = "resp"
     body: ResponsesRequest
-
-    def __init__(self, body: ResponsesRequest, model: str, chat_format: ChatFormat) -> None:
-        super().__init__(body, model, chat_format)
-        self._id, self._created = _new_id("resp"), int(time.time())
-        self._sequence = 0
+    _sequence = 0  # Events so far
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
         return map(self._numbered, super().events(tagged))
@@ -166,7 +161,7 @@ class ResponsesWriter(ItemWriter):
     def _finished(self, output: RequestOutput) -> dict[str, Any]:
         answer = output.outputs[0]
         prompt, completion = len(output.prompt_token_ids), len(answer.token_ids)
-        reasoning = reasoning_tokens(self._chat_format, answer.text, answer.tokens)
+        reasoning = reasoning_tokens(self._chat_format, answer)
         complete = answer.finish_reason == "stop"
         why = "max_output_tokens" if answer.finish_reason == "length" else answer.finish_reason
         return {
@@ -185,14 +180,8 @@ class ResponsesWriter(ItemWriter):
 
     def _open_item(self, kind: Kind, name: str) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
-            call_id = self._chat_format.new_id()
-            own: Event = {
-                "type": "function_call",
-                "id": _new_id("fc"),
-                "call_id": call_id,
-                "name": name,
-                "arguments": "",
-            }
+            called = {"call_id": self._chat_format.new_id(), "name": name, "arguments": ""}
+            own: Event = {"type": "function_call", "id": _new_id("fc"), **called}
         elif kind is Kind.REASONING:
             own = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
         else:
@@ -200,33 +189,25 @@ class ResponsesWriter(ItemWriter):
         self._item = {**own, "status": "in_progress"}
         yield {"type": "response.output_item.added", "output_index": len(self._done), "item": dict(self._item)}
         if kind is not Kind.ARGUMENTS:
-            yield self._about("content_part.added", part=_part(kind, ""))
+            yield self._about(kind, "content_part.added", part=_part(kind, ""))
 
     def _delta(self, piece: Piece) -> Event:
-        return self._about(f"{self._name}.delta", delta=piece.text, **self._no_logprobs)
+        return self._about(piece.kind, f"{_EVENTS[piece.kind]}.delta", delta=piece.text, **_logprobs(piece.kind))
 
     def _close_item(self, kind: Kind) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
             self._item["arguments"] = self._text
-            yield self._about(f"{self._name}.done", arguments=self._text, name=self._item["name"])
+            yield self._about(kind, f"{_EVENTS[kind]}.done", arguments=self._text, name=self._item["name"])
         else:
             part = _part(kind, self._text)
             self._item["content"] = [part]
-            yield self._about(f"{self._name}.done", text=self._text, **self._no_logprobs)
-            yield self._about("content_part.done", part=part)
+            yield self._about(kind, f"{_EVENTS[kind]}.done", text=self._text, **_logprobs(kind))
+            yield self._about(kind, "content_part.done", part=part)
         self._item["status"] = "completed"
         yield {"type": "response.output_item.done", "output_index": len(self._done), "item": self._item}
 
-    @property
-    def _name(self) -> str:
-        return "function_call_arguments" if self._kind is None else _PARTS.get(self._kind, "function_call_arguments")
-
-    @property
-    def _no_logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self._kind is Kind.CONTENT else {}
-
-    def _about(self, event: str, **more: Any) -> Event:
-        part = {} if self._kind is Kind.ARGUMENTS else {"content_index": 0}
+    def _about(self, kind: Kind, event: str, **more: Any) -> Event:
+        part = {} if kind is Kind.ARGUMENTS else {"content_index": 0}
         item = {"item_id": self._item["id"], "output_index": len(self._done)}
         return {"type": f"response.{event}", **item, **part, **more}
 
@@ -235,9 +216,14 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
+def _logprobs(kind: Kind) -> dict[str, Any]:
+    """Clients expect them of a text, and they are never given."""
+    return {"logprobs": []} if kind is Kind.CONTENT else {}
+
+
 def _part(kind: Kind, text: str) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind is Kind.CONTENT else {}
-    return {"type": _PARTS[kind], "text": text, **more}
+    annotations: dict[str, Any] = {"annotations": []} if kind is Kind.CONTENT else {}
+    return {"type": _EVENTS[kind], "text": text, **annotations, **_logprobs(kind)}
 
 
 _BLOCKS = {Kind.CONTENT: "text", Kind.REASONING: "thinking", Kind.ARGUMENTS: "tool_use"}
@@ -249,26 +235,18 @@ _REASONS = {"length": "max_tokens", "abort": "pause_turn"}
 class MessagesWriter(ItemWriter):
     """Writes a message of ``/v1/messages``, whose items are content blocks."""
 
+    prefix = "msg"
     body: MessagesRequest
 
-    def __init__(self, body: MessagesRequest, model: str, chat_format: ChatFormat) -> None:
-        super().__init__(body, model, chat_format)
-        self._id = f"msg_{secrets.token_hex(12)}"
-
-    def error_event(self, error: ApiError) -> Event:
-        return error.anthropic_body()
-
     def _finished(self, output: RequestOutput) -> dict[str, Any]:
-        metrics = speculation_metrics([output])
-        return {**self._message(), **self._ending(output), "usage": _usage(output), "metrics": metrics}
+        return {**self._message(), **self._ending(output), **_counts(output)}
 
     def _start(self, chunk: StreamChunk) -> Iterator[Event]:
-        usage = _counts(len(chunk.prompt_token_ids or ()), 0)
+        usage = _usage(len(chunk.prompt_token_ids or ()), 0)
         yield {"type": "message_start", "message": {**self._message(), "usage": usage}}
 
     def _end(self, output: RequestOutput) -> Iterator[Event]:
-        ending, metrics = self._ending(output), speculation_metrics([output])
-        yield {"type": "message_delta", "delta": ending, "usage": _usage(output), "metrics": metrics}
+        yield {"type": "message_delta", "delta": self._ending(output), **_counts(output)}
         yield {"type": "message_stop"}
 
     def _message(self) -> dict[str, Any]:
@@ -311,11 +289,12 @@ def _arguments(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
-def _usage(output: RequestOutput) -> dict[str, int]:
-    return _counts(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
+def _counts(output: RequestOutput) -> dict[str, Any]:
+    usage = _usage(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
+    return {"usage": usage, "metrics": speculation_metrics([output])}
 
 
-def _counts(prompt: int, completion: int) -> dict[str, int]:
+def _usage(prompt: int, completion: int) -> dict[str, int]:
     """In tokens; those that were in the cache are not told apart."""
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": prompt, **cached, "output_tokens": completion}

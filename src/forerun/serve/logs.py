@@ -20,8 +20,7 @@ from forerun.types import RequestOutput, SpeculationStats
 
 log = logging.getLogger(__name__)
 
-MOST = 4000
-"""Characters of one message or traceback in the log; of a longer one the middle is left out."""
+MOST = 4000  # Characters of one message or traceback in the log; of a longer one the middle is left out
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,24 +29,19 @@ class RequestRecord:
 
     request_id: str
     method: str
-    route: str = "unmatched"
-    """The path as it was declared; a path that nobody declared is not written down."""
+    route: str = "unmatched"  # The path as it was declared; a path that nobody declared is not written down
     status: int | None = None
-    code: str | None = None
-    """Of the error, as in OpenAI's envelope."""
+    code: str | None = None  # Of the error, as in OpenAI's envelope
     client: str | None = None
     duration_s: float = 0.0
     stream: bool | None = None
     drafter: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    ttft_s: float | None = None
-    """Time to the first token, seconds; the longest of several prompts'."""
-    tokens_per_step: float | None = None
-    """Tokens of a target pass in which something was drafted, bonus included."""
+    ttft_s: float | None = None  # Time to the first token, seconds; the longest of several prompts'
+    tokens_per_step: float | None = None  # Tokens of a target pass in which something was drafted, bonus included
     finish_reasons: list[str] = field(default_factory=list)
-    prompts: list[Any] = field(default_factory=list)
-    """Only where the operator asked for them."""
+    prompts: list[Any] = field(default_factory=list)  # Only where the operator asked for them
     _stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
 
     def finished(self, output: RequestOutput) -> None:
@@ -69,8 +63,7 @@ class RequestRecord:
         return {key: value for key, value in rounded.items() if value not in (None, [])}
 
 
-_WRITTEN = "_forerun_written"
-"""Attribute of an exception that is in the log."""
+_WRITTEN = "_forerun_written"  # Attribute of an exception that is in the log
 _current: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)
 
 
@@ -85,22 +78,14 @@ def current() -> RequestRecord | None:
 
 
 def write(record: RequestRecord, *, routine: bool) -> None:
-    """The one line of a request that has ended.
-
-    Args:
-        routine: a probe or a file of the page; where all went well that is not worth a line at level ``info``.
-    """
+    """The one line of a request that has ended; not worth a line at ``info`` if all went well and it was `routine`."""
     status = record.status or 0
     level = logging.ERROR if status == 500 else logging.DEBUG if routine and status < 400 else logging.INFO
     log.log(level, "request", extra={"fields": record.fields()})
 
 
 def write_error(error: BaseException, *, message: bool) -> None:
-    """An error that nobody expected, with the request's id and where it came from; once, however many it ended.
-
-    Args:
-        message: also what it says, which may quote a prompt.
-    """
+    """An error that nobody expected, once; with `message` also what it says, which may quote a prompt."""
     if isinstance(error, EngineError | RequestError) and error.__cause__ is not None:
         error = error.__cause__
     record = current()
@@ -128,34 +113,28 @@ def bounded(text: str) -> str:
 def configure_logging(settings: ServeSettings) -> None:
     """Send everything to stderr in the format that was asked for."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(settings.log_format))
+    handler.setFormatter(Lines(settings.log_format))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
 
 
-def formatter(kind: Literal["text", "json"]) -> logging.Formatter:
-    """The formatter of that name."""
-    return _Json() if kind == "json" else _Text()
+class Lines(logging.Formatter):
+    """A line for each record, of ``key=value`` or of JSON: neither a message nor a traceback is longer than `MOST`."""
 
-
-class _Bounded(logging.Formatter):
-    """Whatever is logged, and by whomever: neither a message nor a traceback is longer than `MOST`."""
+    def __init__(self, kind: Literal["text", "json"]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._json = kind == "json"
 
     def formatException(self, ei: Any) -> str:
         return bounded(super().formatException(ei))
-
-
-class _Text(_Bounded):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = bounded(record.message)
         pairs = [f"{key}={_word(value)}" for key, value in getattr(record, "fields", {}).items()]
         return " ".join([super().formatMessage(record), *pairs])
 
-
-class _Json(_Bounded):
     def format(self, record: logging.LogRecord) -> str:
+        if not self._json:
+            return super().format(record)
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

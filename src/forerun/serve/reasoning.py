@@ -14,8 +14,7 @@ class Marks:
 
     open: str
     close: str
-    inside: bool = False
-    """Every answer begins within the reasoning, whether or not anything opened it."""
+    inside: bool = False  # Every answer begins within the reasoning, whether or not anything opened it
 
 
 PARSERS: dict[str, Marks] = {
@@ -28,11 +27,7 @@ PARSERS: dict[str, Marks] = {
 
 def marks_of(parser: str, template: str) -> Marks | None:
     """The marks of a ``--reasoning-parser``: a name, two marks with a blank between them, ``none``, or ``auto``, which
-    takes those that a chat template shows; None where there are none.
-
-    Raises:
-        ArgumentError: neither a name nor two marks.
-    """
+    takes those that a chat template shows; None where there are none."""
     if parser == "none":
         return None
     if parser == "auto":
@@ -66,3 +61,4 @@ def read_reasoning(text: Incoming, marks: Marks, *, inside: bool) -> Steps[None]
     yield from text.skip_blanks()
     yield from text.until(marks.close, Kind.REASONING)
     yield from text.skip_blanks()
+    text.reasoned = text.at

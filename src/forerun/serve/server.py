@@ -35,15 +35,12 @@ from forerun.serve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
 
-CROWDED_S = 1.0
-"""How long a request may take to arrive where its address has too many that are arriving."""
-CUT_EVERY_S = 0.005
-"""Between two of those: what is cut all at once keeps the others waiting."""
+CROWDED_S = 1.0  # How long a request may take to arrive where its address has too many that are arriving
+CUT_EVERY_S = 0.005  # Between two of those: what is cut all at once keeps the others waiting
 MAX_PIECES = 2_000
 """Chunks of one body that came together with others. Each takes some 20 microseconds: 4 MB in chunks of one byte would
 take minutes."""
-LINGER_S = 1.0
-"""How long a refused connection stays half open: closing at once could take the answer away before it is read."""
+LINGER_S = 1.0  # How long a refused connection stays half open: or the answer could go before it is read
 
 
 class Connection(H11Protocol):
@@ -53,7 +50,6 @@ class Connection(H11Protocol):
         limits: `max_connections`, `max_arriving`, `receive_timeout_s` and `send_timeout_s` count here.
         arriving: requests that have not arrived, by address; shared by all connections of a server.
         count: told the code of every refusal.
-        keywords: what uvicorn gives every protocol.
     """
 
     def __init__(
@@ -108,11 +104,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _counted(self) -> Any:
-        """What h11 read next.
-
-        Raises:
-            RemoteProtocolError: the body comes in more pieces than any that is sent in earnest.
-        """
+        """What h11 read next; RemoteProtocolError for a body in more pieces than any that is sent in earnest."""
         event = self._next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
@@ -130,7 +122,8 @@ class Connection(H11Protocol):
             within = self._limits.receive_timeout_s
             if (beyond := self._addresses[self._address] - self._limits.max_arriving) > 0:
                 within = min(within, CROWDED_S + CUT_EVERY_S * beyond)
-            self._arrival = self.loop.call_later(within, self._late, within)
+            late = ApiError(408, f"the request did not arrive within {within:g} s", code="request_timeout")
+            self._arrival = self.loop.call_later(within, self._refuse, late)
 
     def _arrived(self) -> None:
         if self._arrival is not None:
@@ -143,9 +136,6 @@ class Connection(H11Protocol):
     @property
     def _address(self) -> str:
         return self.client[0] if self.client else ""
-
-    def _late(self, within: float) -> None:
-        self._refuse(ApiError(408, f"the request did not arrive within {within:g} s", code="request_timeout"))
 
     def _watch_reader(self, before: int) -> None:
         self._unread = self.loop.call_later(self._limits.send_timeout_s, self._check_reader, before)
@@ -165,13 +155,12 @@ class Connection(H11Protocol):
         self._arrived()
         self.connections.discard(self)
         self._refused = True
-        begun = False
-        if self.cycle is not None:
-            begun = self.cycle.response_started and (
-                not self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
-            )
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        begun, cycle = False, self.cycle
+        if cycle is not None:
+            answering = not cycle.response_complete or self.conn.their_state is h11.SEND_BODY
+            begun = cycle.response_started and answering
+            cycle.disconnected = True
+            cycle.message_event.set()
         if self.transport.is_closing():
             return
         self._count(error.code or "")
@@ -187,19 +176,15 @@ class Connection(H11Protocol):
 def _response(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     head = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
-    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-    lines += [f"{name}: {value}" for name, value in {**head, **error.headers}.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    lines = [f"{name}: {value}" for name, value in {**head, **error.headers}.items()]
+    return "\r\n".join([f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *lines, "", ""]).encode() + body
 
 
 # --- the server ---
 
-WRITING_S = 0.2
-"""How long clients may take to read that their answers were cut off."""
-LAST_S = 0.75
-"""After the drain time: when the process ends even if Python has not come to it."""
-OTHER_FILES = 256
-"""File descriptors that a server needs besides one a connection: weights, libraries, connections that are refused."""
+WRITING_S = 0.2  # How long clients may take to read that their answers were cut off
+LAST_S = 0.75  # After the drain time: when the process ends even if Python has not come to it
+OTHER_FILES = 256  # File descriptors besides one a connection: weights, libraries, refused connections
 
 
 class _Server(uvicorn.Server):
@@ -235,17 +220,13 @@ class _Server(uvicorn.Server):
 
 
 def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
-    """A server that is ready to run. Loggers are the caller's: nothing is configured here.
-
-    Raises:
-        ArgumentError: the files for HTTPS cannot be used.
-    """
-    settings = session.settings
+    """A server that is ready to run. Loggers are the caller's: nothing is configured here."""
+    settings, count = session.settings, partial(session.metrics.count, "forerun:connections_refused", 1)
     config = uvicorn.Config(
         build_app(session),
         host=host,
         port=port,
-        http=cast(Any, partial(Connection, limits=session.settings, arriving=Counter(), count=session.metrics.hung_up)),
+        http=cast(Any, partial(Connection, limits=session.settings, arriving=Counter(), count=count)),
         ws="none",
         log_config=None,
         access_log=False,
@@ -269,9 +250,6 @@ def run(session: Session, *, host: str, port: int) -> int:
     Returns:
         The exit code: 0 where everything that was taken on has been answered, 1 where answers were cut off at the end
         of the drain time or something failed that nobody expected, 2 where the model cannot be loaded.
-
-    Raises:
-        ArgumentError: nothing can listen there, or more connections than the process may have open files.
     """
     allow_files(session.settings.max_connections + OTHER_FILES)
     serving, listener = server(session, host=host, port=port), listen(host, port)
@@ -293,28 +271,19 @@ async def _served(session: Session, serving: uvicorn.Server, listener: socket.so
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a wrong address is known before anything is loaded.
-
-    Raises:
-        ArgumentError: there is no such address, or another process has it.
-    """
+    """A socket that listens, so that a wrong address is known before anything is loaded."""
     if not 0 <= port < 1 << 16:
         raise ArgumentError(f"--port is a number from 0 (any free one) to 65535, got {port}")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ArgumentError(
-            f"cannot listen on {host!r}, port {port}: {why}; choose another --host or --port"
-        ) from error
+        message = f"cannot listen on {host!r}, port {port}: {why}; choose another --host or --port"
+        raise ArgumentError(message) from error
 
 
 def allow_files(count: int) -> None:
-    """Raise the soft limit of open files to `count` where it is lower. Windows has none.
-
-    Raises:
-        ArgumentError: the hard limit is lower, too.
-    """
+    """Raise the soft limit of open files to `count` where it is lower. Windows has none."""
     if sys.platform == "win32":
         return
     import resource

@@ -22,24 +22,15 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from forerun import AsyncLLM
+from forerun import AsyncLLM, errors
 from forerun.drafters import default_length
 from forerun.engine.llm import Speculative
-from forerun.errors import (
-    ArgumentError,
-    CheckpointError,
-    ForerunError,
-    NumericError,
-    RequestError,
-    SlowReaderError,
-    of_the_process,
-)
 from forerun.serve import logs
 from forerun.serve.guards import current_client
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
-from forerun.types import RequestOutput, SamplingParams, SpeculationStats, StreamChunk
+from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _COUNTERS: dict[str, tuple[str, ...]] = {
@@ -104,21 +95,14 @@ class Figures(Collector):
     ) -> None:
         self._model, self._prefix, self._texts, self._read = model_name, prefix, texts, read
 
-    def describe(self) -> Iterator[Metric]:
-        """Names without figures: the registry asks before there is an engine."""
-        return self._families(None)
-
     def collect(self) -> Iterator[Metric]:
         """The figures as they are now."""
-        figures = self._read()
-        return iter(()) if figures is None else self._families(figures)
-
-    def _families(self, figures: Mapping[str, float] | None) -> Iterator[Metric]:
+        if (figures := self._read()) is None:
+            return
         for kind, texts in self._texts.items():
             for name, text in texts.items():
                 family = kind(f"{self._prefix}{name}", text, labels=["model_name"])
-                if figures is not None:
-                    family.add_metric([self._model], float(figures[name]))
+                family.add_metric([self._model], float(figures[name]))
                 yield family
 
 
@@ -144,52 +128,38 @@ class Metrics:
         """Add to one of the counters."""
         self._counters[name].labels(self._model, *labels).inc(amount)
 
-    def answered(self, route: str, status: int) -> None:
-        """Count an HTTP request that ended."""
-        self.count("forerun:http_requests", 1, route, str(status))
-
-    def hung_up(self, code: str) -> None:
-        """Count a connection that ended without the application: too many, too slow, unread, or no HTTP."""
-        self.count("forerun:connections_refused", 1, code)
-
     def finished(self, output: RequestOutput) -> None:
         """Count a request that ended."""
         self.count("vllm:prompt_tokens", len(output.prompt_token_ids))
         for answer in output.outputs:
             self.count("vllm:generation_tokens", len(answer.token_ids))
             self.count("vllm:request_success", 1, answer.finish_reason or "abort")
-            self._speculation(answer.speculation)
+            stats = answer.speculation
+            self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
+            self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
+            self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
+            self.count("forerun:drafter_errors", stats.drafter_errors)
+            for position, count in enumerate(stats.accepted_per_depth):
+                self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
         first, decode = output.time_to_first_token_s, output.decode_s
         if first is None or decode is None:
             return
         longest = max(len(answer.token_ids) for answer in output.outputs)
-        self._observe("time_to_first_token_seconds", first)
-        self._observe("e2e_request_latency_seconds", first + decode)
+        seconds = {"time_to_first_token_seconds": first, "e2e_request_latency_seconds": first + decode}
         if longest > 1:
-            self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
+            seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
+        for name, value in seconds.items():
+            self._histograms[name].labels(self._model).observe(value)
 
     def text(self) -> bytes:
         """In the exposition format."""
         return prometheus_client.generate_latest(self.registry)
 
-    def _observe(self, name: str, seconds: float) -> None:
-        self._histograms[name].labels(self._model).observe(seconds)
-
-    def _speculation(self, stats: SpeculationStats) -> None:
-        self.count("vllm:spec_decode_num_drafts", stats.num_spec_steps)
-        self.count("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
-        self.count("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
-        self.count("forerun:drafter_errors", stats.drafter_errors)
-        for position, count in enumerate(stats.accepted_per_depth):
-            self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
-
 
 log = logging.getLogger(__name__)
 
-CLOSING_S = 0.2
-"""How long the engine's thread may take to end once the drain time is over."""
-GREETING = ({"role": "user", "content": "Hello"},)
-"""The conversation that a chat template is tried with."""
+CLOSING_S = 0.2  # How long the engine's thread may take to end once the drain time is over
+GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a chat template is tried with
 
 
 class State(StrEnum):
@@ -208,57 +178,31 @@ class Job:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    speculative: Speculative
-    trace: bool = False
-    timeout_s: float | None = None
-    """From queueing to the end."""
-    cache_salt: str | None
-    """Isolation domain; None: what all share whom the operator lets share."""
-    client: str
-    """Rows are shared evenly among clients."""
-    user: str | None = None
-    """And those of a client among its users."""
-    priority: int = 0
-    """Of a client's waiting requests the one with the lowest comes first."""
-    adapt: bool = False
-    """Whether online adaptation may learn from it."""
+    options: dict[str, Any]
+    """Keywords of `AsyncLLM.stream`: what drafts, who asks, what that shares with whom, how long it may take."""
 
 
 class Session:
-    """One model, served.
-
-    Args:
-        load: makes the engine; takes long, so it runs beside the event loop.
-    """
+    """One model, served; `load` makes the engine, which takes long, so it runs beside the event loop."""
 
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
         self.state = State.LOADING
-        self.failure: BaseException | None = None
-        """Why the model could not be loaded."""
-        self.in_flight = 0
-        """Answers that wait or run."""
-        self._held = Counter[str]()
-        """Those of each client."""
-        self.cut_off = 0
-        """Answers that were still running when the drain time was over."""
+        self.failure: BaseException | None = None  # Why the model could not be loaded
+        self.in_flight = 0  # Answers that wait or run
+        self._held = Counter[str]()  # Those of each client
+        self.cut_off = 0  # Answers that were still running when the drain time was over
         self.metrics = Metrics(settings.model_name)
         self._engine: AsyncLLM | None = None
         self._drained_by = 0.0
         self._closing: asyncio.Future[None] | None = None
-        for prefix, texts, read in (
-            ("vllm:", ENGINE, self._engine_figures),
-            ("forerun:adaptation_", ADAPTATION, self._adaptation_figures),
-        ):
-            self.metrics.registry.register(Figures(settings.model_name, prefix, texts, read))
+        name, register = settings.model_name, self.metrics.registry.register
+        register(Figures(name, "vllm:", ENGINE, self._engine_figures))
+        register(Figures(name, "forerun:adaptation_", ADAPTATION, self._adaptation_figures))
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine.
-
-        Raises:
-            ApiError: 503 while it is not there, or no longer.
-        """
+        """The engine; an ApiError (503) while it is not there, or no longer."""
         health = self.health
         if self._engine is None or health is not State.READY:
             raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
@@ -287,10 +231,10 @@ class Session:
         try:
             self._engine = await asyncio.to_thread(self._opened)
         except BaseException as error:
-            if of_the_process(error) or isinstance(error, asyncio.CancelledError):
+            if errors.of_the_process(error) or isinstance(error, asyncio.CancelledError):
                 raise
             self.state, self.failure = State.FAILED, error
-            if isinstance(error, ForerunError | OSError):
+            if isinstance(error, errors.ForerunError | OSError):
                 log.error("%s", error)
             else:
                 log.error("the model could not be loaded, for a reason that nobody expected", exc_info=error)
@@ -305,9 +249,17 @@ class Session:
         if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
             try:
                 engine.llm.chat_prompt(GREETING)
-            except ArgumentError as error:
-                raise CheckpointError(f"the model's chat template cannot be used: {error}") from error
-        self._offer(engine)
+            except errors.ArgumentError as error:
+                raise errors.CheckpointError(f"the model's chat template cannot be used: {error}") from error
+        # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
+        own = engine.llm.speculative
+        for name in self.settings.client_drafters:
+            options: dict[str, Any] = {"method": name}
+            length = default_length(name)
+            if length is not None:
+                options["num_speculative_tokens"] = max(length, self.settings.max_speculative_tokens)
+            if own is None or name != own.method:
+                engine.offer(options)
         return engine
 
     def begin_drain(self) -> None:
@@ -331,25 +283,16 @@ class Session:
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """Room for so many answers while the block runs.
+        """Room for so many answers while the block runs; an ApiError (429) where the queue is full.
 
         Where there are several API keys, one may hold no more answers than stay free: whoever comes next finds room.
-
-        Raises:
-            ApiError: 429 where the queue is full.
         """
         client, most = current_client().name, self.settings.queue_for(answers)
-        own, free = self._held[client] + answers, most - self.in_flight - answers
-        if free < 0 or (len(self.settings.api_keys) > 1 and own > max(free, 1)):
-            held = (
-                f", {self._held[client]} of them this key's, which may hold as many as stay free" if free >= 0 else ""
-            )
-            raise ApiError(
-                429,
-                f"{self.in_flight} answers wait or run{held}; the server takes {most}; try again later",
-                code="queue_full",
-                retry_after_s=1,
-            )
+        held, free = self._held[client], most - self.in_flight - answers
+        if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
+            own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
+            message = f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=1)
         self.in_flight += answers
         self._held[client] += answers
         try:
@@ -361,24 +304,8 @@ class Session:
                 del self._held[client]
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
-        """The chunks of one request; leaving early frees its rows.
-
-        Raises:
-            ApiError: 400 for what the engine refuses.
-        """
-        stream = self.engine.stream(
-            job.prompt,
-            job.params,
-            speculative=job.speculative,
-            trace=job.trace,
-            timeout_s=job.timeout_s,
-            cache_salt=job.cache_salt,
-            client=job.client,
-            user=job.user,
-            priority=job.priority,
-            adapt=job.adapt,
-            max_unread=self.settings.stream_buffer,
-        )
+        """The chunks of one request; leaving early frees its rows."""
+        stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
         record, begun = self._taken_on(job), False
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
@@ -391,12 +318,12 @@ class Session:
                             record.finished(chunk.output)
                     begun = True
                     yield self._told(chunk)
-        except (NumericError, RequestError):
+        except (errors.NumericError, errors.RequestError):
             reason = "error"
             raise
-        except (ForerunError, ValueError) as error:
+        except (errors.ForerunError, ValueError) as error:
             if begun:
-                reason = "abort" if isinstance(error, SlowReaderError) else "error"
+                reason = "abort" if isinstance(error, errors.SlowReaderError) else "error"
             else:
                 reason = None
                 self.metrics.count("forerun:answers_refused", job.params.n)
@@ -415,10 +342,10 @@ class Session:
     def _taken_on(self, job: Job) -> logs.RequestRecord | None:
         """Count the job's answers, and note in the request's record, which is returned, what drafts for them."""
         self.metrics.count("forerun:answers_admitted", job.params.n)
-        own, record = self.engine.llm.speculative, logs.current()
+        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.current()
         if record is not None:
-            chosen = job.speculative["method"] if isinstance(job.speculative, dict) else None
-            record.drafter = chosen or (own.method if job.speculative is None and own is not None else "none")
+            chosen = asked["method"] if isinstance(asked, dict) else None
+            record.drafter = chosen or (own.method if asked is None and own is not None else "none")
             record.prompts += [job.prompt] if self.settings.log_prompts else []
         return record
 
@@ -429,32 +356,24 @@ class Session:
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
     def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
-        """What drafts for a request: the server's drafter unless the client asks for another one that it may have.
-
-        Raises:
-            ApiError: 400 where the request goes beyond the operator's limits.
-        """
+        """What drafts for a request: the server's drafter unless the client asks for another one that it may have."""
         if request is None:
             return {"method": "prediction"} if predicted else None
         if not request.enabled:
             return False
-        own = self.engine.llm.speculative
+        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
         name = request.drafter or (own.method if own is not None else None)
         if name is None:
-            raise bad_request(
-                "the server has no drafter of its own; name one: " + self._choices(), "speculative.drafter"
-            )
+            raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
         if name not in self.drafters():
-            raise bad_request(f"drafter {name!r} is not offered; offered: {self._choices()}", "speculative.drafter")
+            raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
         base: dict[str, Any] = {}
         if own is not None and name == own.method:
             base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
         length, most = request.num_speculative_tokens, self.longest(name)
         if length is not None and length > most:
-            raise bad_request(
-                f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
-                "speculative.num_speculative_tokens",
-            )
+            message = f"num_speculative_tokens is at most {most} for {name!r} here, got {length}"
+            raise bad_request(message, "speculative.num_speculative_tokens")
         if not base:
             length = length or default_length(name)
         asked = {"num_speculative_tokens": length, "rule": request.rule}
@@ -467,24 +386,11 @@ class Session:
             return most
         return min(most, own.num_speculative_tokens or default_length(name) or most)
 
-    def _offer(self, engine: AsyncLLM) -> None:
-        """Build every drafter that a request may choose, once, for the longest drafts that it may be asked for: no
-        request builds one."""
-        own = engine.llm.speculative
-        for name in self.settings.client_drafters:
-            default = default_length(name)
-            length = None if default is None else max(default, self.settings.max_speculative_tokens)
-            if own is None or name != own.method:
-                engine.offer({"method": name} | ({} if length is None else {"num_speculative_tokens": length}))
-
     def drafters(self) -> list[str]:
         """What a request may choose from, the server's own drafter first."""
         own = self._engine.llm.speculative if self._engine is not None else None
         mine = [own.method] if own is not None else []
         return list(dict.fromkeys([*mine, *self.settings.client_drafters]))
-
-    def _choices(self) -> str:
-        return ", ".join(self.drafters()) or "none"
 
     def _engine_figures(self) -> dict[str, float]:
         if self._engine is None:

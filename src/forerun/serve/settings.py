@@ -99,15 +99,12 @@ class ServeSettings:
         return max(1, self.queue_for(2) // (2 if len(self.api_keys) > 1 else 1))
 
     def __post_init__(self) -> None:
-        counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens")
-        for name in (*counts, "stream_buffer", "max_connections", "max_arriving"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("receive_timeout_s", "send_timeout_s", "drain_s", "step_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise ArgumentError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ArgumentError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "max_tokens", "max_arriving")
+        times = ("receive_timeout_s", "send_timeout_s", "drain_s", "step_timeout_s")
+        for name in (*counts, "stream_buffer", "max_connections", *times):
+            value, least = getattr(self, name), 0 if name in times else 1
+            if value is not None and not value >= least:
+                raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         for name in self.client_drafters:
             entry_named(name)
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):

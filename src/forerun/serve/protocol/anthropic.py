@@ -1,7 +1,4 @@
-"""Anthropic's ``/v1/messages``: the body, as a chat request.
-
-Knows no engine and no HTTP.
-"""
+"""Anthropic's ``/v1/messages``: the body, as a chat request. Knows no engine and no HTTP."""
 
 from __future__ import annotations
 
@@ -12,27 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from forerun.serve.protocol.requests import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_STOPS,
-    MAX_TOOLS,
-    ChatRequest,
-    FunctionDefinition,
-    FunctionName,
-    Message,
-    Name,
-    NamedChoice,
-    Nothing,
-    ReasoningEffort,
-    ResponseFormat,
-    Schema,
-    Speculation,
-    Strict,
-    Thinking,
-    Tool,
-    ToolCall,
-)
+from forerun.serve.protocol import requests
+from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing, Strict, ToolCall, joined
 
 
 class CacheControl(Strict):
@@ -56,7 +34,7 @@ class TextBlock(Cached):
     citations: Nothing = None
 
 
-Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+Texts = Annotated[list[TextBlock], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
 
 
 class ThinkingBlock(Strict):
@@ -64,8 +42,7 @@ class ThinkingBlock(Strict):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
-    """Empty here: nothing is signed."""
+    signature: str = ""  # Empty here: nothing is signed
 
 
 class ToolUseBlock(Cached):
@@ -73,7 +50,7 @@ class ToolUseBlock(Cached):
 
     type: Literal["tool_use"]
     id: Name
-    name: FunctionName
+    name: requests.FunctionName
     input: dict[str, Any]
 
 
@@ -83,8 +60,7 @@ class ToolResultBlock(Cached):
     type: Literal["tool_result"]
     tool_use_id: Name
     content: str | Texts = ""
-    is_error: bool = False
-    """The model reads ``Error:`` before the content: chat templates have no other word for it."""
+    is_error: bool = False  # The model reads ``Error:`` before the content: chat templates have no other word for it
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -94,7 +70,7 @@ class Turn(Strict):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: str | Annotated[list[Block], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -114,26 +90,23 @@ class InputTool(Cached):
     """A function that the model may call."""
 
     type: Literal["custom"] = "custom"
-    name: FunctionName
+    name: requests.FunctionName
     description: str | None = None
-    input_schema: Schema
+    input_schema: requests.Schema
     strict: bool | None = None
-    eager_input_streaming: bool | None = None
-    """Arguments are streamed as they come in any case."""
+    eager_input_streaming: bool | None = None  # Arguments are streamed as they come in any case
 
-    def chat(self) -> Tool:
+    def chat(self) -> dict[str, Any]:
         """As chat requests have it."""
-        described = {} if self.description is None else {"description": self.description}
-        function = FunctionDefinition(name=self.name, parameters=self.input_schema, strict=self.strict, **described)
-        return Tool(type="function", function=function)
+        function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
+        return {"type": "function", "function": {**function, "description": self.description}}
 
 
 class InputChoice(Strict):
     """``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None
-    """Of the tool to call, with the type ``tool``."""
+    name: Name | None = None  # Of the tool to call, with the type ``tool``
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
@@ -145,7 +118,7 @@ class InputChoice(Strict):
     def chat(self) -> Any:
         """As chat requests have it."""
         if self.name is not None:
-            return NamedChoice.of(self.name)
+            return requests.function_named(self.name)
         return {"any": "required"}.get(self.type, self.type)
 
 
@@ -159,7 +132,7 @@ class OutputFormat(Strict):
 class OutputConfig(Strict):
     """How the answer is to be written."""
 
-    effort: ReasoningEffort | None = None
+    effort: requests.ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
@@ -173,11 +146,11 @@ class CountRequest(Cached):
     """``POST /v1/messages/count_tokens``: a conversation."""
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=requests.MAX_MESSAGES, fail_fast=True)]
     system: str | Texts | None = None
-    tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[InputTool], Field(max_length=requests.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: InputChoice | None = None
-    thinking: Thinking | None = None
+    thinking: requests.Thinking | None = None
     output_config: OutputConfig | None = None
     speed: Literal["standard"] = "standard"
 
@@ -193,29 +166,27 @@ class CountRequest(Cached):
             raise ValueError("messages: an assistant's last message is continued, so it has to end with text")
         return self
 
-    def chat(self, **more: Any) -> ChatRequest:
-        """The same as a chat request.
+    def chat(self) -> ChatRequest:
+        """The same as a chat request."""
+        return ChatRequest.model_validate(self._chat())
 
-        Args:
-            more: its fields that are not about the conversation.
-        """
+    def _chat(self) -> dict[str, Any]:
         output, choice = self.output_config or OutputConfig(), self.tool_choice
-        return ChatRequest(
-            model=self.model,
-            messages=list(self._messages()),
-            tools=[tool.chat() for tool in self.tools or ()],
-            tool_choice=None if choice is None else choice.chat(),
-            parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-            thinking=self.thinking,
-            reasoning_effort=output.effort,
-            response_format=None if output.format is None else ResponseFormat.of(output.format.schema_),
-            continue_final_message=self.goes_on,
-            **more,
-        )
+        return {
+            "model": self.model,
+            "messages": list(self._messages()),
+            "tools": [tool.chat() for tool in self.tools or ()],
+            "tool_choice": None if choice is None else choice.chat(),
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "thinking": self.thinking,
+            "reasoning_effort": output.effort,
+            "response_format": None if output.format is None else requests.json_of(output.format.schema_),
+            "continue_final_message": self.goes_on,
+        }
 
     def _messages(self) -> Iterator[Message]:
         if self.system is not None:
-            yield Message(role="system", content=_text(self.system))
+            yield Message(role="system", content=joined(self.system))
         for role, turns in groupby(self.messages, key=lambda turn: turn.role):
             blocks = [block for turn in turns for block in turn.blocks]
             if role == "assistant":
@@ -227,29 +198,21 @@ class CountRequest(Cached):
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
-    """0 only reads the prompt."""
+    max_tokens: Annotated[int, Field(ge=0)]  # 0 only reads the prompt
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=requests.MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False
     metadata: UserMetadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
-    speculative: Speculation | None = None
+    speculative: requests.Speculation | None = None
 
-    def chat(self, **more: Any) -> ChatRequest:
-        return super().chat(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            user=None if self.metadata is None else self.metadata.user_id,
-            speculative=self.speculative,
-            **more,
-        )
+    def _chat(self) -> dict[str, Any]:
+        same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "speculative")
+        user = None if self.metadata is None else self.metadata.user_id
+        own = {name: getattr(self, name) for name in same} | {"stop": self.stop_sequences, "user": user}
+        return super()._chat() | own
 
 
 def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
@@ -257,28 +220,16 @@ def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator
     for is_text, found in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
         some = list(found)
         if is_text:
-            yield Message(role=role, content=_text(some))
+            yield Message(role=role, content=joined(some))
         for block in some:
             if isinstance(block, ToolResultBlock):
-                content = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
-                yield Message(role="tool", content=content, tool_call_id=block.tool_use_id)
+                brought = f"Error: {joined(block.content)}" if block.is_error else joined(block.content)
+                yield Message(role="tool", content=brought, tool_call_id=block.tool_use_id)
 
 
 def _said(blocks: Sequence[Block]) -> Message:
     """A turn of the model: reasoning, text and calls."""
-    calls = [
-        ToolCall.of(block.id, block.name, json.dumps(block.input))
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
-    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    return Message(
-        role="assistant", content=_text(blocks), tool_calls=calls or None, reasoning_content=reasoning or None
-    )
-
-
-def _text(content: str | Sequence[Block]) -> str:
-    """The text of it, in one piece."""
-    if isinstance(content, str):
-        return content
-    return "".join(block.text for block in content if isinstance(block, TextBlock))
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    calls = [ToolCall.of(block.id, block.name, json.dumps(block.input)) for block in uses] or None
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None
+    return Message(role="assistant", content=joined(blocks), tool_calls=calls, reasoning_content=reasoning)

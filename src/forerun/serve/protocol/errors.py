@@ -17,8 +17,7 @@ _CODES = {
 }
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-_MOST = 1000
-"""Characters of a message."""
+_MOST = 1000  # Characters of a message
 _PATH = re.compile(
     r"(?<![\w/#.:~-])(?:file://|~|\.{1,2})?(?:/[\w.@+~-]+){2,}/?(?::\d+)*|\b[\w./\\-]+\.(?:rs|py|c|cc|cpp|h)(?::\d+)+"
 )
@@ -48,26 +47,19 @@ class ApiError(ForerunError):
         self.retry_after_s = retry_after_s
 
     @property
-    def kind(self) -> str:
-        """OpenAI's ``type``."""
-        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-
-    @property
     def headers(self) -> dict[str, str]:
         """To send along."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
-    def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's envelope, whose message names the parameter."""
-        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        named = self.param is None or self.param in str(self)
-        return {"type": "error", "error": {"type": kind, "message": str(self) if named else f"{self.param}: {self}"}}
-
     def body(self, path: str = "") -> dict[str, Any]:
-        """The envelope that clients of `path` know."""
+        """The envelope that clients of `path` know: OpenAI's, or Anthropic's, whose message names the parameter."""
         if path.startswith("/v1/messages"):
-            return self.anthropic_body()
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            named = self.param is None or self.param in str(self)
+            message = str(self) if named else f"{self.param}: {self}"
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def presentable(message: str) -> str:

@@ -7,6 +7,7 @@ value of theirs is refused by name.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,24 +27,17 @@ from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve.tools.base import NO_PARAMETERS, Function
 from forerun.types import StructuredOutputs
 
-MAX_STOPS = 16
-"""Stop strings of one request; OpenAI allows 4."""
+MAX_STOPS = 16  # Stop strings of one request; OpenAI allows 4
 MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORDS = 1024
-MAX_TOKEN_IDS = 10_000
-"""Token ids of a bias, of what is allowed, and of what stops."""
-MAX_NAME_CHARACTERS = 512
-"""Of a name that a client chooses."""
-MAX_PARTS = 1024
-"""Parts of one message."""
+MAX_TOKEN_IDS = 10_000  # Token ids of a bias, of what is allowed, and of what stops
+MAX_NAME_CHARACTERS = 512  # Of a name that a client chooses
+MAX_PARTS = 1024  # Parts of one message
 
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-"""What a client calls something."""
-Salt = Annotated[str, Field(min_length=1, max_length=256)]
-"""vLLM's ``cache_salt``."""
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]  # What a client calls something
+Salt = Annotated[str, Field(min_length=1, max_length=256)]  # vLLM's ``cache_salt``
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
-"""Searched for at every token."""
+Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for at every token
 
 
 class Strict(BaseModel):
@@ -76,10 +70,8 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
 
-    include_usage: bool = False
-    """A last chunk with the counts."""
-    continuous_usage_stats: bool = False
-    """Counts so far in every chunk."""
+    include_usage: bool = False  # A last chunk with the counts
+    continuous_usage_stats: bool = False  # Counts so far in every chunk
     include_obfuscation: Literal[False] = False
 
 
@@ -96,18 +88,12 @@ class Prediction(Strict):
     type: Literal["content"] = "content"
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
-    @property
-    def text(self) -> str:
-        """All of it as one string."""
-        return joined(self.content)
-
 
 class Speculation(Strict):
     """How this request is to be drafted, within the operator's limits. A drafter's other options are the operator's."""
 
     enabled: bool = True
-    drafter: str | None = None
-    """A drafter's name; None takes the server's own."""
+    drafter: str | None = None  # A drafter's name; None takes the server's own
     num_speculative_tokens: Annotated[int, Field(ge=1)] | None = None
     rule: str | None = None
 
@@ -118,8 +104,7 @@ class JsonSchema(Strict):
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
     description: str | None = None
-    strict: bool | None = None
-    """Always strict here."""
+    strict: bool | None = None  # Always strict here
 
 
 class ResponseFormat(Strict):
@@ -133,11 +118,6 @@ class ResponseFormat(Strict):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("type 'json_schema' needs json_schema, and only that type takes one")
         return self
-
-    @classmethod
-    def of(cls, schema: dict[str, Any]) -> ResponseFormat:
-        """JSON of that schema."""
-        return cls(type="json_schema", json_schema=JsonSchema.model_validate({"name": "output", "schema": schema}))
 
     def structured(self) -> StructuredOutputs | None:
         """The same in the engine's words; None for text."""
@@ -168,26 +148,24 @@ class Structured(Strict):
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
-Label = Annotated[str, Field(max_length=512)]
 
 
 class Neutral(Strict):
     """Of all of OpenAI's endpoints."""
 
-    store: Literal[False] = False
-    """Nothing is kept here."""
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
+    store: Literal[False] = False  # Nothing is kept here
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """For what is kept; ``/v1/responses`` gives it back."""
     service_tier: Literal["auto", "default"] = "auto"
-    prompt_cache_key: Label | None = None
-    """A hint about prompts that begin alike, which are found without it."""
+    prompt_cache_key: Name | None = None  # A hint about prompts that begin alike, which are found without it
     prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
-    safety_identifier: Label | None = None
+    safety_identifier: Name | None = None
 
 
-class NeutralSampling(Neutral):
-    """Of the completion endpoints, whose clients also know vLLM and llama-server."""
+class Sampling(Neutral):
+    """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
+    # Clients of vLLM and llama-server send these by habit.
     use_beam_search: Literal[False] = False
     length_penalty: One = 1.0
     early_stopping: Literal[False] = False
@@ -206,10 +184,6 @@ class NeutralSampling(Neutral):
     timings_per_token: Literal[False] = False
     return_progress: Literal[False] = False
 
-
-class Sampling(NeutralSampling):
-    """What `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
-
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -225,10 +199,8 @@ class Sampling(NeutralSampling):
     allowed_token_ids: TokenIds | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """vLLM's: log-probabilities of the prompt's tokens, each with so many of the likeliest in its place."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31)] | Literal[-1] | None = None
-    """vLLM's: read only the prompt's last tokens; -1: as many as fit."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # vLLM's: of the prompt, so many likeliest each
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31)] | Literal[-1] | None = None  # Its last; -1: what fits
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
@@ -237,8 +209,7 @@ class Sampling(NeutralSampling):
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
-    guided_json: JsonForm = None
-    """vLLM's older names of what `structured_outputs` holds."""
+    guided_json: JsonForm = None  # vLLM's older names of what `structured_outputs` holds
     guided_regex: str | None = None
     guided_choice: ChoiceForm = None
     guided_grammar: str | None = None
@@ -246,20 +217,13 @@ class Sampling(NeutralSampling):
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
     speculative: Speculation | None = None
-    return_speculation_trace: bool = False
-    """Every step of the answer (drafted, accepted, probabilities, times) under ``speculation_trace``."""
-    return_token_ids: bool = False
-    """vLLM's: the ids of the prompt's and the answer's tokens."""
-    return_tokens_as_token_ids: bool = False
-    """vLLM's: log-probabilities name tokens ``token_id:ID``, which tells apart what has the same text."""
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0
-    """vLLM's: of a client's waiting requests the one with the lowest comes first."""
-    user: Name | None = None
-    """OpenAI's opaque name of an end user: an API key's share of the rows is shared evenly among its users."""
-    cache_salt: Salt | None = None
-    """Nothing is shared with requests of another salt, nor with other API keys in any case."""
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """From queueing to the end, seconds; then the answer ends with what there is, finish reason ``abort``."""
+    return_speculation_trace: bool = False  # Every step: what was drafted and accepted, probabilities, times
+    return_token_ids: bool = False  # vLLM's: the ids of the prompt's and the answer's tokens
+    return_tokens_as_token_ids: bool = False  # vLLM's: log-probabilities name tokens ``token_id:ID``, never two alike
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0  # vLLM's: of a client's waiting the lowest comes first
+    user: Name | None = None  # An end user's opaque name: a key's share of the rows is shared evenly among its users
+    cache_salt: Salt | None = None  # Nothing is shared with another salt, nor with other API keys in any case
+    timeout_s: Annotated[float, Field(gt=0)] | None = None  # Seconds from queueing; then the answer ends (``abort``)
 
     @field_validator("stop")
     @classmethod
@@ -295,17 +259,25 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {**outer, "anyOf": [*options, {"type": "null"}] if options else [inner, {"type": "null"}]}
 
 
-def joined(content: str | list[TextPart]) -> str:
-    """A content of one or several text parts as one string."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def joined(content: str | Sequence[Strict]) -> str:
+    """The text of a content as one string, whatever other parts it has."""
+    return content if isinstance(content, str) else "".join(getattr(part, "text", "") for part in content)
+
+
+def json_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The `response_format` of JSON of that schema."""
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+def function_named(name: str) -> dict[str, Any]:
+    """The `tool_choice` of that function."""
+    return {"type": "function", "function": {"name": name}}
 
 
 # --- tools ---
 
-MAX_TOOLS = 128
-"""Tools of one request, as OpenAI has it, and calls of one message."""
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-"""Of a function: nothing that could be taken for a mark."""
+MAX_TOOLS = 128  # Tools of one request, as OpenAI has it, and calls of one message
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Nothing that could be taken for a mark
 
 
 def _a_schema(value: dict[str, Any]) -> dict[str, Any]:
@@ -319,8 +291,7 @@ def _a_schema(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]
-"""JSON schema of a function's arguments."""
+Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]  # JSON schema of a function's arguments
 
 
 class FunctionDefinition(Strict):
@@ -328,8 +299,7 @@ class FunctionDefinition(Strict):
 
     name: FunctionName
     description: str | None = None
-    parameters: Schema | None = None
-    """Without them the function takes no arguments."""
+    parameters: Schema | None = None  # Without them the function takes no arguments
     strict: bool | None = None
 
     def function(self) -> Function:
@@ -362,11 +332,6 @@ class NamedChoice(Strict):
     type: Literal["function"]
     function: NamedFunction
 
-    @classmethod
-    def of(cls, name: str) -> NamedChoice:
-        """The choice of that function."""
-        return cls(type="function", function=NamedFunction(name=name))
-
 
 class AllowedTools(Strict):
     """Which of the tools may be called, and whether one must be."""
@@ -389,8 +354,7 @@ class FunctionCall(Strict):
     """What a call calls."""
 
     name: Name
-    arguments: str
-    """A JSON object as text."""
+    arguments: str  # A JSON object as text
 
     @field_validator("arguments")
     @classmethod
@@ -412,8 +376,7 @@ class ToolCall(Strict):
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
-    """Clients that put a stream together leave it there."""
+    index: int | None = None  # Clients that put a stream together leave it there
 
     @classmethod
     def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
@@ -430,10 +393,8 @@ class ToolCall(Strict):
 # --- conversations and bodies ---
 
 MAX_MESSAGES = 4096
-MAX_TOKENS = 200_000
-"""That are made into text at once."""
-MAX_PROMPTS = 4096
-"""That one request may hold whatever the server's queue; `--max-queue` limits it further."""
+MAX_TOKENS = 200_000  # That are made into text at once
+MAX_PROMPTS = 4096  # That one request may hold whatever the server's queue; `--max-queue` limits it further
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -441,10 +402,8 @@ class Thinking(Strict):
     """Whether the model is to reason before it answers, in the words of Anthropic, DeepSeek and others."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """A goal for the model's reasoning in Anthropic's API; here `max_tokens` alone bounds it."""
-    display: Literal["summarized"] = "summarized"
-    """What was thought is shown as it is."""
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # Anthropic's goal; here `max_tokens` alone bounds it
+    display: Literal["summarized"] = "summarized"  # What was thought is shown as it is
 
 
 class Message(Strict):
@@ -454,16 +413,11 @@ class Message(Strict):
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """Only an assistant's may be missing, where it has called tools."""
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """An assistant's."""
-    tool_call_id: Name | None = None
-    """Of the call that a tool's message answers."""
-    reasoning_content: str | None = None
-    """An assistant's; whether the model reads it again is its template's choice."""
-    reasoning: str | None = None
-    """The same under vLLM's newer name."""
-    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None
-    """Clients send back what they got."""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # An assistant's
+    tool_call_id: Name | None = None  # Of the call that a tool's message answers
+    reasoning_content: str | None = None  # An assistant's; whether the model reads it again is its template's choice
+    reasoning: str | None = None  # The same under vLLM's newer name
+    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None  # Clients send back what they got
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
@@ -474,11 +428,6 @@ class Message(Strict):
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("a message of role 'tool' needs tool_call_id, and no other has one")
         return self
-
-    @property
-    def text(self) -> str:
-        """Its content; empty where there is none."""
-        return joined(self.content or "")
 
     def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
         """As chat templates read it; templates know no developer, who is their system.
@@ -499,33 +448,23 @@ class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 only reads the prompt, here and in completions."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 only reads the prompt, here and in completions
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
-    """None is ``auto`` where there are tools."""
-    parallel_tool_calls: bool = True
-    """False: at most one call."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: further variables of the chat template, such as ``enable_thinking``."""
-    reasoning_effort: ReasoningEffort | None = None
-    """A variable of the chat template, where it has it."""
-    thinking: Thinking | None = None
-    """Switches the chat template's reasoning, where it can be switched."""
-    add_generation_prompt: bool | None = None
-    """vLLM's: the prompt ends with what opens the answer; None is true unless the last message is continued."""
-    continue_final_message: bool = False
-    """vLLM's: the answer goes on with the last message."""
+    tool_choice: ToolChoice | None = None  # None is ``auto`` where there are tools
+    parallel_tool_calls: bool = True  # False: at most one call
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: more variables of the template (``enable_thinking``)
+    reasoning_effort: ReasoningEffort | None = None  # A variable of the chat template, where it has it
+    thinking: Thinking | None = None  # Switches the chat template's reasoning, where it can be switched
+    add_generation_prompt: bool | None = None  # vLLM's: opens the answer; None: unless the last message goes on
+    continue_final_message: bool = False  # vLLM's: the answer goes on with the last message
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     verbosity: Literal["medium"] = "medium"
-    functions: Nothing = None
-    """The deprecated form of `tools`."""
+    functions: Nothing = None  # The deprecated form of `tools`
     function_call: Literal["none", "auto"] | None = None
-    add_special_tokens: Literal[False] = False
-    """The chat template writes them."""
+    add_special_tokens: Literal[False] = False  # The chat template writes them
     include_reasoning: Literal[True] = True
 
     @property

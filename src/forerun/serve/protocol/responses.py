@@ -1,39 +1,14 @@
-"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here between requests.
-
-Knows no engine and no HTTP.
-"""
+"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here. Knows no engine and no HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from forerun.serve.protocol.requests import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
-    AllowedChoice,
-    AllowedTools,
-    ChatRequest,
-    FunctionDefinition,
-    JsonSchema,
-    Message,
-    Name,
-    NamedChoice,
-    NamedFunction,
-    Neutral,
-    Nothing,
-    ReasoningEffort,
-    ResponseFormat,
-    Salt,
-    Speculation,
-    Strict,
-    Tool,
-    ToolCall,
-)
+from forerun.serve.protocol import requests
+from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Nothing, Strict, ToolCall, joined
 
 
 class Text(Strict):
@@ -41,11 +16,11 @@ class Text(Strict):
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=requests.MAX_PARTS)] | None = None
     logprobs: list[Any] | None = None
 
 
-Texts = Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
 
 
 class InputItem(Strict):
@@ -91,13 +66,13 @@ class InputReasoning(InputItem):
 Item = InputMessage | InputCall | InputCallOutput | InputReasoning
 
 
-class ResponseTool(FunctionDefinition):
+class ResponseTool(requests.FunctionDefinition):
     """A function, flat."""
 
     type: Literal["function"]
 
 
-class ResponseChoice(NamedFunction):
+class ResponseChoice(requests.NamedFunction):
     """A ``tool_choice`` that names the function to call, flat."""
 
     type: Literal["function"]
@@ -108,18 +83,18 @@ class ResponseAllowed(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[ResponseChoice], Field(min_length=1, max_length=requests.MAX_TOOLS, fail_fast=True)]
 
 
-class TextFormat(JsonSchema):
+class TextFormat(requests.JsonSchema):
     """``text.format``, flat."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
 
-    def chat(self) -> ResponseFormat:
+    def chat(self) -> dict[str, Any]:
         """As chat requests have it."""
-        return ResponseFormat.of(self.schema_) if self.type == "json_schema" else ResponseFormat(type=self.type)
+        return requests.json_of(self.schema_) if self.type == "json_schema" else {"type": self.type}
 
 
 class TextOptions(Strict):
@@ -132,27 +107,27 @@ class TextOptions(Strict):
 class Reasoning(Strict):
     """How much the model is to think."""
 
-    effort: ReasoningEffort | None = None
+    effort: requests.ReasoningEffort | None = None
 
 
 class ResponsesRequest(Neutral):
     """``POST /v1/responses``."""
 
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=requests.MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=requests.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice | ResponseAllowed | None = None
     parallel_tool_calls: bool = True
     stream: bool = False
     reasoning: Reasoning | None = None
     user: Name | None = None
-    cache_salt: Salt | None = None
-    speculative: Speculation | None = None
+    cache_salt: requests.Salt | None = None
+    speculative: requests.Speculation | None = None
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     include: Nothing = None
@@ -162,27 +137,22 @@ class ResponsesRequest(Neutral):
         """The same as a chat request."""
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChoice):
-            choice = NamedChoice.of(choice.name)
+            choice = requests.function_named(choice.name)
         elif isinstance(choice, ResponseAllowed):
-            tools = AllowedTools(mode=choice.mode, tools=[NamedChoice.of(tool.name) for tool in choice.tools])
-            choice = AllowedChoice(type="allowed_tools", allowed_tools=tools)
+            tools = [requests.function_named(tool.name) for tool in choice.tools]
+            choice = {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools or ()]
         form = self.text.format if self.text is not None else None
-        return ChatRequest(
-            model=self.model,
-            messages=list(self._messages()),
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            response_format=None if form is None else form.chat(),
-            tools=[_tool(tool) for tool in self.tools] if self.tools else None,
-            tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            stream=self.stream,
-            cache_salt=self.cache_salt,
-            speculative=self.speculative,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            user=self.user,
-        )
+        same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt", "speculative", "user")
+        own = {
+            "messages": list(self._messages()),
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": None if form is None else form.chat(),
+            "tools": [{"type": "function", "function": function} for function in functions] or None,
+            "tool_choice": choice,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
+        return ChatRequest.model_validate({name: getattr(self, name) for name in same} | own)
 
     def _messages(self) -> Iterator[Message]:
         if self.instructions is not None:
@@ -190,53 +160,26 @@ class ResponsesRequest(Neutral):
         if isinstance(self.input, str):
             yield Message(role="user", content=self.input)
             return
-        turn = _AssistantTurn()
+        turn: dict[str, Any] = {}  # what a response had as several items is one message in a chat
         for item in self.input:
-            if turn.takes(item):
-                continue
-            yield from turn.message()
-            turn = _AssistantTurn()
-            if isinstance(item, InputMessage):
-                yield Message(role=item.role, content=_joined(item.content))
-            elif isinstance(item, InputCallOutput):
-                yield Message(role="tool", content=_joined(item.output), tool_call_id=item.call_id)
-        yield from turn.message()
+            if isinstance(item, InputReasoning):
+                more = joined(item.content or item.summary or [])
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + more
+            elif isinstance(item, InputCall):
+                turn.setdefault("tool_calls", []).append(ToolCall.of(item.call_id, item.name, item.arguments))
+            elif isinstance(item, InputMessage) and item.role == "assistant" and "tool_calls" not in turn:
+                turn["content"] = turn.get("content", "") + joined(item.content)
+            else:
+                yield from _said(turn)
+                turn = {}
+                if isinstance(item, InputMessage):
+                    yield Message(role=item.role, content=joined(item.content))
+                else:
+                    yield Message(role="tool", content=joined(item.output), tool_call_id=item.call_id)
+        yield from _said(turn)
 
 
-@dataclass(slots=True)
-class _AssistantTurn:
-    """Gathers what a response had as several items into the one message that it is in a chat."""
-
-    _content: str | None = None
-    _reasoning: str | None = None
-    _calls: list[ToolCall] = field(default_factory=list)
-
-    def takes(self, item: Item) -> bool:
-        """Whether the item belongs to the turn."""
-        if isinstance(item, InputReasoning):
-            self._reasoning = (self._reasoning or "") + _joined(item.content or item.summary or [])
-        elif isinstance(item, InputCall):
-            self._calls.append(ToolCall.of(item.call_id, item.name, item.arguments))
-        elif isinstance(item, InputMessage) and item.role == "assistant" and not self._calls:
-            self._content = (self._content or "") + _joined(item.content)
-        else:
-            return False
-        return True
-
-    def message(self) -> Iterator[Message]:
-        """The turn as a message, if there was one."""
-        if self._content is not None or self._calls:
-            yield Message(
-                role="assistant",
-                content=self._content,
-                tool_calls=self._calls or None,
-                reasoning_content=self._reasoning,
-            )
-
-
-def _joined(content: str | list[Text]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _tool(tool: ResponseTool) -> Tool:
-    return Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"}, exclude_unset=True)))
+def _said(turn: dict[str, Any]) -> Iterator[Message]:
+    """An assistant's turn as a message, if there was one."""
+    if "content" in turn or "tool_calls" in turn:
+        yield Message(role="assistant", **turn)

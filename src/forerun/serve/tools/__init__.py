@@ -20,11 +20,7 @@ FORMATS: dict[str, type[ToolFormat]] = {
 
 
 def check_parser(name: str) -> None:
-    """Refuse an unknown ``--tool-call-parser``.
-
-    Raises:
-        ArgumentError: names the nearest.
-    """
+    """Refuse an unknown ``--tool-call-parser``."""
     known = ("auto", "none", *FORMATS)
     if name not in known:
         raise ArgumentError(f"tool-call-parser is one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")

@@ -1,6 +1,6 @@
 """What a format of tool calls is: how a model writes calls into its text, and the grammar of what it may write.
 
-Calls are JSON (`read_call`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
+Calls are JSON (`read_calls`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
 of the registry. Knows no request and no model.
 """
 
@@ -26,18 +26,12 @@ class Function:
     """A function that may be called."""
 
     name: str
-    parameters: Mapping[str, Any]
-    """JSON schema of its arguments."""
-    strict: bool = False
-    """The arguments must obey the schema."""
+    parameters: Mapping[str, Any]  # JSON schema of its arguments
+    strict: bool = False  # The arguments must obey the schema
 
 
 class Lark:
-    """A grammar in the making, in Lark's notation as llguidance reads it.
-
-    Args:
-        mark: how the grammar names a mark (`forerun.LLM.grammar_mark`).
-    """
+    """A grammar in the making, in Lark's notation as llguidance reads it; `mark` is `LLM.grammar_mark`."""
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self.mark = mark
@@ -70,23 +64,13 @@ def literal(text: str) -> str:
 
 
 class ToolFormat(ABC):
-    """How calls are written.
+    """How calls of `functions` are written; some formats come in several versions, which the chat `template` tells."""
 
-    Args:
-        template: the model's chat template, for formats that come in several versions.
-        functions: that may be called.
-    """
-
-    name: ClassVar[str]
-    """vLLM's name of the parser."""
-    signs: ClassVar[tuple[str, ...]]
-    """Texts in a chat template, all of which together tell this format."""
-    mark: ClassVar[str]
-    """Where calls begin."""
-    marks: ClassVar[tuple[str, ...]] = ()
-    """Other marks, which the tokenizer may know as special tokens."""
-    text_arguments: ClassVar[bool] = False
-    """The template wants the arguments of earlier calls as JSON text, not as an object, and no empty content."""
+    name: ClassVar[str]  # vLLM's name of the parser
+    signs: ClassVar[tuple[str, ...]]  # Texts in a chat template, all of which together tell this format
+    mark: ClassVar[str]  # Where calls begin
+    marks: ClassVar[tuple[str, ...]] = ()  # Other marks, which the tokenizer may know as special tokens
+    text_arguments: ClassVar[bool] = False  # The template has arguments of earlier calls as JSON text
 
     def __init__(self, template: str, functions: Sequence[Function]) -> None:
         self.template, self.functions = template, functions
@@ -157,28 +141,16 @@ class ToolFormat(ABC):
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-def read_call(text: Incoming, names: Container[str] | None = None) -> Steps[bool]:
-    """Read one call. It is one as soon as its arguments begin behind its name: from there on whatever comes is theirs.
-
-    Args:
-        names: the functions that there are; None takes any name for one.
-
-    Returns:
-        Whether it was a call; if not, nothing has been read.
-    """
-    start = text.at
-    called = yield from _read_object(text, names)
-    if not called:
-        text.at = start
-    return called
-
-
 def read_calls(text: Incoming, names: Container[str] | None = None, *, between: str = "", end: str = "") -> Steps[bool]:
-    """Read as many as there are, with perhaps a mark `between` each two and at the `end`; whether there was one."""
-    called = False
-    while (yield from read_call(text, names)):
-        called = True
+    """Read as many calls as there are, with perhaps a mark `between` each two and at the `end`; whether there was one.
+
+    It is a call as soon as its arguments begin behind its name (one of `names`, if given): what comes then is theirs.
+    """
+    called, start = False, text.at
+    while (yield from _read_object(text, names)):
         yield from text.opens(between)
+        called, start = True, text.at
+    text.at = start
     if called:
         yield from text.opens(end)
     return called
@@ -242,15 +214,26 @@ def _as_object(raw: str) -> str:
 
 # --- calls with a mark around each argument ---
 
-_UNWRITABLE = ("pattern", "format", "minLength", "maxLength")
-"""Keywords for strings that cannot be enforced where a string ends at a mark."""
+_UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # Not enforceable where a string ends at a mark
 
 
 class FieldFormat(ToolFormat):
     """A call is a head with the name, its fields, and an end."""
 
-    end: ClassVar[str] = "</tool_call>"
-    """Mark that ends a call."""
+    head: ClassVar[str]  # What stands between the mark and the first field, with ``{}`` for the name
+    key_marks: ClassVar[tuple[str, str]]
+    value_marks: ClassVar[tuple[str, str]]  # Around the name and the text of an argument; the first may be empty
+    own_lines: ClassVar[bool] = False  # A value begins and ends with a line break that is not its own
+    closing: ClassVar[str] = ""  # What stands before the `end`; may be read without it
+    end: ClassVar[str] = "</tool_call>"  # Mark that ends a call
+
+    @abstractmethod
+    def read_head(self, text: Incoming) -> Steps[str]:
+        """Read up to the first field; the function's name, empty where this is no call."""
+
+    @abstractmethod
+    def write_field(self, lark: Lark, key: str, value: str | None) -> str:
+        """One argument in Lark's notation; a `value` of None is any text."""
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
         name = yield from self.read_head(text)
@@ -258,12 +241,13 @@ class FieldFormat(ToolFormat):
             return False
         yield Piece(Kind.CALL, name)
         opening = "{"
-        while (field := (yield from self.read_field(text))) is not None:
+        while (field := (yield from self._read_field(text))) is not None:
             key, raw = field
             value = json.dumps(self._value(name, key, raw), ensure_ascii=False)
             yield Piece(Kind.ARGUMENTS, f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
             opening = ", "
-        if (yield from self.read_end(text)):
+        closed = self.closing and (yield from text.opens(self.closing.strip()))
+        if (yield from text.opens(self.end)) or closed:
             yield Piece(Kind.ARGUMENTS, "{}" if opening == "{" else "}")
         return True
 
@@ -271,29 +255,17 @@ class FieldFormat(ToolFormat):
         one = lark.rule(self._one_of(lambda function: self._call(lark, function)))
         return self._repeated(lark, one, many=many)
 
-    @abstractmethod
-    def read_head(self, text: Incoming) -> Steps[str]:
-        """Read up to the first field; the function's name, empty where this is no call."""
-
-    @abstractmethod
-    def read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
+    def _read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
         """Read one argument: its name and its text; None, with nothing read, where there is none."""
-
-    @abstractmethod
-    def read_end(self, text: Incoming) -> Steps[bool]:
-        """Read the end of the call, if it is there."""
-
-    @abstractmethod
-    def write_head(self, name: str) -> str:
-        """What stands between the mark and the first field."""
-
-    @abstractmethod
-    def write_field(self, lark: Lark, key: str, value: str | None) -> str:
-        """One argument in Lark's notation; a `value` of None is any text."""
-
-    @abstractmethod
-    def write_end(self, lark: Lark) -> str:
-        """What stands behind the last field."""
+        start, (opening, end) = text.at, self.value_marks
+        if (yield from text.opens(self.key_marks[0])):
+            key = yield from text.up_to(self.key_marks[1])
+            if key is not None and (not opening or (yield from text.opens(opening))):
+                value = yield from text.up_to(end)
+                if value is not None:
+                    return key.strip(), value.removeprefix("\n").removesuffix("\n") if self.own_lines else value
+        text.at = start
+        return None
 
     def _value(self, name: str, key: str, raw: str) -> Any:
         function = next((one for one in self.functions if one.name == name), None)
@@ -314,14 +286,14 @@ class FieldFormat(ToolFormat):
         for key, own in schema.get("properties", {}).items():
             field = lark.rule(self.write_field(lark, key, self._field_value(lark, function, own)))
             fields.append(field if key in required else f"{field}?")
-        return " ".join([literal(self.write_head(function.name)), *fields, self.write_end(lark)])
+        closing = [literal(self.closing)] if self.closing else []
+        return " ".join([literal(self.head.format(function.name)), *fields, *closing, lark.mark(self.end)])
 
     def _field_value(self, lark: Lark, function: Function, schema: Mapping[str, Any]) -> str | None:
         if not _is_text(schema):
             shared = {key: function.parameters[key] for key in ("$defs", "definitions") if key in function.parameters}
             return lark.json({**schema, **shared}, strict=function.strict)
-        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if options is not None:
+        if options := _options(schema):
             return lark.rule(" | ".join(literal(option) for option in options))
         unwritable = next((keyword for keyword in _UNWRITABLE if keyword in schema), None)
         if function.strict and unwritable is not None:
@@ -331,9 +303,13 @@ class FieldFormat(ToolFormat):
         return None
 
 
+def _options(schema: Mapping[str, Any]) -> list[Any]:
+    options: list[Any] = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return options
+
+
 def _is_text(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
-    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    kind = schema.get("type")
+    kind, options = schema.get("type"), _options(schema)
     return kind == "string" or (kind is None and bool(options) and all(isinstance(one, str) for one in options))

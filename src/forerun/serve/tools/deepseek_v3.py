@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from typing import ClassVar
-
 from forerun.serve.tools.base import Function, Lark, ToolFormat, literal, read_arguments
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
@@ -17,17 +14,16 @@ def _mark(words: str) -> str:
 CALLS, CALLS_END = _mark("tool calls begin"), _mark("tool calls end")
 CALL, CALL_END, SEPARATOR = _mark("tool call begin"), _mark("tool call end"), _mark("tool sep")
 FENCE, FENCE_END = "```json\n", "\n```"
-_NAME = re.compile(r"[\w.-]*")
 
 
 class DeepSeekV3(ToolFormat):
     """A section of calls; the name stands before the separator (V3.1), or behind it and the word "function"."""
 
-    name: ClassVar[str] = "deepseek_v3"
-    signs: ClassVar[tuple[str, ...]] = (CALLS,)
-    mark: ClassVar[str] = CALLS
-    marks: ClassVar[tuple[str, ...]] = (CALL, SEPARATOR, CALL_END, CALLS_END)
-    text_arguments: ClassVar[bool] = True
+    name = "deepseek_v3"
+    signs = (CALLS,)
+    mark = CALLS
+    marks = (CALL, SEPARATOR, CALL_END, CALLS_END)
+    text_arguments = True
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
         called = False
@@ -56,11 +52,11 @@ class DeepSeekV3(ToolFormat):
         start = text.at
         name = ""
         if (yield from text.opens(CALL)):
-            name = yield from text.matching(_NAME)
+            name = yield from text.name()
             name = name if (yield from text.starts(SEPARATOR)) else ""
             yield from text.skip_blanks()
             if name == "function" and (yield from text.next()) != "{":
-                name = yield from text.matching(_NAME)
+                name = yield from text.name()
                 yield from text.opens(FENCE.rstrip())
                 yield from text.skip_blanks()
         if not name or (yield from text.next()) != "{":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.serve.tools.base import Lark, ToolFormat, read_calls
 from forerun.serve.tools.incoming import Incoming, Steps
 
@@ -13,10 +11,10 @@ END = "</tool_call>"
 class Hermes(ToolFormat):
     """One JSON object between each two marks."""
 
-    name: ClassVar[str] = "hermes"
-    signs: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    mark: ClassVar[str] = "<tool_call>"
-    marks: ClassVar[tuple[str, ...]] = (END,)
+    name = "hermes"
+    signs = ("<tool_call>",)
+    mark = "<tool_call>"
+    marks = (END,)
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
         return (yield from read_calls(text, end=END))

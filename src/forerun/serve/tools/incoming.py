@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TypeVar
 
 T = TypeVar("T")
+_NAME = re.compile(r"[\w.-]*")
 _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
 
 
@@ -22,10 +23,8 @@ class Kind(Enum):
 
     CONTENT = "content"
     REASONING = "reasoning"
-    CALL = "call"
-    """A call begins; the text is the function's name."""
-    ARGUMENTS = "arguments"
-    """More of the JSON text of the last call's arguments."""
+    CALL = "call"  # A call begins; the text is the function's name
+    ARGUMENTS = "arguments"  # More of the JSON text of the last call's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +44,13 @@ class Incoming:
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0
-        """Characters read."""
-        self.ended = False
-        """Nothing will be added."""
+        self.at = 0  # Characters read
+        self.ended = False  # Nothing will be added
+        self.reasoned = 0  # Characters of the reasoning, with its marks; 0 while it has not been read
 
     def until(self, mark: str, kind: Kind, *, drop_end: bool = False) -> Steps[int | None]:
-        """Pass the text on up to `mark`, which is read too; the blanks before it are held back.
-
-        Args:
-            drop_end: if the mark never comes, blanks at the end are dropped.
-
-        Returns:
-            Where the text that was held back begins; None where the text ended without the mark.
-        """
+        """Pass the text on up to `mark`, which is read too; blanks before it are held back, with `drop_end` also where
+        the text ends without it. Returns where what was held back begins; None where the mark never came."""
         while True:
             found = self.text.find(mark, self.at)
             if found < 0 and self.ended:
@@ -117,6 +109,10 @@ class Incoming:
                 return match.group()
             yield None
 
+    def name(self) -> Steps[str]:
+        """Read what could be a function's name; empty where nothing could."""
+        return (yield from self.matching(_NAME))
+
     def up_to(self, mark: str) -> Steps[str | None]:
         """Read the text up to `mark`, and the mark; None, with nothing read, where it never comes."""
         while True:
@@ -136,13 +132,23 @@ class Incoming:
             if scalar := (yield from self.matching(_SCALAR)):
                 yield Piece(Kind.ARGUMENTS, scalar)
             return
-        scan = _Scan()
-        while not scan.done:
-            yield from self._pass(scan.run(self.text, self.at), Kind.ARGUMENTS)
-            if not scan.done:
-                if self.ended:
+        depth, quoted, escaped, position = 0, False, False, self.at
+        while True:
+            for character in self.text[position:]:
+                position += 1
+                if quoted:
+                    quoted, escaped = escaped or character != '"', character == "\\" and not escaped
+                elif character == '"':
+                    quoted = True
+                else:
+                    depth += (character in "{[") - (character in "}]")
+                if depth == 0 and not quoted:
+                    yield from self._pass(position, Kind.ARGUMENTS)
                     return
-                yield None
+            yield from self._pass(position, Kind.ARGUMENTS)
+            if self.ended:
+                return
+            yield None
 
     def json_string(self) -> Steps[str | None]:
         """Read a JSON string; None where there is none, or where it never ends."""
@@ -166,51 +172,25 @@ class Incoming:
         return end
 
 
-class _Scan:
-    """Finds the end of a JSON string, array or object by its brackets and quotes."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self._depth, self._quoted, self._escaped = 0, False, False
-
-    def run(self, text: str, at: int) -> int:
-        """Where the value ends, or the end of the text if it goes on."""
-        for position in range(at, len(text)):
-            self._read(text[position])
-            if self.done:
-                return position + 1
-        return len(text)
-
-    def _read(self, character: str) -> None:
-        if self._quoted:
-            self._quoted = self._escaped or character != '"'
-            self._escaped = character == "\\" and not self._escaped
-        elif character == '"':
-            self._quoted = True
-        else:
-            self._depth += (character in "{[") - (character in "}]")
-        self.done = self._depth == 0 and not self._quoted
-
-
 class PieceReader:
-    """Runs a reader over a text that arrives in pieces.
-
-    Args:
-        read: makes the reader; it must read to the end of the text.
-    """
+    """Runs a reader, which must read to the end, over a text that arrives in pieces."""
 
     def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
-        self._incoming = Incoming()
-        self._steps = read(self._incoming)
+        self.incoming = Incoming()
+        self._steps = read(self.incoming)
+
+    def whole(self, text: str) -> list[Piece]:
+        """The pieces of a complete text."""
+        return [*self.feed(text), *self.close()]
 
     def feed(self, text: str) -> list[Piece]:
         """What is certain now that `text` has come."""
-        self._incoming.text += text
+        self.incoming.text += text
         return self._run()
 
     def close(self) -> list[Piece]:
         """What is left now that nothing will come."""
-        self._incoming.ended = True
+        self.incoming.ended = True
         return self._run()
 
     def _run(self) -> list[Piece]:

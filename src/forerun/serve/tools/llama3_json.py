@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.errors import ArgumentError
 from forerun.serve.tools.base import Lark, ToolFormat, read_calls
 from forerun.serve.tools.incoming import Incoming, Steps
@@ -13,9 +11,9 @@ class Llama3Json(ToolFormat):
     """An answer that begins with a call is one; several are separated by semicolons. Without a mark only the names of
     functions that there are tell a call from an answer in JSON."""
 
-    name: ClassVar[str] = "llama3_json"
-    signs: ClassVar[tuple[str, ...]] = ('{"name": function name, "parameters":',)
-    mark: ClassVar[str] = "<|python_tag|>"
+    name = "llama3_json"
+    signs = ('{"name": function name, "parameters":',)
+    mark = "<|python_tag|>"
 
     def read_opening(self, text: Incoming) -> Steps[bool]:
         return (yield from self.read_calls(text))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-from typing import ClassVar
 
 from forerun.serve.tools.base import Function, Lark, ToolFormat, literal, read_arguments, read_calls
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
-_NAME = re.compile(r"[\w.-]*")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class Mistral(ToolFormat):
     """A list behind one mark, or a mark before each call."""
 
-    name: ClassVar[str] = "mistral"
-    signs: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
-    mark: ClassVar[str] = "[TOOL_CALLS]"
-    marks: ClassVar[tuple[str, ...]] = (ARGS, CALL_ID)
+    name = "mistral"
+    signs = ("[TOOL_CALLS]",)
+    mark = "[TOOL_CALLS]"
+    marks = (ARGS, CALL_ID)
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
         if not (yield from text.opens("[")):
@@ -45,9 +42,9 @@ class Mistral(ToolFormat):
 
     def _read_named(self, text: Incoming) -> Steps[bool]:
         yield from text.skip_blanks()
-        name = yield from text.matching(_NAME)
+        name = yield from text.name()
         if (yield from text.starts(CALL_ID)):
-            yield from text.matching(_NAME)
+            yield from text.name()
         yield from text.starts(ARGS)
         yield from text.skip_blanks()
         if not name or (yield from text.next()) != "{":
