@@ -74,11 +74,7 @@ ROPE = frozenset(
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
 """What a ``rope_scaling`` can say; transformers computes with it."""
-OBJECTS: dict[str, Container[str]] = {
-    "rope_scaling": ROPE,
-    NESTED: MEANINGLESS,
-    SPECULATORS: ("proposal_methods",),
-}
+OBJECTS: dict[str, Container[str]] = {"rope_scaling": ROPE, NESTED: MEANINGLESS, SPECULATORS: ("proposal_methods",)}
 """Objects whose keys are known one by one, and which."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from forerun.drafters.lookup.datastore import (
 )
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
-from forerun.training.data.prepare import BadRecords, Record, read_records
+from forerun.training.data.prepare import NO_TEMPLATE, BadRecords, Record, apply_template, usable_records
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ Tell = Callable[[str], None]
 """Is told what is being done."""
 SORTING_BYTES = 48
 """Memory that sorting takes per token: text, ranks, keys and the order that is being made."""
-_EVERY = 100
-"""Documents between two words about the progress."""
 
 
 def build(
@@ -63,7 +61,10 @@ def build(
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
-    documents = _documents(files, tokenizer, bad or BadRecords(skip=False))
+    refused = bad or BadRecords(skip=False)
+    documents = (
+        ids for path in files for _, ids in usable_records(path, refused, lambda record: _ids(record, tokenizer))
+    )
     sources = [{"path": path.name, "sha256": digest_of(path)} for path in files if path.is_file()]
     return write(documents, TokenizerIdentity.of(tokenizer, name), output, sources=sources, tell=tell)
 
@@ -110,9 +111,9 @@ def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> 
     order = suffix_order(text[::-1], SORTED_TOKENS, tell)
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
-    kept = (text[places - 1] != SEPARATOR) & (text[places] != SEPARATOR)
-    result: NDArray[np.uint32] = places[kept].astype(ITEM)
-    return result
+    places = places[(text[places - 1] != SEPARATOR) & (text[places] != SEPARATOR)]
+    found: NDArray[np.uint32] = places.astype(ITEM)
+    return found
 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
@@ -138,7 +139,6 @@ def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words
 
 
 def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) -> int:
-    """Write ``tokens.bin``; the number of documents."""
     end = np.array([SEPARATOR], dtype=ITEM)
     count, items = 0, 1
     with path.open("wb") as file:
@@ -151,34 +151,19 @@ def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) ->
                 raise ArgumentError(f"more than {MOST_ITEMS:,} tokens do not fit into one datastore; leave files out")
             np.asarray(document, dtype=ITEM).tofile(file)
             end.tofile(file)
-            if count % _EVERY == 0:
+            if count % 100 == 0:
                 tell(f"{count:,} documents, {items:,} tokens")
     return count
 
 
-def _documents(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> Iterator[Sequence[int]]:
-    for path in paths:
-        for record in read_records(path, bad):
-            try:
-                text = _text(record, tokenizer)
-            except DataError as error:
-                bad.report(f"{record.where}: {error}")
-                continue
-            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _text(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
+def _ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     """The record as the target would see it: conversations in its chat template."""
-    if not record.messages:
-        return record.text
-    if not tokenizer.chat_template:
-        if record.pair is not None:
-            return "".join(record.pair)
-        raise DataError("a conversation, but the tokenizer has no chat template; use plain text or another target")
-    from jinja2 import TemplateError
-
-    tools = [dict(tool) for tool in record.tools] or None
-    try:
-        return str(tokenizer.apply_chat_template(list(record.messages), tools=tools, tokenize=False))
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"the chat template refuses the conversation: {error}") from error
+    text = record.text
+    if record.messages and tokenizer.chat_template:
+        text = str(apply_template(tokenizer, record.messages, record.tools, tokenize=False))
+    elif record.messages:
+        if record.pair is None:
+            raise DataError(NO_TEMPLATE)
+        text = "".join(record.pair)
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
