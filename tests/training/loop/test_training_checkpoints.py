@@ -301,7 +301,7 @@ def test_a_checkpoint_of_another_optimizer_or_module_is_refused(tmp_path: Path) 
         run(tmp_path, steps=2, optimizer="muon", allow_changes=True)
     toy = Toy()
     toy.head.frozen = torch.nn.Identity()  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match=r"unknown tensors \['frozen\.bias', 'frozen\.weight'\]"):
+    with pytest.raises(CheckpointError, match=r"of another module.*(?s:.)*frozen\.bias.*frozen\.weight"):
         run(tmp_path, toy, steps=2, allow_changes=True)
 
 
@@ -310,7 +310,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
     model = load_file(folder / checkpoint.MODEL)
     save_file(model | {"norm.bias": torch.zeros(3)}, folder / checkpoint.MODEL)
-    with pytest.raises(CheckpointError, match=r"norm\.bias has shape \(3,\), the module wants \(6,\)"):
+    with pytest.raises(CheckpointError, match=r"norm\.bias: copying a param with shape .*\[3\].*\[6\]"):
         run(tmp_path, steps=2, allow_changes=True)
     (folder / checkpoint.MODEL).write_bytes((folder / checkpoint.OPTIMIZER).read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):

@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -44,15 +45,10 @@ def start_from(
     *,
     allow_changes: bool = False,
 ) -> checkpoint.Saved | None:
-    """The checkpoint to go on from, as the first process sees it, on all; none: begin anew.
+    """The checkpoint to go on from, as the first process sees it, on all; None: begin anew. Errors as `train`.
 
     Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
     best value so far is forgotten.
-
-    Raises:
-        ArgumentError: "never", but `output` holds checkpoints; or a path, but `output` holds later ones; or the
-            checkpoint was trained under another recipe.
-        CheckpointError: no such checkpoint, or it is incomplete.
     """
 
     def look() -> checkpoint.Saved | None:
@@ -78,17 +74,12 @@ def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dic
     """Keys of the recipe that differ -> the former and the new value, in words."""
     if former is None:
         return {"": "an older forerun wrote it and did not record its recipe"}
-    keys = [*former, *(key for key in recipe if key not in former)]
-    missing = object()
-    return {
-        key: f"{key} was {_shown(former, key)}, is {_shown(recipe, key)}"
-        for key in keys
-        if former.get(key, missing) != recipe.get(key, missing)
-    }
 
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        return repr(values[key]) if key in values else "not recorded"
 
-def _shown(recipe: Mapping[str, Any], key: str) -> str:
-    return repr(recipe[key]) if key in recipe else "not recorded"
+    pairs = {key: (shown(former, key), shown(recipe, key)) for key in {**former, **recipe}}
+    return {key: f"{key} was {was}, is {now}" for key, (was, now) in pairs.items() if was != now}
 
 
 def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | None:
@@ -115,10 +106,8 @@ ECHO_S = 1.0
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`.
-
-    Outside the main thread signals cannot be handled, and it does nothing.
-    """
+    """While entered (in the main thread), SIGINT and SIGTERM set `requested`; another one raises
+    `KeyboardInterrupt`."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -131,9 +120,7 @@ class Interrupts:
             self._former = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
@@ -145,19 +132,19 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def rate_factor(step: int, total: int, warmup: int, shape: str, floor: float) -> float:
+def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
     """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`.
 
-    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` to `floor`, a share of the peak, at step
-    `total` (one after the last), on a half cosine or a line, or 1 for ever ("cosine", "linear", "constant").
+    Linear warm-up; then from 1 at its end to `min_rate_share` at step `total`, one after the last.
     """
+    warmup = settings.warmup(total)
     if step < warmup:
         return (step + 1) / warmup
-    if shape == "constant":
+    if settings.schedule == "constant":
         return 1.0
     done = min(1.0, (step - warmup) / max(1, total - warmup))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if shape == "cosine" else 1 - done
-    return floor + (1 - floor) * left
+    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.min_rate_share + (1 - settings.min_rate_share) * left
 
 
 Evaluate = Callable[[int], Mapping[str, float]]
@@ -172,19 +159,18 @@ class TrainResult:
     """"finished": all steps are done; "already_finished": an earlier run had done them all; "interrupted": Ctrl-C or
     SIGTERM; "time": `max_seconds` have passed."""
     steps: int
-    """Optimizer steps done since the very first."""
+    """Done since the very first."""
     tokens: int
-    """Tokens seen, padding not counted."""
+    """Seen, padding not counted."""
     loss: float | None
-    """Nats per counted prediction in the last step of this run that had any; none if none had."""
+    """Nats per counted prediction in the last step of this run that had any."""
     best: float | None
-    """Best value of the deciding metric; none without evaluation."""
+    """Of the deciding metric; None without evaluation."""
     best_step: int | None
-    """Step of it; its weights are in ``output/best``."""
+    """Its weights are in ``output/best``."""
     checkpoint: Path
-    """The checkpoint of the last step. Under FSDP2 the module stays sharded: read the weights from here."""
+    """Of the last step. Under FSDP2 the module stays sharded: read the weights from here."""
     seconds: float
-    """Wall seconds of this run."""
 
     @property
     def interrupted(self) -> bool:
@@ -233,7 +219,11 @@ def train(
     """
     began = time.monotonic()
     module = objective.parameters_module()
-    _make_masters(module)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ArgumentError("The objective's module has no trainable parameter; set requires_grad on what shall learn.")
+    for parameter in trainable:
+        parameter.data = parameter.data.float()
     parallel = parallel or Parallel(device=next(module.parameters()).device)
     fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
     start = start_from(output, resume, fixed, parallel, allow_changes=allow_changes)
@@ -260,30 +250,16 @@ def train(
         began=began,
         saved=start.path if start else None,
     )
-    parallel.on_first(lambda: _record(loop))
+    parallel.on_first(lambda: _write_run(loop))
     if parallel.first:
         step = progress.step
         loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
     checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, progress.step)
     try:
-        reason = loop.run()
+        return loop.run()
     finally:
         for tracker in loop.trackers:
             tracker.close()
-    return loop.result(reason)
-
-
-def _record(loop: _Loop) -> None:
-    record = {"recipe": loop.recipe, "steps": loop.total, "resumed_from": loop.saved}
-    _write_run(loop.output, _describe_run(loop.settings, loop.parallel, record))
-
-
-def _make_masters(module: nn.Module) -> None:
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ArgumentError("The objective's module has no trainable parameter; set requires_grad on what shall learn.")
-    for parameter in trainable:
-        parameter.data = parameter.data.float()
 
 
 @dataclass(kw_only=True)
@@ -310,7 +286,7 @@ class _Loop:
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
 
-    def run(self) -> Reason:
+    def run(self) -> TrainResult:
         """Step until there is a reason to stop."""
         first = self.progress.step
         self.saved_step = first if self.saved else -1
@@ -323,14 +299,11 @@ class _Loop:
                 if reason or save_due:
                     self._save()
                 if reason:
-                    return "already_finished" if reason == "finished" and self.progress.step == first else reason
+                    break
                 self._step()
-
-    def result(self, reason: Reason) -> TrainResult:
-        """How it ended, for the caller of `train`."""
         assert self.saved is not None
         return TrainResult(
-            reason=reason,
+            reason="already_finished" if reason == "finished" and self.progress.step == first else reason,
             steps=self.progress.step,
             tokens=self.progress.tokens,
             loss=self.loss,
@@ -361,9 +334,7 @@ class _Loop:
         sums = backward(self.model, self.batches, progress.position, settings, self.parallel)
         if sums.broken:
             raise NumericError(self._not_finite("loss", sums.broken))
-        factor = rate_factor(
-            progress.step, self.total, settings.warmup(self.total), settings.schedule, settings.min_rate_share
-        )
+        factor = rate_factor(progress.step, self.total, settings)
         norm = self._move(sums, factor)
         progress.step += 1
         progress.position += settings.accumulation
@@ -376,7 +347,7 @@ class _Loop:
             self.window = Sums()
 
     def _move(self, sums: Sums, factor: float) -> float:
-        """Move the weights with learning rates at `factor` of their peaks; the norm of the gradient before clipping."""
+        """Move the weights by `factor` of their peak rates; the norm of the gradient before clipping."""
         norm = 0.0
         if sums.weight:  # else no prediction counted, and there is nothing to follow
             # Gradients are means over processes: undone here, together with the division by the weight.
@@ -434,8 +405,9 @@ class _Loop:
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
             return
-        notes = {"recipe": self.recipe}
-        self.saved = checkpoint.save(self.output, self.module, self.optimizers, self.progress, self.parallel, notes)
+        self.saved = checkpoint.save(
+            self.output, self.module, self.optimizers, self.progress, self.parallel, self.recipe
+        )
         self.saved_step, self.saved_at = self.progress.step, time.monotonic()
         if self.parallel.first:
             checkpoint.rotate(self.output, self.settings.keep_checkpoints)
@@ -445,55 +417,47 @@ class _Loop:
             tracker.log(self.progress.step, values)
 
 
-def _describe_run(settings: TrainSettings, parallel: Parallel, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, seed, command, settings, git commit, device and start time (UTC); `extra` is added."""
-    cuda = parallel.device.type == "cuda"
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": sys.argv,
-        "seed": settings.seed,
-        "settings": asdict(settings),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("forerun", "torch", "transformers")},
-        "git_commit": _commit(),
-        "device": torch.cuda.get_device_name(parallel.device) if cuda else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "world": parallel.world,
-        "mode": parallel.mode,
-        **extra,
-    }
-
-
-def _write_run(output: Path, run: dict[str, Any]) -> None:
-    """Write ``output/run.json``; the runs that went before in this directory move into "previous".
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-    """
-    path = output / "run.json"
+def _write_run(loop: _Loop) -> None:
+    """Write ``output/run.json``; the runs that went before in this directory move into "previous"."""
+    path, settings, parallel = loop.output / "run.json", loop.settings, loop.parallel
     try:
         former = json.loads(path.read_text(encoding="utf-8"))
         previous = [*former.pop("previous", []), former]
     except (OSError, ValueError, AttributeError):
         previous = []
+    cuda = parallel.device.type == "cuda"
+    packages = ("forerun", "torch", "transformers")
+    run = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "seed": settings.seed,
+        "settings": asdict(settings),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "git_commit": _commit(),
+        "device": torch.cuda.get_device_name(parallel.device) if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world": parallel.world,
+        "mode": parallel.mode,
+        "recipe": loop.recipe,
+        "steps": loop.total,
+        "resumed_from": loop.saved,
+        "previous": previous,
+    }
     try:
         with written(path) as fresh:
-            fresh.write_text(json.dumps({**run, "previous": previous}, indent=1, default=str) + "\n", encoding="utf-8")
+            fresh.write_text(json.dumps(run, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}. Choose another output, or make room.") from error
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _commit() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
+    return None
