@@ -80,7 +80,7 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
     again = store(*arguments)
     assert again.code == 0 and len(ran_documents) == 5
     other = store("--boundaries", "2")
-    assert other.code == 2 and "(boundaries): stored 1, wanted 2" in other.err
+    assert other.code == 2 and "boundaries: stored 1, wanted 2" in other.err
 
 
 @pytest.mark.parametrize(

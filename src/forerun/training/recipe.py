@@ -1,7 +1,4 @@
-"""Training recipes: a YAML file, ``key=value`` words, or both, read and checked as one typed value.
-
-Later words win over earlier ones and over the file.
-"""
+"""Training recipes: a YAML file, ``key=value`` words, or both; later words win over earlier ones and over the file."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from forerun.training.loop.settings import STRICT, TrainSettings, complaint
 from forerun.training.objectives import objective_for
 
 Settings = TypeVar("Settings")
-"""Of the objective of the kind of head."""
+"""Of the objective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +60,6 @@ class EvaluationSettings:
     nodes: int = 32
     """Of the dynamic tree, root not counted."""
     seed: int = 0
-    """Of the sampled answers."""
     rows: int = 4
     """Prompts at once."""
 
@@ -75,9 +71,8 @@ class EvaluationRecipe:
     prompts: str | None = None
     """Prepared data, held out of training, whose first documents are cut to prompts; None: no evaluation."""
     count: int = 8
-    """Prompts, at most."""
     prompt_tokens: int = 128
-    """Tokens of each, from the start of its document."""
+    """Of each, from the start of its document."""
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -87,7 +82,6 @@ class TrainRecipe(Generic[Settings]):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", **STRICT)
     kind: str
-    """Of the head."""
     target: str
     """Directory or hub id of the model to draft for."""
     data: str
@@ -101,13 +95,11 @@ class TrainRecipe(Generic[Settings]):
     target_dtype: str = "bfloat16"
     """Of the frozen target."""
     target_parallel: Literal["none", "fsdp", "tp"] = "none"
-    """With several processes, where the target does not fit one device: ``fsdp`` gives each a part of every layer's
-    weights, ``tp`` a part of its computation (transformers' ``tp_plan``)."""
+    """Where the target does not fit one device: ``fsdp`` or ``tp``, see `run.load_target`."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Settings
-    """The settings of the kind's objective."""
     windows: WindowSettings = field(default_factory=WindowSettings)
     training: TrainSettings = field(default_factory=TrainSettings)
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
@@ -154,11 +146,8 @@ def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
     return plain
 
 
-MAY_CHANGE = frozenset(
-    {"output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows"}
-)
-"""What a resumed run may set anew, besides what `TrainSettings` allows. All else decides what is trained, or which
-weights are the best."""
+MAY_CHANGE = ("output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows")
+"""What a resumed run may set anew, besides what `TrainSettings` allows."""
 
 
 def flat(recipe: Any, where: str = "") -> dict[str, Any]:

@@ -219,6 +219,7 @@ def checkpoints(output: Path) -> list[tuple[int, Path]]:
 
 
 def latest(output: Path) -> Path | None:
+    """The newest complete checkpoint, or none."""
     found = checkpoints(output)
     return found[-1][1] if found else None
 

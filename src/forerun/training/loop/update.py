@@ -37,6 +37,7 @@ class Sums:
     """(position, rank) of the batches whose loss is not finite."""
 
     def add(self, other: Sums) -> None:
+        """Add the sums of another step."""
         self.loss += other.loss
         self.weight += other.weight
         self.tokens += other.tokens
@@ -149,6 +150,7 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
 
 
 def set_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:
+    """Set every group's learning rate to `factor` times its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
