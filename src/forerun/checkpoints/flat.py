@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, with_vocabulary
 from forerun.checkpoints.eagle import (
     FIRST,
     FLAGS,
@@ -28,7 +28,6 @@ from forerun.checkpoints.eagle import (
     write_layers,
 )
 from forerun.checkpoints.keys import NESTED, Keys
-from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
 
@@ -54,31 +53,33 @@ class FlatFormat(Format):
     name = "flat"
     mark = "eagle"
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """Any transformers-like configuration that is not marked as another format's."""
         return "hidden_size" in config and not any("dflash" in key for key in config)
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """See `Format.read`; ``midlayer.*`` and ``layers.0.*`` are the same."""
         return read_flat(config, tensors, num_layers)
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`. Nothing of the target is repeated in this format."""
         config = checkpoint.config
         single = config.generation == 3 and config.num_hidden_layers == 1
         return write_flat(checkpoint), to_file(checkpoint, first=MIDLAYER if single else FIRST)
 
 
-def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int | None) -> HeadCheckpoint:
+def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadCheckpoint:
     """A head whose configuration is flat; errors as `Format.read`."""
     keys, found = Keys(config), to_canonical(tensors)
     nested = keys.nested(NESTED)
     generation = _generation(keys, found)
     fields = read_layers(keys)
     fields |= _read_features(keys, nested, fields["hidden_size"])
-    fields["boundaries"] = _read_boundaries(keys, nested, generation, num_layers)
+    top, inner, count = keys.integers(IDS), nested.integers(IDS), keys.get("num_aux_hidden_states")
+    if generation == 1:
+        fields["boundaries"] = (LAST_HIDDEN,)
+    else:
+        fields["boundaries"] = agreed(top, inner, count=count, num_layers=num_layers)
     draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
     found = with_vocabulary(found, fields["vocab_size"], draft_vocab_size)
     declared_bias, tied = keys.get("bias"), keys.flag("tie_word_embeddings")
@@ -94,7 +95,7 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
         own_lm_head="lm_head.weight" in found,
         extra=keys.rest() | ({NESTED: rest} if rest else {}),
     )
-    counted = generation == 3 and keys.integers(IDS) is None and nested.integers(IDS) is not None
+    counted = generation == 3 and top is None and inner is not None
     unlisted = head.sliding_window is not None and keys.get("layer_types") is None
     notes = {FEEDBACK_NOTE: head.norm_output, TIED_NOTE: tied, COUNTED_NOTE: counted, WINDOW_NOTE: unlisted}
     return HeadCheckpoint(config=head, tensors=found, notes=tuple(note for note, applies in notes.items() if applies))
@@ -134,18 +135,11 @@ def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
     }
 
 
-def _read_boundaries(keys: Keys, nested: Keys, generation: int, num_layers: int | None) -> tuple[int, ...]:
-    top, inner, count = keys.integers(IDS), nested.integers(IDS), keys.get("num_aux_hidden_states")
-    if generation == 1:
-        return (LAST_HIDDEN,)
-    return agreed(top, inner, count=count, num_layers=num_layers)
-
-
 def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """The flat configuration; what meant nothing to us goes back where it was."""
     config = checkpoint.config
     keys: dict[str, Any] = {
-        "architectures": [_architecture(config)],
+        "architectures": [FIRST_GENERATION if config.generation == 1 else QWEN3 if config.qk_norm else LLAMA],
         **write_layers(config),
         "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
         "target_hidden_size": config.target_hidden_size,
@@ -168,9 +162,3 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
             NESTED: {**config.extra.get(NESTED, {}), **nested},
         }
     return {**config.extra, **keys}
-
-
-def _architecture(config: EagleConfig) -> str:
-    if config.generation == 1:
-        return FIRST_GENERATION
-    return QWEN3 if config.qk_norm else LLAMA

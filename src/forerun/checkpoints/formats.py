@@ -67,11 +67,7 @@ FORMATS: dict[str, Entry] = {
 
 
 def format_named(name: str) -> Format:
-    """The format behind a registered name.
-
-    Raises:
-        ArgumentError: there is no such format; the message names the nearest.
-    """
+    """The format behind a registered name; ArgumentError, naming the nearest, if there is none."""
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}; there are {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
     found: Format = named(FORMATS[name].path)()
@@ -79,11 +75,8 @@ def format_named(name: str) -> Format:
 
 
 def format_for(kind: str) -> str:
-    """The name of the format in which heads of a kind are written: the least particular, which most engines read.
-
-    Raises:
-        ArgumentError: none carries them.
-    """
+    """The format in which heads of a kind are written: the least particular, which most engines read. Or
+    ArgumentError."""
     found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
     if not found:
         raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")
@@ -91,11 +84,7 @@ def format_for(kind: str) -> str:
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """The format that a ``config.json`` is written in.
-
-    Raises:
-        CheckpointError: it is none of ours.
-    """
+    """The format that a ``config.json`` is written in; CheckpointError if it is none of ours."""
     for name in FORMATS:
         candidate = format_named(name)
         if candidate.recognises(config):
@@ -158,8 +147,10 @@ def read_files(path: str | Path) -> StoredFiles:
             f"does. Convert it to {weights} where you trust it: "
             f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{weights}')"
         )
+    if weights != SINGLE and not (directory / weights).is_file():
+        raise CheckpointError(f"{directory} holds no {weights}, where its config.json says that the weights are")
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory) if weights == SINGLE else [_existing(directory / weights)]:
+    for file in weight_files(directory) if weights == SINGLE else [directory / weights]:
         twice = sorted(tensors.keys() & read_header(file).keys())
         if twice:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
@@ -179,10 +170,7 @@ def write_head(
     """Write a head in one of the `FORMATS`, readable by everybody; a reader never sees half of it.
 
     Args:
-        checkpoint: what to write.
         directory: made anew; a former head there is replaced, anything else is left alone.
-        format_name: of the registry.
-        target: the model that the head drafts for.
         overrides: keys that take the place of the format's own in ``config.json``.
         texts: further files, name -> content.
 
@@ -221,12 +209,6 @@ def _directory(path: str | Path) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:
         raise explained(path, error) from error
-
-
-def _existing(file: Path) -> Path:
-    if not file.is_file():
-        raise CheckpointError(f"{file.parent} holds no {file.name}, where its config.json says that the weights are")
-    return file
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

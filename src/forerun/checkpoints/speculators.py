@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, with_vocabulary
 from forerun.checkpoints.eagle import (
     FLAGS,
     IDS,
@@ -45,13 +43,11 @@ class SpeculatorsFormat(Format):
     name = "speculators"
     mark = "eagle"
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """By the key that names the kind of speculator."""
         return KIND in config
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         kind = keys.text(KIND, "eagle3")
         if kind != "eagle3":
@@ -82,7 +78,7 @@ class SpeculatorsFormat(Format):
         told = tuple(note for note, applies in notes.items() if applies)
         return HeadCheckpoint(config=head, tensors=found, notes=told)
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
         config = checkpoint.config
         if config.generation != 3:

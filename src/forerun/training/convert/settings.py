@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ class Key:
     """One key of the configuration."""
 
     default: Any
-    """ModelOpt's, unless the table says otherwise."""
     refusal: str | None = None
     """Why another value than the default is refused; None: any value is honoured."""
     ours: bool = False
@@ -130,22 +130,10 @@ EAGLE1_DEFAULT_CFG: dict[str, Any] = preset(
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAME_NAME = (
-    "hidden_act",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "initializer_range",
-    "rms_norm_eps",
-    "mlp_bias",
-    "attention_bias",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "qk_norm",
-)
+    "hidden_act", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "initializer_range", "rms_norm_eps", "mlp_bias", "attention_bias", "norm_before_residual", "norm_before_fc",
+    "fc_norm", "norm_output", "qk_norm",
+)  # fmt: skip
 """Architecture keys that `EagleConfig` calls the same."""
 
 
@@ -170,31 +158,20 @@ class ConvertSettings:
     draft_vocab_ids: tuple[int, ...] | None
     """Tokens that the head can propose, if the configuration names them."""
 
-    @property
-    def export_dtype(self) -> str:
-        """Name of the torch dtype that an exported head has."""
-        return str(self.architecture["torch_dtype"]).removeprefix("torch.")
-
-    @property
-    def generation(self) -> int:
-        """3 or 1, as in `EagleConfig`."""
-        return 3 if self.architecture["use_aux_hidden_state"] else 1
+    export_dtype: str
+    """Name of the torch dtype that an exported head has."""
 
 
 def read_mode(mode: Any) -> ConvertSettings:
-    """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``.
-
-    Raises:
-        ArgumentError: another form, another algorithm, or a configuration that cannot be honoured.
-    """
+    """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``."""
     pairs = [mode] if isinstance(mode, Mapping) else mode
     if not isinstance(pairs, Sequence) or isinstance(pairs, str) or len(pairs) != 1:
-        raise ArgumentError(f'convert: mode must be [("eagle", config)], one pair in a list; got {_short(mode)}')
+        raise ArgumentError(f'convert: mode must be [("eagle", config)], one pair in a list; got {reprlib.repr(mode)}')
     pair = pairs[0]
     if isinstance(pair, Mapping) and set(pair) <= {"algorithm", "config"}:
         pair = (pair.get("algorithm"), pair.get("config", {}))
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise ArgumentError(f'convert: mode must hold a pair ("eagle", config), got {_short(pair)}')
+        raise ArgumentError(f'convert: mode must hold a pair ("eagle", config), got {reprlib.repr(pair)}')
     name, config = pair
     if name != "eagle":
         raise ArgumentError(f"convert: there is no mode {name!r}; heads of the kind 'eagle' can be attached")
@@ -226,15 +203,13 @@ def read_settings(config: Any) -> ConvertSettings:
         distill_features=found["eagle_hidden_state_distillation"],
         export_rope_scaling=found["eagle_export_rope_scaling"] or None,
         draft_vocab_ids=None if ids is None else tuple(int(token) for token in ids),
+        export_dtype=dtype,
     )
 
 
 def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
-    """The head that these settings mean for a transformers causal LM.
-
-    Raises:
-        ArgumentError: sizes or layers that the model does not have.
-    """
+    """The head that these settings mean for a transformers causal LM; ArgumentError for what the model does not
+    have."""
     from forerun.drafters.heads.eagle import EagleConfig
 
     shape, text = settings.architecture, model.config.get_text_config()
@@ -248,17 +223,18 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
     if shape["max_position_embeddings"] is not None:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
-    first = settings.generation == 1
-    if not first:
+    third = shape["use_aux_hidden_state"]
+    if third:
         layers = shape["eagle_aux_hidden_state_layer_ids"]
         options["boundaries"] = _boundaries(layers, text.num_hidden_layers)
-    return EagleConfig.for_target("eagle" if first else "eagle3", model, draft_vocab_size, options)
+    return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 
 def _checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """With defaults for what is missing."""
     if not isinstance(given, Mapping):
-        raise ArgumentError(f"convert: {where.rstrip('.') or 'the configuration'} must be a dict, got {_short(given)}")
+        raise ArgumentError(
+            f"convert: {where.rstrip('.') or 'the configuration'} must be a dict, got {reprlib.repr(given)}"
+        )
     for name, value in given.items():
         if name not in known:
             raise ArgumentError(f"convert: unknown key {where}{name}.{nearest(str(name), known)}")
@@ -329,8 +305,3 @@ def _rope(shape: Mapping[str, Any]) -> dict[str, Any]:
         )
     plain = scaling.get("rope_type", "default") == "default"
     return {"rope_theta": float(stated.pop() if stated else default), "rope_scaling": None if plain else scaling}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
