@@ -1,8 +1,5 @@
-"""``manifest.json`` of the directories that forerun writes: read and written with a checksum. Imports no torch.
-
-Every record is sealed: it carries a checksum of what it says, so that a changed byte in it is noticed. What guards the
-large files beside it stands in the record.
-"""
+"""``manifest.json`` of the directories that forerun writes: sealed with a checksum of what it says. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SEAL = "checksum"
-"""Key of a record's own checksum."""
 
 
 def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
@@ -31,24 +27,12 @@ def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """What `write_sealed` was given.
-
-    Args:
-        path: the file.
-        remedy: what to do about a damaged one, for the message.
-
-    Raises:
-        DataError: it is no JSON object, or does not say what was written.
-    """
-    return _opened(path, _parsed(path, remedy), remedy)
+    """What `write_sealed` was given; DataError, with the `remedy`, if it is no JSON object or has changed."""
+    return _unsealed(path, _parsed(path, remedy), remedy)
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file, all of which is read.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """sha256 of a file, all of which is read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -67,7 +51,7 @@ def _parsed(path: Path, remedy: str) -> dict[str, Any]:
     return found
 
 
-def _opened(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
+def _unsealed(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
     if found.pop(SEAL, None) != _hash(found):
         raise DataError(f"{path} has changed since it was written: its checksum does not fit; {remedy}")
     return found
@@ -80,7 +64,6 @@ class ManifestKind:
     format: str
     """What the manifest calls itself."""
     version: int
-    """That this forerun writes and reads."""
     what: str
     """For people: a datastore."""
     remedy: str
@@ -91,12 +74,7 @@ class ManifestKind:
         write_sealed(folder / MANIFEST, {"format": self.format, "version": self.version, **entries})
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """What was written, to the last entry.
-
-        Raises:
-            DataError: there is no manifest, it is broken or changed, of another kind of directory or of another
-                version.
-        """
+        """What was written; DataError if there is no manifest, it is changed, or of another kind or version."""
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not {self.what}, it has no {MANIFEST}; {self.remedy}")
@@ -110,7 +88,7 @@ class ManifestKind:
             raise DataError(
                 f"{path} has format version {version!r}, this forerun reads {self.version}: {why}; {self.remedy}"
             )
-        entries = _opened(path, found, self.remedy)
+        entries = _unsealed(path, found, self.remedy)
         del entries["format"], entries["version"]
         return entries
 
@@ -122,7 +100,6 @@ class TokenizerIdentity:
     name: str
     """Directory name or hub id it was loaded from; for messages, not for comparison."""
     vocab_size: int
-    """Token ids are below this."""
     vocabulary: str
     """sha256 of the token strings and their ids."""
     template: str
@@ -141,7 +118,6 @@ class TokenizerIdentity:
         )
 
     def record(self) -> dict[str, Any]:
-        """The same for JSON."""
         return asdict(self)
 
 
