@@ -177,18 +177,11 @@ class TargetFacts:
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    """As in transformers, without ``rope_theta``."""
 
     @classmethod
     def of(cls, config: Any, name_or_path: str | Path) -> TargetFacts:
         """From a transformers configuration; of a multimodal model, its text part."""
         text = config.get_text_config(decoder=True)
-        rope = dict(getattr(text, "rope_parameters", None) or {})
-        if "rope_type" not in rope and "full_attention" in rope:  # one entry per kind of layer
-            rope = dict(rope["full_attention"])
-        theta = float(rope.pop("rope_theta", None) or 10_000.0)
         return cls(
             name_or_path=str(name_or_path),
             architectures=tuple(getattr(config, "architectures", None) or ()),
@@ -196,8 +189,6 @@ class TargetFacts:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
-            rope_theta=theta,
-            rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
         )
 
     @classmethod

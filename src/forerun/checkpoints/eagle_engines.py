@@ -61,10 +61,9 @@ def sglang_window(config: EagleConfig) -> str:
 def mismatches(
     engine: str, config: EagleConfig, keys: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[Finding]:
-    """Tensors that `engine` cannot load, loses or leaves unfilled.
+    """Tensors that `engine` (of `LOADERS`) cannot load, loses or leaves unfilled.
 
     Args:
-        engine: of `LOADERS`.
         config: what keys and tensors mean.
         keys: of ``config.json``, without nesting but for ``eagle_config``.
         tensors: of the file, by canonical names; a norm above the first layer may have both of its names.

@@ -109,12 +109,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpoint:
     """The head in a directory or under a hub id (``owner/name``), in any format of `FORMATS`.
 
-    Args:
-        path: the directory, or what to download.
-        num_layers: of the target; needed where the file does not say which layers the head reads.
-
-    Raises:
-        CheckpointError: missing, truncated, pickled, incomplete, contradictory, or no head that we know.
+    `num_layers` of the target is needed where the file does not say which layers the head reads. CheckpointError for
+    what is missing, truncated, pickled, incomplete, contradictory, or no head that we know.
     """
     found = parse(read_files(path), num_layers=num_layers)
     if found.unknown:

@@ -114,9 +114,8 @@ def read_recipe(
 ) -> TrainRecipe[Any]:
     """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words.
 
-    Raises:
-        ArgumentError: the file is no mapping, a word is not ``key=value``, a key is unknown (the message names the
-            nearest), something is missing, or a value has the wrong type.
+    ArgumentError for a file that is no mapping, a word that is not ``key=value``, a key that is unknown (the message
+    names the nearest) or missing, or a value of the wrong type.
     """
     values = _from_file(path) if path is not None else {}
     values.update({name: value for name, value in (flags or {}).items() if value is not None})

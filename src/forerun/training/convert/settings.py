@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "eagle_architecture_config"
 VOCABULARY_IDS = "eagle_draft_vocab_ids"
+FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,10 @@ class Key:
 
 
 _LORA = "the base model stays as it is, so nothing is trained inside it"
+_LORA_DEFAULTS: dict[str, Any] = {
+    **{"": False, "_rank": 64, "_alpha": 16, "_target_modules": None, "_preservation_loss_weight": 0.1},
+    **{"_warmup_steps": 0, "_start_layer": None, "_logits_detach_prob": 0.5},
+}
 _LLAMA = "the head is a Llama-like decoder"
 _PARALLEL = "the head drafts one token after the other"
 
@@ -58,14 +63,7 @@ KEYS: dict[str, Key] = {
     "eagle_enable_nvtx": Key(default=False, refusal="there are no NVTX ranges; use torch.profiler"),
     # ModelOpt exports yarn x 32, another rope than the head was trained with. Here a head is exported as it is.
     "eagle_export_rope_scaling": Key(default={}),
-    "eagle_base_lora": Key(default=False, refusal=_LORA),
-    "eagle_base_lora_rank": Key(default=64, refusal=_LORA),
-    "eagle_base_lora_alpha": Key(default=16, refusal=_LORA),
-    "eagle_base_lora_target_modules": Key(default=None, refusal=_LORA),
-    "eagle_base_lora_preservation_loss_weight": Key(default=0.1, refusal=_LORA),
-    "eagle_base_lora_warmup_steps": Key(default=0, refusal=_LORA),
-    "eagle_base_lora_start_layer": Key(default=None, refusal=_LORA),
-    "eagle_base_lora_logits_detach_prob": Key(default=0.5, refusal=_LORA),
+    **{f"eagle_base_lora{name}": Key(default=default, refusal=_LORA) for name, default in _LORA_DEFAULTS.items()},
     VOCABULARY_IDS: Key(default=None, ours=True),
 }
 """Of the configuration itself. `eagle_draft_vocab_ids` (Vd,) names the tokens that the head can propose."""
@@ -97,16 +95,11 @@ ARCHITECTURE_KEYS: dict[str, Key] = {
     "parallel_draft_heads_num_layers": Key(default=1, refusal=_PARALLEL),
     "has_lm_head": Key(default=False),
     # Taken from the base model where they are not given.
-    "hidden_size": Key(default=None, ours=True),
-    "vocab_size": Key(default=None, ours=True),
-    "draft_vocab_size": Key(default=None, ours=True),
-    "max_position_embeddings": Key(default=None, ours=True),
+    **dict.fromkeys(
+        ("hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"), Key(default=None, ours=True)
+    ),
     # Variants that ModelOpt 0.47 cannot train: EAGLE-3.1, speculators, Qwen3-like heads.
-    "norm_before_residual": Key(default=False, ours=True),
-    "norm_before_fc": Key(default=False, ours=True),
-    "fc_norm": Key(default=False, ours=True),
-    "norm_output": Key(default=False, ours=True),
-    "qk_norm": Key(default=False, ours=True),
+    **dict.fromkeys((*FEATURE_NORMS, "qk_norm"), Key(default=False, ours=True)),
 }
 """Of `eagle_architecture_config`."""
 
@@ -271,7 +264,7 @@ def _check_kind(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty"
         )
-    if not third and any(shape[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")):
+    if not third and any(shape[name] for name in FEATURE_NORMS):
         raise ArgumentError(f"convert: {kind} has no norms around its features; leave norm_* and fc_norm away")
     if third and config["eagle_hidden_state_distillation"]:
         raise ArgumentError(

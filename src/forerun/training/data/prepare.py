@@ -73,13 +73,10 @@ class BadRecords:
 
 
 def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """Every record of one file, in order.
+    """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
 
     ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
     ``.parquet``: one record per row. Anything else is plain text, one record for the whole file.
-
-    Raises:
-        DataError: the file is missing, empty or not what its name says; or an entry is bad and `bad` does not skip.
     """
     if not path.is_file():
         what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
@@ -270,11 +267,7 @@ class Encoder:
         self._special = frozenset(int(token) for token in tokenizer.added_tokens_decoder)
 
     def encode(self, record: Record) -> Encoded:
-        """Token ids and mask of a record.
-
-        Raises:
-            DataError: no assistant turn, no chat template, a template that fails or without a usable mask.
-        """
+        """Token ids and mask of a record; DataError without an assistant turn, a chat template, or a usable mask."""
         if not record.messages:
             tokens, given = self._ids(record.text), record.prompt_tokens
             if given >= len(tokens):
@@ -428,7 +421,6 @@ def prepare(
         paths: JSONL, JSON, parquet or plain text files, in the order in which they shall stand.
         tokenizer: the target's.
         output: the directory to write; must not hold anything yet.
-        options: lengths and what to do with bad records.
         name: the target's name for the manifest; the tokenizer's own if None.
         on_record: told the number of records read so far, after each.
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun.engine.llm import LLM
-    from forerun.types import CompletionOutput, StreamChunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,10 +353,7 @@ def plan(
     Args:
         path: data of any kind that `forerun data prepare` reads.
         output: JSONL to append to.
-        director: makes the questions.
         limit: only the first records of the input.
-        skip_bad: leave unusable entries of the input out.
-        tell: told after every record that is done.
 
     Raises:
         DataError: the input cannot be used, or the output is no earlier run's.
@@ -383,69 +379,51 @@ def plan(
 
 def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: int = 8) -> Regenerated:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
+    from forerun.types import SamplingParams
+
     if concurrency < 1:
         raise ArgumentError(f"concurrency must be at least 1, got {concurrency}")
-    with Lines(todo.progress.output) as lines:
-        _Batch(todo, llm, generation, lines).run(concurrency)
-    return todo.progress
+    waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
 
-
-@dataclass(slots=True)
-class _Batch:
-    """Records whose current question is with the local engine."""
-
-    todo: Plan
-    llm: LLM
-    generation: Generation
-    lines: Lines
-    running: dict[str, tuple[Record, Script]] = field(default_factory=dict)
-    """Request id -> whose question it is."""
-
-    def run(self, concurrency: int) -> None:
-        """Answer all records; what is unfinished when something is raised is aborted."""
-        waiting = deque(self.todo.records)
-        try:
-            while waiting or self.running:
-                while waiting and len(self.running) < concurrency:
-                    record = waiting.popleft()
-                    self._advance(record, self.todo.director.script(record), None)
-                for chunk in self.llm.engine.step():
-                    if chunk.output is not None:
-                        self._take(chunk, chunk.output.outputs[0])
-        finally:
-            for request in self.running:
-                self.llm.abort(request)
-
-    def _take(self, last: StreamChunk, written: CompletionOutput) -> None:
-        """Go on with the record whose question was answered, or count it as failed."""
-        record, script = self.running.pop(last.request_id)
-        if last.error is not None:
-            self.todo.done(record, last.error, self.lines)
-            return
-        self.todo.progress.answers += 1
-        self._advance(record, script, Answer(written.text, written.finish_reason == "length"))
-
-    def _advance(self, record: Record, script: Script, answer: Answer | None) -> None:
+    def advance(record: Record, script: Script, answer: Answer | None) -> None:
         """Queue the record's next question, or write its line."""
-        from forerun.types import SamplingParams
-
         try:
             question = _next(script, answer)
             if isinstance(question, Question):
-                params = SamplingParams(**asdict(self.generation), seed=question.seed)
-                self.running[self.llm.submit(_prompt(self.llm, question), params)] = (record, script)
+                params = SamplingParams(**asdict(generation), seed=question.seed)
+                running[llm.submit(_prompt(llm, question), params)] = (record, script)
                 return
         except ForerunError as error:
-            self.todo.done(record, error, self.lines)
+            todo.done(record, error, lines)
         else:
-            self.todo.done(record, question, self.lines)
+            todo.done(record, question, lines)
+
+    with Lines(todo.progress.output) as lines:
+        try:
+            while waiting or running:
+                while waiting and len(running) < concurrency:
+                    record = waiting.popleft()
+                    advance(record, todo.director.script(record), None)
+                for chunk in llm.engine.step():
+                    if chunk.output is None:
+                        continue
+                    record, script = running.pop(chunk.request_id)
+                    if chunk.error is not None:
+                        todo.done(record, chunk.error, lines)
+                        continue
+                    todo.progress.answers += 1
+                    written = chunk.output.outputs[0]
+                    advance(record, script, Answer(written.text, written.finish_reason == "length"))
+        finally:
+            for request in running:
+                llm.abort(request)
+    return todo.progress
 
 
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Regenerated:
     """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
 
-    Raises:
-        EndpointError: the endpoint refuses everything, or cannot be reached any more; what is written stays.
+    EndpointError if it refuses everything, or cannot be reached any more; what is written stays.
     """
     if concurrency < 1:
         raise ArgumentError(f"concurrency must be at least 1, got {concurrency}")

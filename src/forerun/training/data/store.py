@@ -126,9 +126,7 @@ def write_prepared(
     """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
 
     `about` is given the number of documents and has further entries of the manifest; ``counts`` are completed here.
-
-    Raises:
-        DataError: there is something in `folder` already.
+    DataError if there is something in `folder` already.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not empty; choose another --output or remove it first")
@@ -176,9 +174,7 @@ _BLOCK = 1 << 22
 
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
-    """(V,) int64: how often each token counts, prompts and templates left out.
-
-    V is `vocab_size`, the rows of the target's head; it may be larger than the tokenizer's vocabulary.
+    """(V,) int64: how often each token counts, prompts and templates left out; V, `vocab_size`, is the target's.
 
     Raises:
         ArgumentError: the data holds a token id of V or more.
@@ -197,13 +193,9 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """(size,) int64, ascending: the ids of the most frequent tokens.
+    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`.
 
-    `counts` (V,) are those of `token_counts`. Of equally frequent tokens the lower id comes first; with fewer different
-    tokens than `size`, the lowest unused ids fill up.
-
-    Raises:
-        ArgumentError: `size` is below 1 or above V.
+    Of equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V.
     """
     if not 1 <= size <= len(counts):
         raise ArgumentError(f"the draft vocabulary must have 1 to {len(counts)} tokens (the target's), got {size}")
@@ -272,11 +264,6 @@ class PackedWindows:
         """Number of different windows."""
         return len(self._windows)
 
-    @property
-    def fill(self) -> float:
-        """Share of the windows' positions, in (0, 1], that hold tokens."""
-        return float(self._segments[:, 2].sum()) / (len(self) * self.length)
-
     def steps_per_epoch(self, world: int = 1) -> int:
         """Steps in which every window is seen at least once; the last is filled up with the epoch's first windows."""
         return -(-len(self) // (self.rows * world))
@@ -299,12 +286,9 @@ class PackedWindows:
         return found
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        """One process's rows of a step, B = `rows`, S = `length`.
+        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank.
 
         A segment's first token never counts: nothing before it may predict it.
-
-        Raises:
-            ArgumentError: a negative step, or no such rank.
         """
         shape = (self.rows, self.length)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

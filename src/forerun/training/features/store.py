@@ -2,11 +2,9 @@
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
-second names the shard's documents, their lengths in tokens and their CRC-32; a shard counts once it is there.
-
-Each document is compared with its CRC-32 when it is first read. One checksum for a whole shard would read a gigabyte
-for the first token of it. Disks and transfers make errors, they do not forge: CRC-32 finds those, at 2.1 GiB/s on one
-core where SHA-256 reaches 1.4 and BLAKE2b 0.6.
+second names the shard's documents, their lengths in tokens and their CRC-32, with which each is compared when it is
+first read; a shard counts once it is there. Disks and transfers make errors, they do not forge: CRC-32 finds those, at
+2.1 GiB/s on one core where SHA-256 reaches 1.4.
 """
 
 from __future__ import annotations
@@ -198,11 +196,8 @@ class FeatureStore:
     ) -> dict[Signal, Tensor]:
         """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`.
 
-        Args:
-            dtype: of the result; by default as stored, and bfloat16 for float8.
-
-        Raises:
-            DataError: no such document, or it ends before ``offset + length``, or it has changed since it was written.
+        `dtype` is by default as stored, and bfloat16 for float8. DataError if there is no such document, it ends before
+        ``offset + length``, or it has changed since it was written.
         """
         if document not in self._locations:
             raise DataError(f"{self.directory} holds no document {document}; it has {len(self._locations)} documents")

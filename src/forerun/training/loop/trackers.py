@@ -138,12 +138,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
-    """A tracker by name, for the `trackers` of `train`; open it on the first process only.
-
-    Args:
-        name: one of `TRACKERS`.
-        output: directory of the run; its name becomes the run's, and event files go to ``output/tensorboard``.
-        config: settings shown beside the run.
+    """A tracker by name, for the `trackers` of `train`; `config` is shown beside the run, named as `output` is.
 
     Raises:
         ArgumentError: an unknown name, or its package is not installed.
