@@ -37,37 +37,26 @@ from forerun.training.loop.update import Sums, backward, build_optimizers, scale
 from forerun.writing import tidy, written
 
 
-def start_from(
-    output: Path,
-    resume: Path | Literal["auto", "never"],
-    recipe: Mapping[str, Any],
-    parallel: Parallel,
-    *,
-    allow_changes: bool = False,
-) -> checkpoint.Saved | None:
-    """The checkpoint to go on from, as the first process sees it, on all; None: begin anew. Errors as `train`.
+def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
+    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`.
 
     Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
     best value so far is forgotten.
     """
-
-    def look() -> checkpoint.Saved | None:
-        tidy(output)
-        path = _choose(output, resume)
-        if path is None:
-            return None
-        saved = checkpoint.read(path)
-        changed = _changes(saved.recipe, recipe)
-        if changed and not allow_changes:
-            raise ArgumentError(
-                f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
-                "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
-            )
-        if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
-            saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
-        return saved
-
-    return parallel.on_first(look)
+    tidy(output)
+    path = checkpoint.latest(output)
+    if path is None:
+        return None
+    saved = checkpoint.read(path)
+    changed = _changes(saved.recipe, recipe)
+    if changed and not allow_changes:
+        raise ArgumentError(
+            f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
+            "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
+        )
+    if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
+        saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
+    return saved
 
 
 def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -80,25 +69,6 @@ def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dic
 
     pairs = {key: (shown(former, key), shown(recipe, key)) for key in {**former, **recipe}}
     return {key: f"{key} was {was}, is {now}" for key, (was, now) in pairs.items() if was != now}
-
-
-def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | None:
-    newest = checkpoint.latest(output)
-    if resume == "auto":
-        return newest
-    if resume == "never":
-        if newest:
-            raise ArgumentError(f"{output} holds {newest.name}, and resume is never; choose another output directory.")
-        return None
-    path = Path(resume)
-    if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint {path}; expected a directory checkpoint-<step>.")
-    if newest and newest.resolve() != path.resolve():
-        raise ArgumentError(
-            f"{output} holds {newest.name}, which is not {path}: two lines of training would mix. Choose another "
-            "output directory to go on from the older checkpoint."
-        )
-    return path
 
 
 ECHO_S = 1.0
@@ -187,25 +157,20 @@ def train(
     parallel: Parallel | None = None,
     trackers: Sequence[Tracker] = (),
     evaluate: Evaluate | None = None,
-    resume: Path | Literal["auto", "never"] = "auto",
     recipe: Mapping[str, Any] | None = None,
     allow_changes: bool = False,
 ) -> TrainResult:
-    """Train the objective's module in place. Every process of a group must call it with the same arguments.
+    """Train the objective's module in place, on from the newest checkpoint in `output`; all processes must call it.
 
     The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
 
     Args:
         objective: the loss; its module must be on the device. Trainable parameters are turned into float32.
-        batches: the data, by position.
-        settings: how long and how fast.
         output: directory of ``checkpoint-<step>/``, ``best/``, ``log.jsonl`` and ``run.json``.
-        parallel: none is a single process on the device of the module.
+        parallel: None is a single process on the device of the module.
         trackers: besides ``log.jsonl`` and the console; used by the first process, closed at the end.
         evaluate: optimizer step -> values. All processes call it, with whole parameters and the module in eval mode;
             the first one's values count. Random draws in it do not touch training.
-        resume: "auto": from the newest checkpoint in `output`, if any; "never": refuse if there is one; or the path of
-            a checkpoint.
         recipe: what else decides what is trained, by key, as plain values: data, target, ... It is kept in checkpoints
             beside the settings, and one that was trained under another recipe is refused. Keys that begin with
             ``evaluation.`` say what `evaluate` measures.
@@ -214,8 +179,7 @@ def train(
     Raises:
         NumericError: a loss or gradient is not finite; earlier checkpoints are intact.
         CheckpointError: nothing could be written or read; earlier checkpoints are intact.
-        ArgumentError: nothing to train, `resume` contradicts what `output` holds, or that was trained under another
-            recipe.
+        ArgumentError: nothing to train, or what `output` holds was trained under another recipe.
     """
     began = time.monotonic()
     module = objective.parameters_module()
@@ -226,7 +190,7 @@ def train(
         parameter.data = parameter.data.float()
     parallel = parallel or Parallel(device=next(module.parameters()).device)
     fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
-    start = start_from(output, resume, fixed, parallel, allow_changes=allow_changes)
+    start = parallel.on_first(lambda: start_from(output, fixed, allow_changes=allow_changes))
     if start:
         weights = start.path
         parallel.on_first(lambda: checkpoint.load_weights(weights, module))
