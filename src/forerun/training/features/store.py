@@ -191,13 +191,11 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._locations)
 
-    def read(
-        self, document: int, offset: int = 0, length: int | None = None, *, dtype: torch.dtype | None = None
-    ) -> dict[Signal, Tensor]:
+    def read(self, document: int, offset: int = 0, length: int | None = None) -> dict[Signal, Tensor]:
         """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`.
 
-        `dtype` is by default as stored, and bfloat16 for float8. DataError if there is no such document, it ends before
-        ``offset + length``, or it has changed since it was written.
+        As stored, and bfloat16 for float8. DataError if there is no such document, it ends before ``offset + length``,
+        or it has changed since it was written.
         """
         if document not in self._locations:
             raise DataError(f"{self.directory} holds no document {document}; it has {len(self._locations)} documents")
@@ -217,7 +215,7 @@ class FeatureStore:
                     f"{_remedy(path)}"
                 )
             self._compared.add(document)
-        return decode(np.array(records[offset : offset + length]), self.manifest, dtype)
+        return decode(np.array(records[offset : offset + length]), self.manifest)
 
     def nbytes(self) -> int:
         return sum(shard.size for shard in self._shards)
@@ -254,20 +252,20 @@ def encode(features: Mapping[Signal, Tensor], manifest: FeatureManifest, name: s
     return packed
 
 
-def decode(records: Records, manifest: FeatureManifest, dtype: torch.dtype | None) -> dict[Signal, Tensor]:
+def decode(records: Records, manifest: FeatureManifest) -> dict[Signal, Tensor]:
     """Records (L, record_bytes) -> states (L, Ht) by boundary; the inverse of `encode` up to rounding."""
     stored, signals = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
     raw = torch.from_numpy(records)
     width = manifest.hidden_size * stored.itemsize
     small = stored == torch.float8_e4m3fn
-    wanted = dtype or (torch.bfloat16 if small else stored)
     found = {}
     for index, signal in enumerate(signals):
         states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
         if small:
             start = len(signals) * width + index * SCALE_BYTES
-            states = states.float() * raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
-        found[signal] = states.to(wanted)
+            scales = raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
+            states = (states.float() * scales).to(torch.bfloat16)
+        found[signal] = states
     return found
 
 
@@ -298,18 +296,17 @@ def _is_full(error: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+@dataclass(frozen=True, slots=True)
 class OfflineFeatures:
-    """Reads packed windows' features from a store.
+    """Reads the features of packed windows from a store, which must be of the same prepared data.
 
     Features were extracted from whole documents. A segment that begins within its document (offset > 0) therefore gets
     states that saw everything before it, where `OnlineFeatures` would only see the segment: nearer to what the head
     meets when it drafts, and why the two agree exactly only for segments with offset 0.
     """
 
-    def __init__(self, store: FeatureStore, windows: PackedWindows, *, dtype: torch.dtype | None = None) -> None:
-        """Features of `windows`, of the same prepared data, in `dtype`: by default as stored, and bfloat16 for
-        float8."""
-        self.store, self.windows, self._dtype = store, windows, dtype
+    store: FeatureStore
+    windows: PackedWindows
 
     def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
         """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU. Errors as
@@ -317,8 +314,7 @@ class OfflineFeatures:
         batch = self.windows.batch(step, rank, world)
         found: dict[Signal, torch.Tensor] = {}
         for segment in self.windows.segments(step, rank, world):
-            states = self.store.read(segment.document, segment.offset, segment.length, dtype=self._dtype)
-            for signal, values in states.items():
+            for signal, values in self.store.read(segment.document, segment.offset, segment.length).items():
                 if signal not in found:
                     found[signal] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
                 found[signal][segment.row, segment.column : segment.column + segment.length] = values

@@ -93,18 +93,14 @@ class VllmFeatures:
         num_layers: int,
         max_tokens: int,
         batch_tokens: int = 8192,
-        scratch: Path | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Start vLLM.
 
         Args:
-            target: directory or hub id.
             norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
-            num_layers: of the target.
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
-            scratch: where the connector writes, by default a temporary directory; memory-backed is fastest.
             engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size; on the CPU they go before
                 `CPU_OPTIONS`.
 
@@ -118,7 +114,7 @@ class VllmFeatures:
         vllm = require_vllm()
         on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         transfer = importlib.import_module("vllm.config.kv_transfer").KVTransferConfig
-        self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-", dir=scratch)
+        self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-")
         # The prompt, the one token that is generated, and the one speculative slot must fit.
         longest = max_tokens + 2
         options = {
