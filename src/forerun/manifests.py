@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import DataError
+from forerun.errors import DataError, ForerunError
 from forerun.writing import written
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
     """What `write_sealed` was given; DataError, with the `remedy`, if it is no JSON object or has changed."""
-    return _unsealed(path, _parsed(path, remedy), remedy)
+    return _unsealed(path, read_object(path, remedy), remedy)
 
 
 def digest_of(path: Path) -> str:
@@ -41,13 +41,14 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _parsed(path: Path, remedy: str) -> dict[str, Any]:
+def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -> dict[str, Any]:
+    """The JSON object in a file; an error of this kind, with the `remedy`, if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}); {remedy}") from error
+        raise kind(f"{path} is no JSON ({error}); {remedy}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object; {remedy}")
+        raise kind(f"{path} holds no JSON object; {remedy}")
     return found
 
 
@@ -78,7 +79,7 @@ class ManifestKind:
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not {self.what}, it has no {MANIFEST}; {self.remedy}")
-        found = _parsed(path, self.remedy)
+        found = read_object(path, self.remedy)
         if found.get("format") != self.format:
             raise DataError(f"{path} does not describe {self.what}; {self.remedy}")
         version = found.get("version")

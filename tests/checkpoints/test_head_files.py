@@ -133,7 +133,7 @@ def spoil(head: Path, how: str) -> None:
         ("no weights", r"no model\.safetensors"),
         ("no config", r"no config\.json"),
         ("broken", r"config\.json is no JSON"),
-        ("list", "must hold an object, got list"),
+        ("list", "holds no JSON object"),
         ("other", "no head's in any known format"),
     ],
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.drafters.heads.kinds import named
 from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.manifests import read_object
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
@@ -131,7 +132,9 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
 def read_files(path: str | Path) -> StoredFiles:
     """Configuration and tensors of a directory or hub id, as stored; errors as `read_head`."""
     directory = _directory(path)
-    config = _read_config(directory)
+    if not (directory / CONFIG).is_file():
+        raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
+    config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
         weights = format_of(config).weights
     except CheckpointError as error:
@@ -205,19 +208,6 @@ def _directory(path: str | Path) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:
         raise explained(path, error) from error
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    file = directory / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} must hold an object, got {type(config).__name__}")
-    return config
 
 
 def _refuse_foreign(directory: Path) -> None:

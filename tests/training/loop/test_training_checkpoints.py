@@ -317,11 +317,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_random_states_survive_text() -> None:
-    checkpoint.seed_all(3, 0)
+    checkpoint.begin_random([], 3, 0, 0)
     random.gauss(0, 1), np.random.normal(), torch.randn(3)
     text = checkpoint.capture_random()
     drawn = [(random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()) for _ in range(2)]
     checkpoint.restore_random(text)
     assert [(random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()) for _ in range(2)] == drawn
-    checkpoint.seed_all(3, 1)
+    checkpoint.begin_random([], 3, 1, 0)
     assert torch.randn(3).tolist() != drawn[0][2]

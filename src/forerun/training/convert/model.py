@@ -26,6 +26,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_he
 from forerun.checkpoints.engines import Exported, export_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.manifests import read_object
 from forerun.model.layers import device_of
 from forerun.training.batch import TokenBatch
 from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode
@@ -106,11 +107,8 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
     marker = folder / MARKER
     if not marker.is_file() or isinstance(loaded, EagleModel) or loaded.get_output_embeddings() is None:
         return model
-    try:
-        mode = json.loads(marker.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{marker} is no JSON: {error}") from error
-    settings, text = read_mode(mode), loaded.config.get_text_config()
+    settings = read_mode(read_object(marker, "convert the base model anew", CheckpointError))
+    text = loaded.config.get_text_config()
     found = read_head(folder / FOLDER, num_layers=text.num_hidden_layers)
     if (found.config.target_hidden_size, found.config.vocab_size) != (text.hidden_size, text.vocab_size):
         raise CheckpointError(

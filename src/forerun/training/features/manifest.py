@@ -14,7 +14,7 @@ import torch
 
 from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError
-from forerun.manifests import ManifestKind, TokenizerIdentity
+from forerun.manifests import ManifestKind, TokenizerIdentity, read_object
 from forerun.model.load import check_directory, explained, weight_files
 from forerun.training.data.store import PreparedData
 from forerun.types import LAST_HIDDEN, Signal
@@ -220,10 +220,7 @@ def target_hash(directory: Path) -> str:
     reading the rest. CheckpointError if there is no configuration or no weights.
     """
     digest = hashlib.sha256()
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory}: its config.json cannot be read ({error})") from error
+    config = read_object(directory / "config.json", "expected a checkpoint of the target", CheckpointError)
     kept = {key: value for key, value in config.items() if key not in _VOLATILE}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in weight_files(directory):

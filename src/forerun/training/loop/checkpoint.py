@@ -250,20 +250,15 @@ def rotate(output: Path, keep: int) -> None:
             remove_folder(path)
 
 
-def seed_all(seed: int, rank: int, step: int = 0) -> None:
-    """Seed every generator from the three numbers; processes and steps get unrelated streams."""
+def begin_random(states: Sequence[str], seed: int, rank: int, step: int) -> None:
+    """Go on from the state that this rank saved; a rank that had none is seeded, unlike any other at any step."""
+    if rank < len(states):
+        restore_random(states[rank])
+        return
     mixed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
     torch.manual_seed(mixed)
-
-
-def begin_random(states: Sequence[str], seed: int, rank: int, step: int) -> None:
-    """Go on from the state that this rank saved; a rank that had none (more processes than before) is seeded."""
-    if rank < len(states):
-        restore_random(states[rank])
-    else:
-        seed_all(seed, rank, step)
 
 
 def capture_random() -> str:
