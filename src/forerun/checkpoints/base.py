@@ -56,8 +56,7 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
-    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,), in any order; CheckpointError for
-    others."""
+    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,); CheckpointError for wrong offsets."""
     ids = torch.arange(len(d2t)) + d2t
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
     if len(outside):
@@ -83,8 +82,7 @@ def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> dict[str, Tensor]:
-    """With ``d2t`` as int64 (the identity if an unreduced head has none) and without ``t2d``, with which it must
-    agree."""
+    """With ``d2t`` as int64 (the identity if an unreduced head has none), without ``t2d``, which must agree."""
     found = dict(tensors)
     t2d = found.pop("t2d", None)
     if "d2t" not in found and draft_vocab_size == vocab_size:

@@ -151,8 +151,7 @@ WINDOW_NOTE = (
 
 
 def read_layers(keys: Keys) -> dict[str, Any]:
-    """The fields of `EagleConfig` that describe its layers; CheckpointError if a key is missing or of the wrong
-    type."""
+    """The fields of `EagleConfig` that describe its layers; CheckpointError if a key is missing or wrong."""
     size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if heads < 1:
         raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")

@@ -71,7 +71,13 @@ def mismatches(
     expected = LOADERS[engine](config, keys)
     given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
     odd = sorted(name for name in given.keys() & expected.keys() if tuple(given[name].shape) != expected[name])
-    lost = sorted(name for name in given.keys() - expected.keys() if not _harmless(name, given[name], config))
+    # Nothing is lost with the other name of a norm, or with a bias of zeros.
+    lost = sorted(
+        name
+        for name in given.keys() - expected.keys()
+        if not (config.generation == 3 and UPPER_NORM.fullmatch(name))
+        and (not name.endswith(".bias") or bool(given[name].any()))
+    )
     stopping = [name for name in lost if engine == "vllm" and not name.endswith(".bias")]
     complaints: tuple[tuple[list[str], Severity, str], ...] = (
         (odd, "fails", f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
@@ -82,13 +88,6 @@ def mismatches(
     for names, severity, why in complaints:
         if names:
             yield from found(severity, engine, some(names), why, RETRAIN)
-
-
-def _harmless(name: str, tensor: Tensor, config: EagleConfig) -> bool:
-    """Whether nothing is lost with it: the other name of a norm, or a bias of zeros."""
-    if name.endswith(".bias"):
-        return not bool(tensor.any())
-    return config.generation == 3 and UPPER_NORM.fullmatch(name) is not None
 
 
 def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
@@ -326,14 +325,6 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
                 yield from _as_stored(other.severity, engine, other.what, other.why)
 
 
-def _speculators_files(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Finding]:
-    yield from _as_stored("fails", "sglang trtllm lmdeploy", "speculators format", "reads the flat format only")
-    yield from _windows(config[LAYERS], head)
-    if config.get("norm_before_residual") is None:
-        why = "takes it for true, speculators means false"
-        yield from _as_stored("degrades", "vllm", "no norm_before_residual", why)
-
-
 def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
     config = stored.config
     architectures = config.get("architectures") or []
@@ -366,8 +357,8 @@ def _windows(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Findin
 
 def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     config, boundaries = stored.config, head.config.boundaries
-    if is_default(boundaries, target.num_layers) or LAST_HIDDEN in boundaries:
-        return
+    if LAST_HIDDEN in boundaries or is_default(boundaries, target.num_layers):
+        return  # as those of EAGLE-1
     if not config.get(IDS):
         why = f"looks for {IDS} at the top and takes its default layers; the older runner reads them one layer early"
         yield from _as_stored("degrades", "vllm", f"layer ids only in {NESTED}", why)
@@ -468,10 +459,13 @@ class EagleEngines(Engines):
             yield from check(head, target)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        if KIND in stored.config:
-            yield from _speculators_files(stored.config, head)
-        else:
-            yield from _keys(stored, head)
         yield from _tensors(stored, head, target)
-        if KIND not in stored.config and head.config.generation == 3:
+        if KIND not in stored.config:
+            yield from _keys(stored, head)
             yield from _layer_ids(stored, head, target)
+            return
+        yield from _as_stored("fails", "sglang trtllm lmdeploy", "speculators format", "reads the flat format only")
+        yield from _windows(stored.config[LAYERS], head)
+        if stored.config.get("norm_before_residual") is None:
+            why = "takes it for true, speculators means false"
+            yield from _as_stored("degrades", "vllm", "no norm_before_residual", why)

@@ -76,8 +76,7 @@ def format_named(name: str) -> Format:
 
 
 def format_for(kind: str) -> str:
-    """The format in which heads of a kind are written: the least particular, which most engines read. Or
-    ArgumentError."""
+    """The format in which heads of a kind are written: the least particular, which most engines read."""
     found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
     if not found:
         raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")

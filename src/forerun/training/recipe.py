@@ -117,7 +117,14 @@ def read_recipe(
     ArgumentError for a file that is no mapping, a word that is not ``key=value``, a key that is unknown (the message
     names the nearest) or missing, or a value of the wrong type.
     """
-    values = _from_file(path) if path is not None else {}
+    values: Any = {}
+    if path is not None:
+        try:
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
+        except yaml.YAMLError as error:
+            raise ArgumentError(f"{path} is not YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
     values.update({name: value for name, value in (flags or {}).items() if value is not None})
     for word in words:
         _apply(values, word)
@@ -190,16 +197,6 @@ class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
 
 
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
-
-
-def _from_file(path: str | Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
-    except yaml.YAMLError as error:
-        raise ArgumentError(f"{path} is not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
-    return values
 
 
 def _apply(values: dict[str, Any], word: str) -> None:

@@ -325,8 +325,7 @@ class Evaluation:
 
 
 def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, and write the finished head; every process must call it. The outcome, for a
-    report."""
+    """Train, take the best weights, write the finished head; every process must call it. The outcome, for a report."""
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
     result = train(

@@ -201,8 +201,7 @@ def read_settings(config: Any) -> ConvertSettings:
 
 
 def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
-    """The head that these settings mean for a transformers causal LM; ArgumentError for what the model does not
-    have."""
+    """The head that these settings mean for a transformers causal LM; ArgumentError if it does not fit the model."""
     from forerun.drafters.heads.eagle import EagleConfig
 
     shape, text = settings.architecture, model.config.get_text_config()

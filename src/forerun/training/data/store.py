@@ -101,8 +101,7 @@ class PreparedData:
         return self.tokens[start:end], self.mask[start:end]
 
     def check_tokenizer(self, given: TokenizerIdentity) -> None:
-        """VocabularyMismatchError, naming both, for another vocabulary; for another template if there are
-        conversations."""
+        """VocabularyMismatchError for another vocabulary; for another template where there are conversations."""
         own = self.tokenizer
         again = "prepare the data with the target's own tokenizer"
         if own.vocabulary != given.vocabulary:

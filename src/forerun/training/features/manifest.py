@@ -185,8 +185,7 @@ def check_lengths(lengths: Sequence[int], limit: int) -> None:
 
 
 def checkpoint_directory(target: str | Path) -> Path:
-    """The target's files here: a directory, a shipped model by its name, or a hub id, fetched; CheckpointError if
-    none."""
+    """The target's files: a directory, a shipped model by its name, or a hub id, fetched; or CheckpointError."""
     name = demo.resolve(target)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -201,8 +200,7 @@ def checkpoint_directory(target: str | Path) -> Path:
 
 
 def loaded_from(target: str | Path) -> Path:
-    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot; fetches nothing
-    new."""
+    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot."""
     from huggingface_hub import try_to_load_from_cache
 
     name = demo.resolve(target)

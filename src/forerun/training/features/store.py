@@ -270,8 +270,7 @@ def decode(records: Records, manifest: FeatureManifest) -> dict[Signal, Tensor]:
 
 
 def finished_shards(directory: Path, manifest: FeatureManifest) -> list[Shard]:
-    """The shards whose record was written, in order; DataError, with both sizes, if one is missing, cut short or
-    changed."""
+    """The shards whose record was written, in order; DataError, with both sizes, if one was cut short or changed."""
     shards: list[Shard] = []
     for path in sorted(directory.glob("shard-*.json")):
         data = path.with_suffix(".bin")
@@ -309,8 +308,7 @@ class OfflineFeatures:
     windows: PackedWindows
 
     def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
-        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU. Errors as
-        `FeatureStore.read`."""
+        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU."""
         batch = self.windows.batch(step, rank, world)
         found: dict[Signal, torch.Tensor] = {}
         for segment in self.windows.segments(step, rank, world):
@@ -337,8 +335,8 @@ class Source(Protocol):
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
-    """The documents of each pass, those in `done` left out: at most `batch_tokens` tokens with padding, or one longer
-    document."""
+    """The documents of each pass, without those in `done`: up to `batch_tokens` tokens with padding, or one longer
+    one."""
     if batch_tokens < 1:
         raise ArgumentError(f"a pass needs at least one token, got {batch_tokens}")
     for start in range(0, len(lengths), STRETCH):

@@ -41,8 +41,7 @@ class TrainSettings:
     epochs: Positive = 1.0
     """Passes over the data; read only where `steps` is none."""
     max_seconds: Positive | None = None
-    """Wall seconds of this run, evaluation included; then it saves and returns. The learning rate follows steps, not
-    time."""
+    """Wall seconds of this run, evaluation included; then it saves and returns. The rate follows steps, not time."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 3.0e-4
     """Peak rate of AdamW, per step."""
@@ -112,8 +111,7 @@ def _adapters() -> dict[str, tuple[TypeAdapter[Any], Any]]:
 
 
 def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
-    """One of pydantic's errors (of ``ValidationError.errors()``) about the value `key` of type `hint`, as a
-    sentence."""
+    """One of pydantic's errors (``ValidationError.errors()``) about the value `key` of type `hint`, in words."""
     value, choices = found["input"], found.get("ctx", {}).get("expected", "").split("'")[1::2]
     wanted = found["msg"].replace("Input should be", "must be").replace("Field required", "lacks a value")
     none = ", or none" if type(None) in typing.get_args(hint) else ""

@@ -76,8 +76,7 @@ ECHO_S = 1.0
 
 
 class Interrupts:
-    """While entered (in the main thread), SIGINT and SIGTERM set `requested`; another one raises
-    `KeyboardInterrupt`."""
+    """While entered (main thread), SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -258,8 +257,9 @@ class _Loop:
         with self.interrupts:
             while True:
                 reason, save_due = self._consult()
-                if reason != "interrupted" and self._evaluation_due():
-                    self._evaluate()
+                due = self.progress.step >= self.total or _due(self.progress.step, self.settings.eval_every_steps)
+                if due and reason != "interrupted" and self.evaluate and self.progress.evaluated != self.progress.step:
+                    self._evaluate(self.evaluate)
                 if reason or save_due:
                     self._save()
                 if reason:
@@ -284,8 +284,7 @@ class _Loop:
         old = bool(settings.save_every_s) and now - self.saved_at >= settings.save_every_s
         mine = [self.interrupts.requested, self.parallel.first and late, self.parallel.first and old]
         interrupted, late_votes, old_votes = self.parallel.sums(torch.tensor(mine, dtype=torch.float64))
-        every = settings.save_every_steps
-        save_due = step > 0 and (old_votes > 0 or bool(every and step % every == 0))
+        save_due = step > 0 and (old_votes > 0 or _due(step, settings.save_every_steps))
         if interrupted:
             return "interrupted", save_due
         if step >= self.total:
@@ -337,20 +336,13 @@ class _Loop:
             "rate (with --allow-changes), and start again: it resumes."
         )
 
-    def _evaluation_due(self) -> bool:
-        step, every = self.progress.step, self.settings.eval_every_steps
-        if self.evaluate is None or self.progress.evaluated == step:
-            return False
-        return step >= self.total or bool(every and step % every == 0)
-
-    def _evaluate(self) -> None:
+    def _evaluate(self, evaluate: Evaluate) -> None:
         """Evaluate, log, and keep the weights if they are the best so far."""
-        assert self.evaluate is not None
         step = self.progress.step
         self.module.eval()
         try:
             with gathered(self.model), checkpoint.random_preserved():
-                values = {name: float(value) for name, value in self.evaluate(step).items()}
+                values = {name: float(value) for name, value in evaluate(step).items()}
         finally:
             self.module.train()
         values = self.parallel.share(values)
@@ -379,6 +371,10 @@ class _Loop:
     def _log(self, values: Mapping[str, float]) -> None:
         for tracker in self.trackers:
             tracker.log(self.progress.step, values)
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
 
 
 def _write_run(loop: _Loop) -> None:
