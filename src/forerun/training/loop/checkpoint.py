@@ -105,26 +105,24 @@ def save(
     weights, moments = weights_of(module), optimizer_tensors(module, optimizers)
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
-
-    def fill(folder: Path) -> None:
-        save_file(weights, folder / MODEL, metadata={"format": "pt"})
-        save_file(moments, folder / OPTIMIZER)
-        (folder / RANDOM).write_text(json.dumps(states), encoding="utf-8")
-        (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-    return parallel.on_first(lambda: write_directory(output / f"checkpoint-{progress.step}", fill))
+    folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
+    return parallel.on_first(lambda: _write(folder, tensors, {RANDOM: states, STATE: record}))
 
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
     """Write the weights alone to ``output/best``, with ``best.json``; as `save`."""
-    weights = weights_of(module)
+    weights, record = weights_of(module), {"step": step, "values": dict(values)}
+    return parallel.on_first(lambda: _write(output / BEST, {MODEL: weights}, {"best.json": record}))
 
-    def fill(folder: Path) -> None:
-        save_file(weights, folder / MODEL, metadata={"format": "pt"})
-        record = {"step": step, "values": dict(values)}
-        (folder / "best.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
-    return parallel.on_first(lambda: write_directory(output / BEST, fill))
+def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapping[str, Any]) -> Path:
+    def fill(fresh: Path) -> None:
+        for name, held in tensors.items():
+            save_file(held, fresh / name, metadata={"format": "pt"})
+        for name, record in records.items():
+            (fresh / name).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    return write_directory(folder, fill)
 
 
 def read(path: Path) -> Saved:
