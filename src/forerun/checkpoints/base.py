@@ -119,7 +119,6 @@ class HeadCheckpoint:
     """
 
     config: Any
-    """A `HeadConfig`, of the kind that the head is of."""
     tensors: Mapping[str, Tensor]
     """By the names of the kind's module; on the CPU, each in the dtype that it was stored in."""
     notes: tuple[str, ...] = ()
@@ -205,7 +204,6 @@ class StoredFiles:
 
     directory: Path
     config: Mapping[str, Any]
-    """``config.json``."""
     tensors: Mapping[str, Tensor]
     """Of all shards, under the names on disk."""
 
@@ -217,7 +215,6 @@ class Format:
     mark: ClassVar[str]
     """What stands in every ``config.json`` of this format, in lower case: a directory without it is somebody else's."""
     weights: ClassVar[str] = SINGLE
-    """The file of the tensors."""
 
     def recognises(self, config: Config) -> bool:
         """Whether a ``config.json`` is written in this format."""

@@ -35,7 +35,6 @@ class Finding:
     engine: str
     severity: Severity
     what: str
-    """The property, in words."""
     why: str
     """What the engine does with it."""
     remedy: str = ""
@@ -87,7 +86,6 @@ class Engines:
     """What engines make of heads of a kind; nothing is known by default."""
 
     destinations: ClassVar[Mapping[str, Destination]] = {}
-    """What ``--to`` can be, beside forerun itself."""
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         """The head as `engine` wants it, and the keys of ``config.json`` that must be its own; None: as it is."""
@@ -170,9 +168,7 @@ class Exported:
     findings: tuple[Finding, ...]
     """What this engine does with the head; empty for ``hf``."""
     command: str
-    """Starts the engine, or forerun, with target and head."""
     notes: tuple[str, ...]
-    """What reading could not know for certain."""
 
 
 def export_head(

@@ -35,7 +35,6 @@ class Entry:
     """``module:Class``, imported when the format is used."""
     summary: str
     kinds: tuple[str, ...]
-    """Kinds of heads that it carries."""
     engines: str = ""
     """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
     make of them; empty: nothing is known."""

@@ -51,9 +51,7 @@ class Teacher:
     tokens: Tensor | None = None
     """(V,) int64: its number of each of the student's tokens; None: they know the same ones."""
     bias: Tensor | None = None
-    """(Vt,) of its head."""
     scale: float = 1.0
-    """Factor on the logits."""
     softcap: float | None = None
     """``cap * tanh(logits / cap)``."""
 

@@ -20,7 +20,6 @@ from forerun.training.loop.settings import STRICT, TrainSettings, complaint
 from forerun.training.objectives import objective_for
 
 Settings = TypeVar("Settings")
-"""Of the objective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +51,9 @@ class EvaluationSettings:
     """How evaluation decodes."""
 
     max_tokens: int = 64
-    """Of each answer."""
     num_speculative_tokens: int = 5
     """Length of the chain, and depth of the tree; no more than the head drafts."""
     top_k: int = 4
-    """Of the dynamic tree."""
     nodes: int = 32
     """Of the dynamic tree, root not counted."""
     seed: int = 0
@@ -72,7 +69,6 @@ class EvaluationRecipe:
     """Prepared data, held out of training, whose first documents are cut to prompts; None: no evaluation."""
     count: int = 8
     prompt_tokens: int = 128
-    """Of each, from the start of its document."""
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -93,7 +89,6 @@ class TrainRecipe(Generic[Settings]):
     features: str | None = None
     """Directory that `forerun features` wrote."""
     target_dtype: str = "bfloat16"
-    """Of the frozen target."""
     target_parallel: Literal["none", "fsdp", "tp"] = "none"
     """Where the target does not fit one device: ``fsdp`` or ``tp``, see `run.load_target`."""
     trackers: tuple[str, ...] = ()

@@ -37,7 +37,6 @@ from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.writing import written
 
 FOLDER = "eagle_head"
-"""Of the head, inside the model's directory."""
 MARKER = "forerun_convert.json"
 """Says that a directory holds a converted model, and with which settings it was converted."""
 IGNORED = -100
@@ -179,7 +178,6 @@ class EagleModel:
     _eagle_settings: ConvertSettings
     _eagle_source: OnlineFeatures
     _eagle_ready: bool = False
-    """The head knows which tokens it can propose."""
     _eagle_fresh: bool = False
     """The head is as it was loaded: no loss has been taken since."""
     _eagle_reading: bool = False

@@ -101,7 +101,6 @@ ARCHITECTURE_KEYS: dict[str, Key] = {
     # Variants that ModelOpt 0.47 cannot train: EAGLE-3.1, speculators, Qwen3-like heads.
     **dict.fromkeys((*FEATURE_NORMS, "qk_norm"), Key(default=False, ours=True)),
 }
-"""Of `eagle_architecture_config`."""
 
 
 def preset(architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -139,9 +138,7 @@ class ConvertSettings:
     architecture: Mapping[str, Any]
     """All keys of `eagle_architecture_config`, defaults filled in."""
     steps: int
-    """How often the head is unrolled on its own features."""
     decay: float
-    """Weight of step t is decay^t, normalised to sum 1."""
     report_accuracy: bool
     """Whether a loss comes with `train_acc`; reading it waits for the device."""
     distill_features: bool
@@ -149,10 +146,8 @@ class ConvertSettings:
     export_rope_scaling: Mapping[str, Any] | None
     """Written over a default rope when the head is exported; None: as it was trained."""
     draft_vocab_ids: tuple[int, ...] | None
-    """Tokens that the head can propose, if the configuration names them."""
 
     export_dtype: str
-    """Name of the torch dtype that an exported head has."""
 
 
 def read_mode(mode: Any) -> ConvertSettings:

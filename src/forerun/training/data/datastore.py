@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tell = Callable[[str], None]
-"""Is told what is being done."""
 SORTING_BYTES = 48
 """Memory that sorting takes per token: text, ranks, keys and the order that is being made."""
 

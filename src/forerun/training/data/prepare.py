@@ -281,7 +281,7 @@ class Encoder:
         else:
             encoded = self._encode_chat(record)
         if record.truncated:
-            # The end-of-turn tokens by which the template closed an answer that a limit had cut off.
+            # Not counted: the end-of-turn tokens by which the template closed an answer that a limit had cut off.
             last = next((i for i in range(len(encoded.mask) - 1, -1, -1) if encoded.mask[i]), -1)
             while last >= 0 and encoded.mask[last] and encoded.tokens[last] in self._special:
                 encoded.mask[last] = False
@@ -379,7 +379,6 @@ class PrepareOptions:
     """Keep what is beyond as further documents instead."""
     skip_bad: bool = False
     last_turn_only: bool = False
-    """Count the last answer of each conversation only."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -392,7 +391,6 @@ class Prepared:
 
     data: PreparedData
     complaints: list[str] = field(default_factory=list)
-    """The first few reasons why records were left out."""
 
     def summary(self) -> dict[str, Any]:
         """Counts and provenance for people and for JSON."""

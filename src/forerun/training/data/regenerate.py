@@ -170,7 +170,6 @@ class Generation:
     temperature: float | None = None
     """0 is greedy; None takes the model's or the server's default."""
     top_p: float | None = None
-    """Keep the smallest set of tokens whose mass reaches this; None takes the default."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -188,14 +187,12 @@ class Endpoint:
     url: str
     """Base, with or without ``/v1``."""
     model: str
-    """The name under which the server knows the target."""
     generation: Generation = field(default_factory=Generation)
     retries: int = 6
     """Further attempts after the first, for timeouts, 429 and 5xx."""
     first_pause_s: float = 0.5
     """Pause before the second attempt; doubles each time."""
     timeout_s: float = 600.0
-    """For one answer."""
     api_key: str | None = None
     """Bearer token; None takes ``OPENAI_API_KEY`` if it is set."""
 
@@ -290,13 +287,11 @@ class Regenerated:
     total: int = 0
     """Records asked for, those of earlier runs included."""
     resumed: int = 0
-    """Finished by an earlier run."""
     written: int = 0
     answers: int = 0
     failed: int = 0
     """Could not be answered; a later run tries them again."""
     skipped: int = 0
-    """Entries of the input left out as bad."""
     complaints: list[str] = field(default_factory=list)
 
     @property
@@ -316,7 +311,6 @@ class Regenerated:
 
 
 Tell = Callable[[Regenerated], None]
-"""Told after every record that is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,7 +169,6 @@ def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
 
 
 _BLOCK = 1 << 22
-"""Tokens counted at once."""
 
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:

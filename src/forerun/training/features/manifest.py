@@ -40,11 +40,9 @@ class FeatureManifest:
     target: str
     """Directory or hub id, for people."""
     target_hash: str
-    """See `target_hash`."""
     boundaries: tuple[Signal, ...]
     """In the order of the records; `LAST_HIDDEN` follows and is not listed."""
     dtype: str
-    """One of `DTYPES`."""
     hidden_size: int
     tokenizer_hash: str
     template_hash: str

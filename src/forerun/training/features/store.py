@@ -32,7 +32,6 @@ from forerun.types import LAST_HIDDEN, Signal
 
 Records = NDArray[np.uint8]
 SHARD_BYTES = 1 << 30
-"""Size at which a shard is finished."""
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -41,7 +40,6 @@ class Shard:
     """One finished shard."""
 
     path: Path
-    """The ``.bin`` file."""
     documents: tuple[int, ...]
     """In the order in which they stand in the file."""
     lengths: tuple[int, ...]

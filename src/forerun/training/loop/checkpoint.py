@@ -40,7 +40,6 @@ class Progress:
     """How far training has come. Changes with every step."""
 
     step: int = 0
-    """Optimizer steps done."""
     position: int = 0
     """Batches read, which is where the data go on."""
     tokens: int = 0

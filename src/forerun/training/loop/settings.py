@@ -48,7 +48,6 @@ class TrainSettings:
     muon_learning_rate: Positive = 1.0e-3
     """Peak rate of Muon, per step, scaled to AdamW's size of update (``adjust_lr_fn="match_rms_adamw"``)."""
     muon_momentum: Momentum = 0.95
-    """Share of Muon's momentum kept per step."""
     weight_decay: NotNegative = 0.01
     """Decoupled decay, per unit of learning rate, of matrices; none on embeddings, norms and biases."""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)

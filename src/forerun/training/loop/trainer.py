@@ -128,13 +128,10 @@ class TrainResult:
     """"finished": all steps are done; "already_finished": an earlier run had done them all; "interrupted": Ctrl-C or
     SIGTERM; "time": `max_seconds` have passed."""
     steps: int
-    """Done since the very first."""
     tokens: int
-    """Seen, padding not counted."""
     loss: float | None
     """Nats per counted prediction in the last step of this run that had any."""
     best: float | None
-    """Of the deciding metric; None without evaluation."""
     best_step: int | None
     """Its weights are in ``output/best``."""
     checkpoint: Path

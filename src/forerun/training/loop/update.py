@@ -27,9 +27,7 @@ class Sums:
     loss: float = 0.0
     """Nats, over all counted predictions."""
     weight: float = 0.0
-    """Counted predictions."""
     tokens: int = 0
-    """Padding not counted."""
     seconds: float = 0.0
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     """name -> (sum, count)."""

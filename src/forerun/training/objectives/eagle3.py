@@ -58,7 +58,6 @@ class Unrolled:
     output: Tensor
     """(B, S, H): what the output head reads; entry i predicts token i + 2 + step."""
     counted: Tensor
-    """(B, S) bool: predictions that count."""
 
 
 class Eagle3Objective(Objective):
