@@ -110,9 +110,12 @@ class TokenizerIdentity:
     def of(cls, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> TokenizerIdentity:
         """The identity of a loaded tokenizer; `name` overrides the one it carries."""
         vocabulary: dict[str, int] = tokenizer.get_vocab()
+        source = name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"
+        path = Path(source)
         template: Any = tokenizer.chat_template
         return cls(
-            name=short_name(name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"),
+            # A directory by its last part: manifests travel, places on one machine do not.
+            name=path.name if path.is_absolute() or path.exists() else source,
             vocab_size=max(vocabulary.values()) + 1,
             vocabulary=_hash(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
             template=_hash(template) if template else "",
@@ -120,9 +123,3 @@ class TokenizerIdentity:
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def short_name(source: str) -> str:
-    """A hub id as it is, a directory by its last part: manifests travel, places on one machine do not."""
-    path = Path(source)
-    return path.name if path.is_absolute() or path.exists() else source

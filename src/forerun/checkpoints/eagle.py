@@ -185,6 +185,11 @@ def read_layers(keys: Keys) -> dict[str, Any]:
 
 def write_layers(config: EagleConfig) -> dict[str, Any]:
     """The keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true would hide the output head."""
+    window: dict[str, Any] = {}
+    if config.sliding_window is not None:
+        # Engines look for the kind of each layer; Qwen3's configuration forgets a window that is not switched on.
+        kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_hidden_layers)]
+        window = {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
         **{name: getattr(config, name) for name in SAME_NAME},
@@ -192,7 +197,7 @@ def write_layers(config: EagleConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else dict(config.rope_scaling),
         "tie_word_embeddings": False,
-        **_write_window(config),
+        **window,
     }
 
 
@@ -231,14 +236,6 @@ def _read_window(keys: Keys, layers: int) -> tuple[int | None, tuple[int, ...]]:
             "the window that the head was trained with, or make its layers full_attention"
         )
     return window, tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
-
-
-def _write_window(config: EagleConfig) -> dict[str, Any]:
-    """Engines look for the kind of each layer; Qwen3's configuration forgets a window that is not switched on."""
-    if config.sliding_window is None:
-        return {}
-    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_hidden_layers)]
-    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
 
 
 def _read_rope(keys: Keys) -> tuple[float, dict[str, Any] | None]:

@@ -111,10 +111,8 @@ def engines_for(kind: str) -> Engines:
 
 
 def _forerun(launch: Launch) -> str:
-    return (
-        f"forerun generate {shlex.quote(launch.target.name_or_path)} --drafter {launch.head.config.kind} "
-        f"--drafter-model {shlex.quote(str(launch.directory))} --prompt 'def '"
-    )
+    drafter = ["--drafter", launch.head.config.kind, "--drafter-model", str(launch.directory)]
+    return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
 
 FORERUN = Destination(

@@ -6,7 +6,6 @@ boundaries. Knows no other format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from forerun.checkpoints import eagle
@@ -77,6 +76,8 @@ class SpeculatorsFormat(Format):
         eagle.to_outputs(config.boundaries)  # refuses what has no id
         extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
+        stated = config.extra.get(SPECULATORS, {})
+        proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
         layers = {**extra, **eagle.write_layers(config)}
         if len(config.boundaries) != 3:
             layers["num_aux_hidden_states"] = len(config.boundaries)  # vLLM assumes 3 and looks for it here
@@ -91,19 +92,14 @@ class SpeculatorsFormat(Format):
             eagle.IDS: list(config.boundaries),
             "tie_word_embeddings": False,
             LAYERS: layers,
-            WHOLE: _whole(config.extra.get(SPECULATORS, {}), target),
+            WHOLE: {
+                **stated,
+                "algorithm": "eagle3",
+                PROPOSALS: proposals,
+                "default_proposal_method": proposals[0]["proposal_type"],
+                "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+            },
         }, eagle.to_file(checkpoint)
-
-
-def _whole(stated: Mapping[str, Any], target: TargetFacts) -> dict[str, Any]:
-    proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
-    return {
-        **stated,
-        "algorithm": "eagle3",
-        PROPOSALS: proposals,
-        "default_proposal_method": proposals[0]["proposal_type"],
-        "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
-    }
 
 
 def _greedy(tokens: int) -> dict[str, Any]:

@@ -66,11 +66,9 @@ class Objective(Protocol):
 
     def parameters_module(self) -> nn.Module:
         """What is trained, saved, and spread over processes. Frozen parts that others own (the target) stay outside."""
-        ...
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The loss of a micro-batch; must read parameters from the module each time, never from a stored tensor."""
-        ...
 
 
 class Batches(Protocol):
@@ -85,4 +83,3 @@ class Batches(Protocol):
         A function of its arguments alone (no global random state). The shares of all ranks together are the same batch
         for every `world`: that makes training independent of the number of processes.
         """
-        ...

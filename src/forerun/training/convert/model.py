@@ -369,7 +369,11 @@ def converted_class(base: type) -> type:
     ``forward`` takes what the base's takes, and ``loss_mask``.
     """
     plain = cast(Any, base).forward
-    signature = _with_loss_mask(inspect.signature(plain))
+    own = inspect.signature(plain)
+    mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
+    # Sorted stably by kind, so that the new one stands before ``**kwargs``.
+    parameters = [*(item for item in own.parameters.values() if item.name != "loss_mask"), mask]
+    signature = own.replace(parameters=sorted(parameters, key=lambda item: item.kind))
     names = [name for name in signature.parameters if name not in ("self", "loss_mask")]
 
     @functools.wraps(plain)
@@ -396,13 +400,6 @@ def converted_class(base: type) -> type:
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (EagleModel, base), body)
-
-
-def _with_loss_mask(signature: inspect.Signature) -> inspect.Signature:
-    mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
-    parameters = [item for item in signature.parameters.values() if item.name != "loss_mask"]
-    # Sorted stably by kind, so that the new one stands before ``**kwargs``.
-    return signature.replace(parameters=sorted([*parameters, mask], key=lambda item: item.kind))
 
 
 def _for_export(model: Any, settings: ConvertSettings) -> HeadCheckpoint:

@@ -329,7 +329,6 @@ class Source(Protocol):
 
     def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Signal, Tensor]]:
         """The states (L, Ht) of whole documents."""
-        ...
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -26,11 +26,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` after optimizer step number `step` (from 1); names with "eval/" come from evaluation."""
-        ...
 
     def close(self) -> None:
         """Write out what is held back."""
-        ...
 
 
 class JsonLines(Tracker):
