@@ -14,6 +14,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
@@ -91,12 +92,10 @@ class FeatureWriter:
         if document in self.done:
             raise DataError(f"document {document} is in {self.directory} already")
         records = encode(features, self.manifest, f"document {document}")
-        try:
+        with self._full_disk_explained():
             if self._file is None:
                 self._file = self._path(".bin.partial").open("wb")
             self._file.write(records.data)
-        except OSError as error:
-            raise self._explained(error) from error
         # One statement, so that Ctrl-C finds the document either counted or not.
         self._open.append((document, len(records), zlib.crc32(records.data)))
         self.done.add(document)
@@ -128,7 +127,7 @@ class FeatureWriter:
         """Finish the open shard: first its bytes are on the disk, then its record says so."""
         assert self._file is not None
         size, documents, lengths, checksums = self._open_bytes(), *zip(*self._open, strict=True)
-        try:
+        with self._full_disk_explained():
             # An interrupted write may have left part of a document behind the last whole one.
             self._file.truncate(size)
             self._file.flush()
@@ -137,19 +136,21 @@ class FeatureWriter:
             path = self._path(".bin")
             self._path(".bin.partial").replace(path)
             write_sealed(self._path(".json"), {"documents": documents, "lengths": lengths, "crc32": checksums})
-        except OSError as error:
-            raise self._explained(error) from error
         self._file, self._open = None, []
         self._shards.append(Shard(path=path, documents=documents, lengths=lengths, checksums=checksums, size=size))
 
-    def _explained(self, error: OSError) -> Exception:
-        if not _is_full(error):
-            return error
-        return DataError(
-            f"the disk is full: shard {len(self._shards)} in {self.directory} could not be written. The "
-            f"{len(self._shards)} finished shards are safe; make room (a shard takes up to "
-            f"{human(self._shard_bytes)}) and run the same command again to go on."
-        )
+    @contextmanager
+    def _full_disk_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not _is_full(error):
+                raise
+            count, room = len(self._shards), human(self._shard_bytes)
+            raise DataError(
+                f"the disk is full: shard {count} in {self.directory} could not be written. The {count} finished "
+                f"shards are safe; make room (a shard takes up to {room}) and run the same command again to go on."
+            ) from error
 
 
 class FeatureStore:

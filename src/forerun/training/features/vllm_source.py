@@ -195,9 +195,14 @@ def _explained(what: str) -> Iterator[None]:
 
 def _load(path: Path) -> Mapping[str, Tensor]:
     """Read and delete what the connector wrote."""
-    lock = path.with_name(f"{path.name}.lock")
-    if lock.exists():
-        _wait_for_writer(lock)
+    lock, deadline = path.with_name(f"{path.name}.lock"), time.monotonic() + WRITE_TIMEOUT_S
+    while lock.exists() and not _released(lock):
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process with its "
+                "engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use --source transformers"
+            )
+        time.sleep(0.005)
     try:
         return load_file(path)
     except FileNotFoundError as error:
@@ -209,22 +214,14 @@ def _load(path: Path) -> Mapping[str, Tensor]:
             file.unlink(missing_ok=True)
 
 
-def _wait_for_writer(lock: Path) -> None:
-    """Wait until vLLM's connector releases the lock that it holds from the prompt's first step on."""
-    deadline = time.monotonic() + WRITE_TIMEOUT_S
+def _released(lock: Path) -> bool:
+    """Whether vLLM's connector has released the lock that it holds from the prompt's first step on."""
     with lock.open() as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DataError(
-                        f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process "
-                        "with its engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
-                        "--source transformers"
-                    ) from None
-                time.sleep(0.005)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def require_vllm() -> Any:
