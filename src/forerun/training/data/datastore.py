@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.datastore import (
-    ITEM,
-    KIND,
-    MOST_ITEMS,
-    SEPARATOR,
-    SORTED_TOKENS,
-    SUFFIXES,
-    TOKENS,
-    Manifest,
-    StoredFile,
-)
+from forerun.drafters.lookup import datastore as layout
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
 from forerun.training.data.prepare import NO_TEMPLATE, BadRecords, Record, apply_template, usable_records
@@ -42,7 +32,7 @@ def build(
     name: str | None = None,
     bad: BadRecords | None = None,
     tell: Tell = lambda words: None,
-) -> Manifest:
+) -> layout.Manifest:
     """A datastore directory from data files.
 
     Args:
@@ -75,7 +65,7 @@ def write(
     *,
     sources: Sequence[Mapping[str, Any]] = (),
     tell: Tell = lambda words: None,
-) -> Manifest:
+) -> layout.Manifest:
     """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all.
 
     Sorting takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins.
@@ -84,34 +74,34 @@ def write(
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise ArgumentError(f"{final} holds something already; name a new directory for the datastore")
     with written_folder(final) as folder:
-        count = _write_tokens(documents, folder / TOKENS, tell)
-        text = np.fromfile(folder / TOKENS, dtype=ITEM)
+        count = _write_tokens(documents, folder / layout.TOKENS, tell)
+        text = np.fromfile(folder / layout.TOKENS, dtype=layout.ITEM)
         tell(f"sorting {len(text):,} tokens in about {len(text) * SORTING_BYTES / 2**20:,.0f} MiB of memory")
         places = sorted_places(text, tell)
         if not len(places):
             raise DataError("nothing to draft from: no document has two tokens")
-        places.tofile(folder / SUFFIXES)
-        manifest = Manifest(
+        places.tofile(folder / layout.SUFFIXES)
+        manifest = layout.Manifest(
             tokenizer=identity,
             documents=count,
             tokens=len(text) - count - 1,
             places=len(places),
-            largest_token=int(text[text != SEPARATOR].max()),
-            sorted_tokens=SORTED_TOKENS,
-            files={name: StoredFile.of(folder / name) for name in (TOKENS, SUFFIXES)},
+            largest_token=int(text[text != layout.SEPARATOR].max()),
+            sorted_tokens=layout.SORTED_TOKENS,
+            files={name: layout.StoredFile.of(folder / name) for name in (layout.TOKENS, layout.SUFFIXES)},
             sources=tuple(sources),
         )
-        KIND.write(folder, asdict(manifest))
+        layout.KIND.write(folder, asdict(manifest))
     return manifest
 
 
 def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> NDArray[np.uint32]:
     """(places,) uint32: the contents of ``suffixes.bin`` for the contents (N,) of ``tokens.bin``."""
-    order = suffix_order(text[::-1], SORTED_TOKENS, tell)
+    order = suffix_order(text[::-1], layout.SORTED_TOKENS, tell)
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
-    places = places[(text[places - 1] != SEPARATOR) & (text[places] != SEPARATOR)]
-    found: NDArray[np.uint32] = places.astype(ITEM)
+    places = places[(text[places - 1] != layout.SEPARATOR) & (text[places] != layout.SEPARATOR)]
+    found: NDArray[np.uint32] = places.astype(layout.ITEM)
     return found
 
 
@@ -138,7 +128,7 @@ def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words
 
 
 def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) -> int:
-    end = np.array([SEPARATOR], dtype=ITEM)
+    end = np.array([layout.SEPARATOR], dtype=layout.ITEM)
     count, items = 0, 1
     with path.open("wb") as file:
         end.tofile(file)
@@ -146,9 +136,9 @@ def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) ->
             if not len(document):
                 continue
             count, items = count + 1, items + len(document) + 1
-            if items > MOST_ITEMS:
-                raise ArgumentError(f"more than {MOST_ITEMS:,} tokens do not fit into one datastore; leave files out")
-            np.asarray(document, dtype=ITEM).tofile(file)
+            if items > layout.MOST_ITEMS:
+                raise ArgumentError(f"more than {layout.MOST_ITEMS:,} tokens fit into no datastore; leave files out")
+            np.asarray(document, dtype=layout.ITEM).tofile(file)
             end.tofile(file)
             if count % 100 == 0:
                 tell(f"{count:,} documents, {items:,} tokens")
