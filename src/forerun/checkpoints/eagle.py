@@ -40,11 +40,12 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = canonical_names(tensors)
     for hidden_norm in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
         ours, tensor = hidden_norm.replace("hidden_norm", "input_layernorm"), found.pop(hidden_norm)
-        if not torch.equal(found.setdefault(ours, tensor), tensor):
+        if ours in found and not torch.equal(found[ours], tensor):
             raise CheckpointError(
                 f"{ours} and {hidden_norm} differ: vLLM reads the first, SGLang and TensorRT-LLM the second, and "
                 "nothing says which one the head was trained with; remove the other"
             )
+        found.setdefault(ours, tensor)
     return found
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from forerun.training.features.store import FeatureStore, OfflineFeatures
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
-from forerun.training.loop.trainer import train
+from forerun.training.loop.trainer import Evaluate, train
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
-from forerun.training.recipe import MAY_CHANGE, EvaluationSettings, TrainRecipe, flat, to_plain
+from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flat, to_plain
 from forerun.types import SamplingParams, SpeculationStats
 
 
@@ -120,7 +120,7 @@ class Run:
     head: Head
     objective: Objective
     batches: RunBatches
-    evaluate: Callable[[int], Mapping[str, float]] | None
+    evaluate: Evaluate | None
 
     def plan(self, parallel: Parallel) -> dict[str, Any]:
         """Parameters, bytes, steps, and the time of a step, measured; trains nothing. Every process must call it."""
@@ -190,11 +190,12 @@ class RunBatches(Batches):
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
         if isinstance(self.source, OfflineFeatures):
             return self.source.features(step, rank, world).to(self.device)
-        members = range(world) if self.together else (rank,)
-        found = {
-            member: self.source.features(self.windows.batch(step, member, world).to(self.device)) for member in members
-        }
-        return found[rank]
+        mine = None
+        for member in range(world) if self.together else (rank,):
+            found = self.source.features(self.windows.batch(step, member, world).to(self.device))
+            mine = found if member == rank else mine
+        assert mine is not None
+        return mine
 
 
 def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
@@ -210,20 +211,8 @@ def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
         gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
     )
     objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
-    windows = PackedWindows(
-        data,
-        length=recipe.windows.length,
-        rows=recipe.windows.rows,
-        seed=recipe.training.seed,
-        min_tokens=recipe.windows.min_tokens,
-    )
-    prompts, evaluate, wanted = None, None, recipe.evaluation
-    if wanted.prompts is not None:
-        prompts = PreparedData.open(wanted.prompts)
-        count = min(wanted.count, len(prompts))
-        texts = [prompts.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
-        evaluation = Evaluation(model, texts, wanted.settings)
-        evaluate = lambda step: evaluation(head)  # noqa: E731
+    windows = PackedWindows(data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
+    prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
     return Run(
         recipe=recipe,
         model=model,
@@ -232,7 +221,7 @@ def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
         head=head,
         objective=objective,
         batches=_batches(recipe, model, tokenizer, windows, head, parallel.world),
-        evaluate=evaluate,
+        evaluate=None if prompts is None else _evaluation(recipe.evaluation, prompts, model, head),
     )
 
 
@@ -274,6 +263,13 @@ def _batches(
         steps_per_epoch=windows.steps_per_epoch(world),
         together=recipe.target_parallel == "tp",
     )
+
+
+def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
+    count = min(wanted.count, len(source))
+    prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
+    evaluation = Evaluation(model, prompts, wanted.settings)
+    return lambda step: evaluation(head)
 
 
 class Evaluation:

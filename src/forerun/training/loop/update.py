@@ -132,9 +132,14 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
         matrices = [parameter for name, parameter in named if moved_by_muon(name, parameter)]
         named = [(name, parameter) for name, parameter in named if not moved_by_muon(name, parameter)]
         if matrices:
-            rate, decay, momentum = settings.muon_learning_rate, settings.weight_decay, settings.muon_momentum
-            options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "momentum": momentum}
-            optimizers.append(WholeMatrixMuon(matrices, **options, adjust_lr_fn="match_rms_adamw"))
+            muon = WholeMatrixMuon(
+                matrices,
+                lr=settings.muon_learning_rate,
+                weight_decay=settings.weight_decay,
+                momentum=settings.muon_momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            optimizers.append(muon)
     groups = []
     for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
         members = [parameter for name, parameter in named if decayed(name, parameter) == pulled]
