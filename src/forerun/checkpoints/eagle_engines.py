@@ -449,7 +449,6 @@ class EagleEngines(Engines):
     """What is known of engines and EAGLE heads."""
 
     destinations = DESTINATIONS
-    files = (TRTLLM,)
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         return adapted(head, engine)
