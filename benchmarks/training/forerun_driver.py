@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.training.features.online import OnlineFeatures
+from forerun.training.loop import checkpoint
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import train
 from forerun.training.objectives.base import FrozenTarget
@@ -60,7 +61,9 @@ def main(job_file: str, result_file: str) -> None:
         windows=windows, rows=job["rows"], source=OnlineFeatures(model, config.boundaries), clock=clock
     )
     output = Path(job["output"])
-    result = train(objective, batches, settings_of(job), output, resume="never")
+    if checkpoint.latest(output):
+        raise SystemExit(f"{output} holds a checkpoint: a timed run begins anew, in another directory")
+    result = train(objective, batches, settings_of(job), output)
     facts = TargetFacts.of(model.config, job["target"])
     write_head(HeadCheckpoint.of(head.to(torch.bfloat16)), output / "head", "flat", facts)
     ended = time.perf_counter()

@@ -1,8 +1,5 @@
-"""``manifest.json`` of the directories that forerun writes: read and written with a checksum. Imports no torch.
-
-Every record is sealed: it carries a checksum of what it says, so that a changed byte in it is noticed. What guards the
-large files beside it stands in the record.
-"""
+"""``manifest.json`` of the directories that forerun writes: sealed with a checksum of what it says. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import DataError
+from forerun.errors import DataError, ForerunError
 from forerun.writing import written
 
 if TYPE_CHECKING:
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SEAL = "checksum"
-"""Key of a record's own checksum."""
 
 
 def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
@@ -31,12 +27,8 @@ def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """What `write_sealed` was given; `remedy` is what to do about a damaged file, for the message.
-
-    Raises:
-        DataError: it is no JSON object, or does not say what was written.
-    """
-    return _opened(path, _parsed(path, remedy), remedy)
+    """What `write_sealed` was given; DataError, with the `remedy`, if it is no JSON object or has changed."""
+    return _unsealed(path, read_object(path, remedy), remedy)
 
 
 def digest_of(path: Path) -> str:
@@ -49,17 +41,18 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _parsed(path: Path, remedy: str) -> dict[str, Any]:
+def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -> dict[str, Any]:
+    """The JSON object in a file; an error of this kind, with the `remedy`, if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}); {remedy}") from error
+        raise kind(f"{path} is no JSON ({error}); {remedy}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object; {remedy}")
+        raise kind(f"{path} holds no JSON object; {remedy}")
     return found
 
 
-def _opened(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
+def _unsealed(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
     if found.pop(SEAL, None) != _hash(found):
         raise DataError(f"{path} has changed since it was written: its checksum does not fit; {remedy}")
     return found
@@ -72,7 +65,6 @@ class ManifestKind:
     format: str
     """What the manifest calls itself."""
     version: int
-    """That this forerun writes and reads."""
     what: str
     """For people: a datastore."""
     remedy: str
@@ -83,15 +75,11 @@ class ManifestKind:
         write_sealed(folder / MANIFEST, {"format": self.format, "version": self.version, **entries})
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """What was written, to the last entry.
-
-        Raises:
-            DataError: there is no manifest, it is broken or changed, or of another kind or version.
-        """
+        """What was written; DataError if there is no manifest, it is changed, or of another kind or version."""
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not {self.what}, it has no {MANIFEST}; {self.remedy}")
-        found = _parsed(path, self.remedy)
+        found = read_object(path, self.remedy)
         if found.get("format") != self.format:
             raise DataError(f"{path} does not describe {self.what}; {self.remedy}")
         version = found.get("version")
@@ -101,7 +89,7 @@ class ManifestKind:
             raise DataError(
                 f"{path} has format version {version!r}, this forerun reads {self.version}: {why}; {self.remedy}"
             )
-        entries = _opened(path, found, self.remedy)
+        entries = _unsealed(path, found, self.remedy)
         del entries["format"], entries["version"]
         return entries
 
@@ -113,7 +101,6 @@ class TokenizerIdentity:
     name: str
     """Directory name or hub id it was loaded from; for messages, not for comparison."""
     vocab_size: int
-    """Token ids are below this."""
     vocabulary: str
     """sha256 of the token strings and their ids."""
     template: str
@@ -123,20 +110,16 @@ class TokenizerIdentity:
     def of(cls, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> TokenizerIdentity:
         """The identity of a loaded tokenizer; `name` overrides the one it carries."""
         vocabulary: dict[str, int] = tokenizer.get_vocab()
+        source = name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"
+        path = Path(source)
         template: Any = tokenizer.chat_template
         return cls(
-            name=short_name(name or str(getattr(tokenizer, "name_or_path", "")) or "unnamed"),
+            # A directory by its last part: manifests travel, places on one machine do not.
+            name=path.name if path.is_absolute() or path.exists() else source,
             vocab_size=max(vocabulary.values()) + 1,
             vocabulary=_hash(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
             template=_hash(template) if template else "",
         )
 
     def record(self) -> dict[str, Any]:
-        """The same for JSON."""
         return asdict(self)
-
-
-def short_name(source: str) -> str:
-    """A hub id as it is, a directory by its last part: manifests travel, places on one machine do not."""
-    path = Path(source)
-    return path.name if path.is_absolute() or path.exists() else source

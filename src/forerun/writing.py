@@ -48,18 +48,23 @@ def written_folder(folder: Path) -> Iterator[Path]:
         yield fresh
         for path in (*fresh.iterdir(), fresh):
             _make_durable(path)
-        _exchange(fresh, folder)
+        former = _hidden(folder, _OLD)
+        if folder.exists():
+            folder.rename(former)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if former.exists():
+                former.rename(folder)
+            raise
+        shutil.rmtree(former, ignore_errors=True)
         _make_durable(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, of which nobody ever sees a half.
-
-    Raises:
-        OSError: there is none, or no permission.
-    """
+    """Remove a folder, of which nobody ever sees a half."""
     doomed = _hidden(folder, _GONE)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -70,9 +75,10 @@ def tidy(parent: Path) -> None:
 
     Only where nobody else is writing.
     """
-    left = list(parent.iterdir()) if parent.is_dir() else []
-    hidden = [(path, match) for path in left if (match := _HIDDEN.fullmatch(path.name))]
-    for path, match in hidden:
+    for path in list(parent.iterdir()) if parent.is_dir() else []:
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None:
+            continue
         whole = parent / match[1]
         if match[2] == _OLD and not whole.exists():
             path.rename(whole)
@@ -84,19 +90,6 @@ def tidy(parent: Path) -> None:
 
 def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{kind}")
-
-
-def _exchange(fresh: Path, folder: Path) -> None:
-    former = _hidden(folder, _OLD)
-    if folder.exists():
-        folder.rename(former)
-    try:
-        fresh.rename(folder)
-    except OSError:
-        if former.exists():
-            former.rename(folder)
-        raise
-    shutil.rmtree(former, ignore_errors=True)
 
 
 def _make_durable(path: Path) -> None:

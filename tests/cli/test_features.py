@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.conftest import Ran
 from forerun.manifests import TokenizerIdentity
-from forerun.training.data.store import PreparedWriter
+from forerun.training.data.store import write_prepared
 from forerun.training.features.online import OnlineFeatures, reference_states
 from forerun.training.features.store import FeatureStore
 
@@ -27,11 +27,8 @@ TEXTS = ["the cat sat on the mat", "the dog", "the dog sat on the log and the ca
 def prepared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "prepared"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    with PreparedWriter(folder) as writer:
-        for text in TEXTS:
-            ids = tokenizer(text)["input_ids"]
-            writer.add(ids, [True] * len(ids))
-        writer.finish(TokenizerIdentity.of(tokenizer), {})
+    documents = [(ids, [True] * len(ids)) for ids in tokenizer(TEXTS)["input_ids"]]
+    write_prepared(folder, documents, TokenizerIdentity.of(tokenizer))
     return folder
 
 
@@ -83,7 +80,7 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(
     again = store(*arguments)
     assert again.code == 0 and len(ran_documents) == 5
     other = store("--boundaries", "2")
-    assert other.code == 2 and "(boundaries): stored 1, wanted 2" in other.err
+    assert other.code == 2 and "boundaries: stored 1, wanted 2" in other.err
 
 
 @pytest.mark.parametrize(

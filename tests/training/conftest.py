@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.manifests import TokenizerIdentity
-from forerun.training.data.store import PreparedWriter
+from forerun.training.data.store import write_prepared
 from training.ttt import VOCABULARY, model
 
 
@@ -33,11 +33,10 @@ def prepared(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     llm = LLM(model(), tokenizer=False)
     prompts = [{"prompt_token_ids": [first]} for first in range(VOCABULARY)]
     params = SamplingParams(temperature=0, max_tokens=40, detokenize=False)
-    with PreparedWriter(folder) as writer:
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            tokens = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
-            writer.add(tokens, [False] + [True] * (len(tokens) - 1))
-        writer.finish(TokenizerIdentity.of(tokenizer), {})
+    answered = zip(prompts, llm.generate(prompts, params), strict=True)
+    texts = [[*prompt["prompt_token_ids"], *output.outputs[0].token_ids] for prompt, output in answered]
+    documents = [(tokens, [False] + [True] * (len(tokens) - 1)) for tokens in texts]
+    write_prepared(folder, documents, TokenizerIdentity.of(tokenizer))
     return folder
 
 

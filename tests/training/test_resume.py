@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.cli import main
 from forerun.errors import ArgumentError
-from forerun.training.data.store import PreparedData, PreparedWriter
+from forerun.training.data.store import PreparedData, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import flat, make_recipe, read_recipe
 from forerun.training.run import Run, assemble, train_head
@@ -149,11 +149,7 @@ def test_directories_may_move_but_not_change(
 def write_data(folder: Path, former: Path, documents: int) -> None:
     """The first documents of others."""
     data = PreparedData.open(former)
-    with PreparedWriter(folder) as writer:
-        for number in range(documents):
-            tokens, mask = data.document(number)
-            writer.add(tokens.tolist(), mask.astype(bool).tolist())
-        writer.finish(data.tokenizer, {})
+    write_prepared(folder, [data.document(number) for number in range(documents)], data.tokenizer)
 
 
 def refused(ran: tuple[int, str], message: str) -> None:

@@ -18,6 +18,10 @@ from forerun.errors import CheckpointError
 from forerun.model.load import SINGLE
 
 Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Written = tuple[dict[str, Any], dict[str, Tensor]]
+"""Keys of ``config.json``, and tensors."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -33,19 +37,13 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError, naming them, for tensors that are missing, unknown, misshapen or of a wrong dtype."""
     expected = expected_shapes(config)
     common = sorted(expected.keys() & tensors.keys())
+    misshapen = [name for name in common if tuple(tensors[name].shape) != expected[name]]
+    odd = [name for name in common if tensors[name].dtype not in ((torch.int64,) if name == "d2t" else FLOATS)]
     complaints = {
         "missing": sorted(expected.keys() - tensors.keys()),
         "unknown": sorted(tensors.keys() - expected.keys()),
-        "of the wrong shape": [
-            f"{name} {tuple(tensors[name].shape)}, expected {expected[name]}"
-            for name in common
-            if tuple(tensors[name].shape) != expected[name]
-        ],
-        "of the wrong dtype": [
-            f"{name} ({str(tensors[name].dtype).removeprefix('torch.')})"
-            for name in common
-            if tensors[name].dtype not in ((torch.int64,) if name == "d2t" else FLOATS)
-        ],
+        "of the wrong shape": [f"{name} {tuple(tensors[name].shape)}, expected {expected[name]}" for name in misshapen],
+        "of the wrong dtype": [f"{name} ({str(tensors[name].dtype).removeprefix('torch.')})" for name in odd],
     }
     found = [f"{what}: {some(names)}" for what, names in complaints.items() if names]
     if found:
@@ -58,11 +56,7 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
-    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,); sorted or not.
-
-    Raises:
-        CheckpointError: an id lies outside the target's vocabulary, or two draft tokens mean the same one.
-    """
+    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,); CheckpointError for wrong offsets."""
     ids = torch.arange(len(d2t)) + d2t
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
     if len(outside):
@@ -88,11 +82,7 @@ def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> dict[str, Tensor]:
-    """With ``d2t`` as int64 (the identity if an unreduced head has none) and without ``t2d``, once both agree.
-
-    Raises:
-        CheckpointError: ``t2d`` names other tokens than ``d2t``.
-    """
+    """With ``d2t`` as int64 (the identity if an unreduced head has none), without ``t2d``, which must agree."""
     found = dict(tensors)
     t2d = found.pop("t2d", None)
     if "d2t" not in found and draft_vocab_size == vocab_size:
@@ -129,7 +119,6 @@ class HeadCheckpoint:
     """
 
     config: Any
-    """A `HeadConfig`, of the kind that the head is of."""
     tensors: Mapping[str, Tensor]
     """By the names of the kind's module; on the CPU, each in the dtype that it was stored in."""
     notes: tuple[str, ...] = ()
@@ -154,7 +143,10 @@ class HeadCheckpoint:
         with torch.random.fork_rng(devices=[]):  # fresh weights, soon overwritten, must not disturb anybody's seed
             head = kind_named(self.config.kind).head(self.config)
         # Assigned one by one: Module.to() would also round the rotary frequencies.
-        weights = {name: _as(tensor, dtype).clone() for name, tensor in self.tensors.items()}
+        weights = {
+            name: tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
+            for name, tensor in self.tensors.items()
+        }
         head.load_state_dict(weights, strict=True, assign=True)
         return head
 
@@ -182,19 +174,11 @@ class TargetFacts:
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    """Most positions of a sequence."""
-    rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    """As in transformers, without ``rope_theta``."""
 
     @classmethod
     def of(cls, config: Any, name_or_path: str | Path) -> TargetFacts:
         """From a transformers configuration; of a multimodal model, its text part."""
         text = config.get_text_config(decoder=True)
-        rope = dict(getattr(text, "rope_parameters", None) or {})
-        if "rope_type" not in rope and "full_attention" in rope:  # one entry per kind of layer
-            rope = dict(rope["full_attention"])
-        theta = float(rope.pop("rope_theta", None) or 10_000.0)
         return cls(
             name_or_path=str(name_or_path),
             architectures=tuple(getattr(config, "architectures", None) or ()),
@@ -202,18 +186,11 @@ class TargetFacts:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
-            rope_theta=theta,
-            rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
         )
 
     @classmethod
     def read(cls, name: str | Path) -> TargetFacts:
-        """From a directory, a hub id or a shipped model's name; the weights are not opened.
-
-        Raises:
-            CheckpointError: there is no such model.
-            UnsupportedModelError: of a kind that forerun does not verify.
-        """
+        """From a directory, a hub id or a shipped model's name; the weights are not opened. Errors as `read_config`."""
         from forerun.demo import resolve
         from forerun.model.load import LoadOptions, read_config
 
@@ -227,7 +204,6 @@ class StoredFiles:
 
     directory: Path
     config: Mapping[str, Any]
-    """``config.json``."""
     tensors: Mapping[str, Tensor]
     """Of all shards, under the names on disk."""
 
@@ -239,15 +215,12 @@ class Format:
     mark: ClassVar[str]
     """What stands in every ``config.json`` of this format, in lower case: a directory without it is somebody else's."""
     weights: ClassVar[str] = SINGLE
-    """The file of the tensors."""
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """Whether a ``config.json`` is written in this format."""
         raise NotImplementedError
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """From a file's keys and tensors; `num_layers` of the target is needed where the file names no layers.
 
         Raises:
@@ -255,17 +228,9 @@ class Format:
         """
         raise NotImplementedError
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The keys of ``config.json`` and the tensors of `weights`.
-
-        Raises:
-            CheckpointError: the format has no words for this head.
-        """
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
+        """What the files hold; CheckpointError if the format has no words for this head."""
         raise NotImplementedError
-
-
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

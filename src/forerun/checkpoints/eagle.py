@@ -35,14 +35,17 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A file's tensors under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
 
     Layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``; either name is
-    taken, both if they are equal.
-
-    Raises:
-        CheckpointError: a tensor is there under two names.
+    taken, both if they are equal. CheckpointError if they differ, or a tensor is there twice.
     """
     found = canonical_names(tensors)
-    for name in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
-        _merge_upper_norm(found, name)
+    for hidden_norm in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
+        ours, tensor = hidden_norm.replace("hidden_norm", "input_layernorm"), found.pop(hidden_norm)
+        if ours in found and not torch.equal(found[ours], tensor):
+            raise CheckpointError(
+                f"{ours} and {hidden_norm} differ: vLLM reads the first, SGLang and TensorRT-LLM the second, and "
+                "nothing says which one the head was trained with; remove the other"
+            )
+        found.setdefault(ours, tensor)
     return found
 
 
@@ -52,22 +55,11 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for stored, tensor in tensors.items():
         if stored.endswith("rotary_emb.inv_freq"):
             continue
-        name = FIRST + stored.removeprefix(MIDLAYER) if stored.startswith(MIDLAYER) else ALIASES.get(stored, stored)
+        name = re.sub(r"^midlayer\.", FIRST, ALIASES.get(stored, stored))
         if name in found:
             raise CheckpointError(f"the tensor {name} is stored twice, once as {stored}; remove one of them")
         found[name] = tensor
     return found
-
-
-def _merge_upper_norm(tensors: dict[str, Tensor], hidden_norm: str) -> None:
-    ours = hidden_norm.replace("hidden_norm", "input_layernorm")
-    tensor = tensors.pop(hidden_norm)
-    if ours in tensors and not torch.equal(tensors[ours], tensor):
-        raise CheckpointError(
-            f"{ours} and {hidden_norm} differ: vLLM reads the first, SGLang and TensorRT-LLM the second, and nothing "
-            "says which one the head was trained with; remove the other"
-        )
-    tensors.setdefault(ours, tensor)
 
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
@@ -81,7 +73,7 @@ def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True)
     for layer in range(1, config.num_hidden_layers) if config.generation == 3 else ():
         norm = tensors[f"layers.{layer}.input_layernorm.weight"]
         tensors[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
-    tensors = {_renamed(name, first): tensor for name, tensor in tensors.items()}
+    tensors = {re.sub(r"^layers\.0\.", first, name): tensor for name, tensor in tensors.items()}
     if config.reduced_vocabulary or bool(d2t.any()):
         tensors["d2t"] = d2t
         if t2d:
@@ -89,20 +81,12 @@ def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True)
     return tensors
 
 
-def _renamed(name: str, first: str) -> str:
-    return first + name.removeprefix(FIRST) if name.startswith(FIRST) else name
-
-
 IDS = "eagle_aux_hidden_state_layer_ids"
 """The key's name, at the top and in `NESTED`."""
 
 
 def to_outputs(boundaries: Sequence[int]) -> list[int]:
-    """0-based layers whose outputs are these boundaries.
-
-    Raises:
-        CheckpointError: one is the state after the final norm, which no format has an id for.
-    """
+    """0-based layers whose outputs are these boundaries; CheckpointError for the state after the final norm."""
     if LAST_HIDDEN in boundaries:
         raise CheckpointError(
             "the head reads the target's state after the final norm; no format of EAGLE-3 heads has a layer id for "
@@ -119,16 +103,10 @@ def from_outputs(layers: Sequence[int]) -> tuple[int, ...]:
 def agreed(
     top: Sequence[int] | None, nested: Sequence[int] | None, *, count: int | None, num_layers: int | None
 ) -> tuple[int, ...]:
-    """The boundaries that a file means.
+    """The boundaries that a file means, from its boundary ids `top`, its 0-based layer ids `nested`, and their `count`.
 
-    Args:
-        top: boundary ids, if the file has them.
-        nested: ids of 0-based layers, if the file has them.
-        count: how many hidden states the file says that the head reads.
-        num_layers: of the target; needed where the file has no ids, to know the default.
-
-    Raises:
-        CheckpointError: the lists contradict each other or `count`, or there are none and `num_layers` is unknown.
+    Without ids it is the default for a target of `num_layers`. CheckpointError for what contradicts itself, or if there
+    are neither ids nor `num_layers`.
     """
     if top is not None and nested is not None and tuple(top) != from_outputs(nested):
         raise CheckpointError(
@@ -140,8 +118,16 @@ def agreed(
         found = tuple(top)
     elif nested is not None:
         found = from_outputs(nested)
+    elif num_layers is None:
+        raise CheckpointError(
+            f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "
+            "layers: name the target"
+        )
     else:
-        found = _default(num_layers)
+        try:
+            found = default_boundaries(num_layers)
+        except ArgumentError as error:
+            raise CheckpointError(str(error)) from error
     if count is not None and count != len(found):
         raise CheckpointError(f"num_aux_hidden_states is {count}, but {IDS} means {len(found)} boundaries {found}")
     return found
@@ -150,18 +136,6 @@ def agreed(
 def is_default(boundaries: Sequence[int], num_layers: int) -> bool:
     """Whether engines that are told no ids would read these boundaries of such a target."""
     return tuple(boundaries) == (2, num_layers // 2, num_layers - 3)
-
-
-def _default(num_layers: int | None) -> tuple[int, ...]:
-    if num_layers is None:
-        raise CheckpointError(
-            f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "
-            "layers: name the target"
-        )
-    try:
-        return default_boundaries(num_layers)
-    except ArgumentError as error:
-        raise CheckpointError(str(error)) from error
 
 
 SAME_NAME = (
@@ -178,11 +152,7 @@ WINDOW_NOTE = (
 
 
 def read_layers(keys: Keys) -> dict[str, Any]:
-    """The fields of `EagleConfig` that describe its layers.
-
-    Raises:
-        CheckpointError: a key is missing or of the wrong type.
-    """
+    """The fields of `EagleConfig` that describe its layers; CheckpointError if a key is missing or wrong."""
     size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if heads < 1:
         raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
@@ -216,6 +186,11 @@ def read_layers(keys: Keys) -> dict[str, Any]:
 
 def write_layers(config: EagleConfig) -> dict[str, Any]:
     """The keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true would hide the output head."""
+    window: dict[str, Any] = {}
+    if config.sliding_window is not None:
+        # Engines look for the kind of each layer; Qwen3's configuration forgets a window that is not switched on.
+        kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_hidden_layers)]
+        window = {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
         **{name: getattr(config, name) for name in SAME_NAME},
@@ -223,7 +198,7 @@ def write_layers(config: EagleConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else dict(config.rope_scaling),
         "tie_word_embeddings": False,
-        **_write_window(config),
+        **window,
     }
 
 
@@ -262,14 +237,6 @@ def _read_window(keys: Keys, layers: int) -> tuple[int | None, tuple[int, ...]]:
             "the window that the head was trained with, or make its layers full_attention"
         )
     return window, tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
-
-
-def _write_window(config: EagleConfig) -> dict[str, Any]:
-    """Engines look for the kind of each layer; Qwen3's configuration forgets a window that is not switched on."""
-    if config.sliding_window is None:
-        return {}
-    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_hidden_layers)]
-    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
 
 
 def _read_rope(keys: Keys) -> tuple[float, dict[str, Any] | None]:

@@ -8,7 +8,6 @@ candidates), llama.cpp and LMDeploy 0.18, the last two without their loaders; no
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 import shlex
@@ -20,19 +19,7 @@ from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
 from forerun.checkpoints.eagle import IDS, canonical_names, is_default, to_file, to_outputs
-from forerun.checkpoints.engines import (
-    DRAFTED,
-    ENGINES,
-    Destination,
-    Engines,
-    Finding,
-    Launch,
-    Severity,
-    all_engines,
-    degrades,
-    fails,
-    ok,
-)
+from forerun.checkpoints.engines import DRAFTED, EVERY, Destination, Engines, Finding, Launch, Severity, found
 from forerun.checkpoints.flat import FIRST_GENERATION, LLAMA, POST_NORM, write_flat
 from forerun.checkpoints.keys import NESTED
 from forerun.checkpoints.speculators import KIND, LAYERS
@@ -74,10 +61,9 @@ def sglang_window(config: EagleConfig) -> str:
 def mismatches(
     engine: str, config: EagleConfig, keys: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[Finding]:
-    """Tensors that `engine` cannot load, loses or leaves unfilled.
+    """Tensors that `engine` (of `LOADERS`) cannot load, loses or leaves unfilled.
 
     Args:
-        engine: of `LOADERS`.
         config: what keys and tensors mean.
         keys: of ``config.json``, without nesting but for ``eagle_config``.
         tensors: of the file, by canonical names; a norm above the first layer may have both of its names.
@@ -85,7 +71,13 @@ def mismatches(
     expected = LOADERS[engine](config, keys)
     given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
     odd = sorted(name for name in given.keys() & expected.keys() if tuple(given[name].shape) != expected[name])
-    lost = sorted(name for name in given.keys() - expected.keys() if not _harmless(name, given[name], config))
+    # Nothing is lost with the other name of a norm, or with a bias of zeros.
+    lost = sorted(
+        name
+        for name in given.keys() - expected.keys()
+        if not (config.generation == 3 and UPPER_NORM.fullmatch(name))
+        and (not name.endswith(".bias") or bool(given[name].any()))
+    )
     stopping = [name for name in lost if engine == "vllm" and not name.endswith(".bias")]
     complaints: tuple[tuple[list[str], Severity, str], ...] = (
         (odd, "fails", f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
@@ -95,14 +87,7 @@ def mismatches(
     )
     for names, severity, why in complaints:
         if names:
-            yield Finding(engine=engine, severity=severity, what=some(names), why=why, remedy=RETRAIN)
-
-
-def _harmless(name: str, tensor: Tensor, config: EagleConfig) -> bool:
-    """Whether nothing is lost with it: the other name of a norm, or a bias of zeros."""
-    return bool(config.generation == 3 and UPPER_NORM.fullmatch(name)) or (
-        name.endswith(".bias") and not bool(tensor.any())
-    )
+            yield from found(severity, engine, some(names), why, RETRAIN)
 
 
 def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
@@ -200,37 +185,6 @@ UNKNOWN_VARIANTS = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_fc", "
 """Flags of `EagleConfig` of which it is not known whether llama.cpp and LMDeploy read them."""
 
 
-def _boundaries(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    config = head.config
-    if config.generation == 1:
-        return
-    shown = list(config.boundaries)
-    if max(shown) > target.num_layers:
-        why = f"the target has {target.num_layers} layers"
-        remedy = "name the right target; or the ids in eagle_config are boundaries, not layers counted from 0"
-        yield from all_engines("fails", f"reads boundaries {shown}", why, remedy)
-    elif LAST_HIDDEN in shown:
-        why = "EAGLE-3 layer ids cannot name the state after the final norm"
-        yield from all_engines("fails", "reads the target's normed output", why, "train on boundaries")
-    elif not is_default(shown, target.num_layers):
-        why = f"its converter always takes {[2, target.num_layers // 2, target.num_layers - 3]}"
-        yield fails("llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
-        if len(shown) != 3:
-            yield degrades("lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
-    if 0 in shown:
-        what, remedy = "reads the embeddings (boundary 0)", "train on boundaries from 1"
-        yield degrades("sglang", what, "counts layers from 0, so the id -1 is written; not tried", remedy)
-        yield fails("trtllm", what, "counts layers from 0, and takes -1 for the last layer", remedy)
-
-
-def _embedding(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    config = head.config
-    if config.hidden_size != config.target_hidden_size and not config.own_embedding:
-        why = f"the head is {config.hidden_size} wide, the target's embeddings {config.target_hidden_size}"
-        remedy = "store embed_tokens.weight with the head"
-        yield from all_engines("fails", "no embedding of its own", why, remedy)
-
-
 def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     """What engines do with each tensor of the head, written in the flat format as each wants it."""
     config = head.config
@@ -242,134 +196,120 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         yield from mismatches(engine, wanted.config, keys, canonical_names(to_file(wanted)))
 
 
-def _variants(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    config = head.config
+def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """The embeddings and hidden states that the head reads."""
+    config, shown = head.config, list(head.config.boundaries)
+    if config.hidden_size != config.target_hidden_size and not config.own_embedding:
+        why = f"the head is {config.hidden_size} wide, the target's embeddings {config.target_hidden_size}"
+        yield from found("fails", EVERY, "no embedding of its own", why, "store embed_tokens.weight with the head")
+    if config.generation == 1:
+        return
+    if max(shown) > target.num_layers:
+        why = f"the target has {target.num_layers} layers"
+        remedy = "name the right target; or the ids in eagle_config are boundaries, not layers counted from 0"
+        yield from found("fails", EVERY, f"reads boundaries {shown}", why, remedy)
+    elif LAST_HIDDEN in shown:
+        why = "EAGLE-3 layer ids cannot name the state after the final norm"
+        yield from found("fails", EVERY, "reads the target's normed output", why, "train on boundaries")
+    elif not is_default(shown, target.num_layers):
+        why = f"its converter always takes {[2, target.num_layers // 2, target.num_layers - 3]}"
+        yield from found("fails", "llama.cpp", f"reads boundaries {shown}", why, "train on the default boundaries")
+        if len(shown) != 3:
+            yield from found("degrades", "lmdeploy", f"reads {len(shown)} boundaries", UNKNOWN, "train on three")
+    if 0 in shown:
+        what, remedy = "reads the embeddings (boundary 0)", "train on boundaries from 1"
+        why = "counts layers from 0, so the id -1 is written; not tried"
+        yield from found("degrades", "sglang", what, why, remedy)
+        yield from found("fails", "trtllm", what, "counts layers from 0, and takes -1 for the last layer", remedy)
+
+
+def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    config, layers = head.config, head.config.num_hidden_layers
     unread = [flag for flag in UNKNOWN_VARIANTS if getattr(config, flag)]
     bias = head.tensors.get("fc.bias")
-    unread += ["fc.bias"] if bias is not None and bool(bias.any()) else []
-    for engine, what in itertools.product(("llama.cpp", "lmdeploy"), unread):
-        yield degrades(engine, what, UNKNOWN, RETRAIN)
+    for what in unread + (["fc.bias"] if bias is not None and bool(bias.any()) else []):
+        yield from found("degrades", "llama.cpp lmdeploy", what, UNKNOWN, RETRAIN)
     if config.norm_before_residual:
-        for engine in ("sglang", "trtllm", "lmdeploy"):
-            why = "ignores the flag and adds the un-normed feature"
-            yield degrades(engine, "norm_before_residual", why, RETRAIN)
+        why = "ignores the flag and adds the un-normed feature"
+        yield from found("degrades", "sglang trtllm lmdeploy", "norm_before_residual", why, RETRAIN)
     if config.qk_norm:
         why = "has no EAGLE-3 architecture with norms of queries and keys"
-        yield fails("sglang", "qk_norm", why, RETRAIN)
+        yield from found("fails", "sglang", "qk_norm", why, RETRAIN)
     if config.hidden_act != "silu":
         what, remedy = f"the activation {config.hidden_act}", "train the head with silu"
-        for engine in ("vllm", "sglang"):
-            yield fails(engine, what, "has heads with silu only", remedy)
-        yield degrades("trtllm", what, "computes silu in its place", remedy)
-        for engine in ("llama.cpp", "lmdeploy"):
-            yield degrades(engine, what, UNKNOWN, remedy)
+        yield from found("fails", "vllm sglang", what, "has heads with silu only", remedy)
+        yield from found("degrades", "trtllm", what, "computes silu in its place", remedy)
+        yield from found("degrades", "llama.cpp lmdeploy", what, UNKNOWN, remedy)
+    if config.fc_norm and config.norm_before_fc:
+        what, remedy = "fc_norm together with norm_before_fc", "train with one of them"
+        why = "applies norm_before_fc first, the head was trained the other way round"
+        yield from found("degrades", "vllm", what, why, remedy)
+        yield from found("degrades", "sglang", what, "applies both; the order is not known to be ours", remedy)
+        yield from found("degrades", "trtllm", what, "applies fc_norm alone", remedy)
+    if layers > 1:
+        what = f"{layers} layers"
+        yield from found("fails", "llama.cpp", what, "its converter takes heads of one layer", "train one layer")
+        yield from found("degrades", "lmdeploy", what, "is not known to run more than one", "train one layer")
+        why = "reads hidden_norm above the first layer; an export writes that norm under both names"
+        yield from found("ok", "sglang trtllm", what, why)
 
 
 def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     """A sliding window that a sequence of the target can outgrow."""
-    config = head.config
-    window = config.sliding_window
+    config, window = head.config, head.config.sliding_window
     if window is None or window >= target.max_position_embeddings:
         return
     what, remedy = f"a sliding window of {window} positions", "train the head without a window"
-    everything = "has no window for draft heads: each layer looks back to the beginning"
-    for engine in ("trtllm", "llama.cpp"):
-        yield degrades(engine, what, everything, remedy)
-    yield degrades("lmdeploy", what, UNKNOWN, remedy)
+    why = "has no window for draft heads: each layer looks back to the beginning"
+    yield from found("degrades", "trtllm llama.cpp", what, why, remedy)
+    yield from found("degrades", "lmdeploy", what, UNKNOWN, remedy)
     if config.generation == 1:
-        yield fails("vllm", what, "looks for layer_types behind those of the target, and stops", remedy)
+        yield from found("fails", "vllm", what, "looks for layer_types behind those of the target, and stops", remedy)
     option = sglang_window(config)
     if option:
         why = f"reads no window from the file: its command line must have {option}"
-        yield Finding(engine="sglang", severity="check", what=what, why=why, remedy="forerun export --to sglang")
+        yield from found("check", "sglang", what, why, "forerun export --to sglang")
     else:
-        yield degrades("sglang", what, "has one window, of at least 2, for all layers, of EAGLE-3 heads only", remedy)
-
-
-def _both_norms(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    if not (head.config.fc_norm and head.config.norm_before_fc):
-        return
-    what = "fc_norm together with norm_before_fc"
-    for engine, why in (
-        ("vllm", "applies norm_before_fc first, the head was trained the other way round"),
-        ("sglang", "applies both; the order is not known to be ours"),
-        ("trtllm", "applies fc_norm alone"),
-    ):
-        yield degrades(engine, what, why, "train with one of them")
-
-
-def _sharing(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """Embeddings and output heads that an engine replaces by the target's."""
-    config = head.config
-    if config.own_embedding and config.hidden_size == config.target_hidden_size:
-        why = "takes the target's embedding for a head of the same width; right only if both are equal"
-        for engine in ("sglang", "trtllm"):
-            yield degrades(engine, "an embedding of its own", why, "train with the target's embedding frozen")
-    if config.generation == 1 and config.own_lm_head:
-        why = "takes the target's output head for EAGLE-1; right only if both are equal"
-        yield degrades("sglang", "an output head of its own", why, "train with the target's output head")
-
-
-def _depth(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    layers = head.config.num_hidden_layers
-    if layers == 1:
-        return
-    what = f"{layers} layers"
-    yield fails("llama.cpp", what, "its converter takes heads of one layer", "train one layer")
-    yield degrades("lmdeploy", what, "is not known to run more than one", "train one layer")
-    for engine in ("sglang", "trtllm"):
-        yield ok(engine, what, "reads hidden_norm above the first layer; an export writes that norm under both names")
+        why = "has one window, of at least 2, for all layers, of EAGLE-3 heads only"
+        yield from found("degrades", "sglang", what, why, remedy)
 
 
 def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    """Embeddings and output heads, which some engines replace by the target's."""
     config = head.config
+    if config.own_embedding and config.hidden_size == config.target_hidden_size:
+        why = "takes the target's embedding for a head of the same width; right only if both are equal"
+        remedy = "train with the target's embedding frozen"
+        yield from found("degrades", "sglang trtllm", "an embedding of its own", why, remedy)
+    if config.generation == 1 and config.own_lm_head:
+        why = "takes the target's output head for EAGLE-1; right only if both are equal"
+        yield from found("degrades", "sglang", "an output head of its own", why, "train with the target's output head")
     if config.generation == 3 and not config.own_lm_head:
-        why = "needs draft_vocab_size and an output head in the checkpoint"
-        yield fails("llama.cpp", "no output head of its own", why, "copy the target's head into the checkpoint")
+        why, remedy = "needs draft_vocab_size and an output head in the checkpoint", "copy the target's head into it"
+        yield from found("fails", "llama.cpp", "no output head of its own", why, remedy)
     if not config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
         why = "reads d2t only for a reduced vocabulary; the order is lost"
-        yield degrades("trtllm", "a vocabulary in another order", why, "sort the vocabulary")
+        yield from found("degrades", "trtllm", "a vocabulary in another order", why, "sort the vocabulary")
     if config.generation == 1 and config.reduced_vocabulary:
-        for engine in ("vllm", "sglang", "lmdeploy"):
-            yield fails(engine, "EAGLE-1 with d2t", "reads no d2t for EAGLE-1", "train on the whole vocabulary")
+        what, remedy = "EAGLE-1 with d2t", "train on the whole vocabulary"
+        yield from found("fails", "vllm sglang lmdeploy", what, "reads no d2t for EAGLE-1", remedy)
 
 
 def _generation(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    if head.config.generation != 1:
-        return
-    yield fails("trtllm", "EAGLE-1", "the PyTorch backend loads EAGLE-3 only", "train an EAGLE-3 head")
-    yield fails("llama.cpp", "EAGLE-1", "converts EAGLE-3 only", "train an EAGLE-3 head")
-    if "fc.bias" not in head.tensors:
-        yield ok("sglang", "no fc.bias", "would invent a random one; an export for SGLang writes zeros")
-
-
-def _context(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+    if head.config.generation == 1:
+        remedy = "train an EAGLE-3 head"
+        yield from found("fails", "trtllm", "EAGLE-1", "the PyTorch backend loads EAGLE-3 only", remedy)
+        yield from found("fails", "llama.cpp", "EAGLE-1", "converts EAGLE-3 only", remedy)
+        if "fc.bias" not in head.tensors:
+            why = "would invent a random one; an export for SGLang writes zeros"
+            yield from found("ok", "sglang", "no fc.bias", why)
     ours, theirs = head.config.max_position_embeddings, target.max_position_embeddings
     if ours < theirs:
         what = f"made for {ours} positions, the target has {theirs}"
-        for engine in ENGINES:
-            yield ok(engine, what, "beyond them drafts get worse or stop; answers stay right")
-
-
-CHECKS: tuple[Callable[[HeadCheckpoint, TargetFacts], Iterator[Finding]], ...] = (
-    _embedding,
-    _boundaries,
-    loading,
-    _variants,
-    _window,
-    _both_norms,
-    _sharing,
-    _depth,
-    _vocabulary,
-    _generation,
-    _context,
-)
+        yield from found("ok", EVERY, what, "beyond them drafts get worse or stop; answers stay right")
 
 
 # What would go wrong if an engine were given the files as they lie: the remedy is to write them again.
-
-TARGETS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "hf", "lmdeploy": "hf"}
-"""Engine -> what to export for."""
 
 
 def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
@@ -380,17 +320,9 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
     if KIND in keys:
         engines, keys = ["vllm"], {**keys[LAYERS], **keys}
     for engine in engines:
-        for found in mismatches(engine, head.config, keys, canonical_names(stored.tensors)):
-            if (engine, found.what) not in known:
-                yield _finding(engine, found.severity, found.what, found.why)
-
-
-def _speculators_files(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Finding]:
-    for engine in ("sglang", "trtllm", "lmdeploy"):
-        yield _finding(engine, "fails", "speculators format", "reads the flat format only")
-    yield from _windows(config[LAYERS], head)
-    if config.get("norm_before_residual") is None:
-        yield _finding("vllm", "degrades", "no norm_before_residual", "takes it for true, speculators means false")
+        for other in mismatches(engine, head.config, keys, canonical_names(stored.tensors)):
+            if (engine, other.what) not in known:
+                yield from _as_stored(other.severity, engine, other.what, other.why)
 
 
 def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
@@ -398,22 +330,18 @@ def _keys(stored: StoredFiles, head: HeadCheckpoint) -> Iterator[Finding]:
     architectures = config.get("architectures") or []
     known = LLAMA if head.config.generation == 3 else FIRST_GENERATION
     if known not in architectures and not head.config.qk_norm:
-        yield _finding("sglang", "fails", f"architectures {architectures}", f"loads {known} only")
+        yield from _as_stored("fails", "sglang", f"architectures {architectures}", f"loads {known} only")
     if "draft_vocab_size" not in config and head.config.generation == 3:
-        for engine in ("sglang", "llama.cpp"):
-            yield _finding(engine, "fails", "no draft_vocab_size", "needs the key, if only as null")
+        yield from _as_stored("fails", "sglang llama.cpp", "no draft_vocab_size", "needs the key, if only as null")
     if config.get("tie_word_embeddings") and head.config.own_lm_head:
-        for engine in ("vllm", "sglang", "lmdeploy"):
-            yield _finding(
-                engine, "degrades", "tie_word_embeddings", "puts the embedding in place of the head's lm_head"
-            )
+        why = "puts the embedding in place of the head's lm_head"
+        yield from _as_stored("degrades", "vllm sglang lmdeploy", "tie_word_embeddings", why)
     yield from _windows(config, head)
     if head.config.norm_output:
         if not config.get("norm_output"):
-            for engine in ("vllm", "sglang"):
-                yield _finding(engine, "degrades", f"only {POST_NORM}", "looks for norm_output at the top")
+            yield from _as_stored("degrades", "vllm sglang", f"only {POST_NORM}", "looks for norm_output at the top")
         if not (config.get(NESTED) or {}).get(POST_NORM):
-            yield _finding("trtllm", "degrades", "only norm_output", f"looks for {POST_NORM} in {NESTED}")
+            yield from _as_stored("degrades", "trtllm", "only norm_output", f"looks for {POST_NORM} in {NESTED}")
 
 
 def _windows(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Finding]:
@@ -421,30 +349,30 @@ def _windows(config: Mapping[str, Any], head: HeadCheckpoint) -> Iterator[Findin
         return
     if not config.get("layer_types"):
         why = "applies a window only where layer_types names it"
-        yield _finding("vllm", "degrades", "sliding_window without layer_types", why)
+        yield from _as_stored("degrades", "vllm", "sliding_window without layer_types", why)
     if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
         why = "loses the window: Qwen3's configuration forgets it"
-        yield _finding("vllm", "degrades", "no use_sliding_window", why)
+        yield from _as_stored("degrades", "vllm", "no use_sliding_window", why)
 
 
 def _layer_ids(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     config, boundaries = stored.config, head.config.boundaries
-    nested = config.get(NESTED) or {}
-    if is_default(boundaries, target.num_layers) or LAST_HIDDEN in boundaries:
-        return
+    if LAST_HIDDEN in boundaries or is_default(boundaries, target.num_layers):
+        return  # as those of EAGLE-1
     if not config.get(IDS):
         why = f"looks for {IDS} at the top and takes its default layers; the older runner reads them one layer early"
-        yield _finding("vllm", "degrades", f"layer ids only in {NESTED}", why)
-    if not nested.get(IDS):
-        yield _finding("sglang", "degrades", f"no {NESTED}.{IDS}", "takes its default layers")
+        yield from _as_stored("degrades", "vllm", f"layer ids only in {NESTED}", why)
+    if not (config.get(NESTED) or {}).get(IDS):
+        yield from _as_stored("degrades", "sglang", f"no {NESTED}.{IDS}", "takes its default layers")
     if not (stored.directory / TRTLLM).is_file():
         why = f"needs eagle3_layers_to_capture: {to_outputs(boundaries)} in its YAML, or takes its default layers"
-        yield _finding("trtllm", "degrades", "layer ids in config.json", why)
+        yield from _as_stored("degrades", "trtllm", "layer ids in config.json", why)
 
 
-def _finding(engine: str, severity: Severity, what: str, why: str) -> Finding:
-    remedy = f"forerun export --to {TARGETS[engine]}"
-    return Finding(engine=engine, severity=severity, what=f"{what} (as the files are)", why=why, remedy=remedy)
+def _as_stored(severity: Severity, engines: str, what: str, why: str) -> Iterator[Finding]:
+    for engine in engines.split():
+        remedy = f"forerun export --to {engine if engine in DESTINATIONS else 'hf'}"
+        yield from found(severity, engine, f"{what} (as the files are)", why, remedy)
 
 
 # How an engine is started.
@@ -452,12 +380,7 @@ def _finding(engine: str, severity: Severity, what: str, why: str) -> Finding:
 
 def _vllm_line(launch: Launch) -> str:
     speculation = {"method": launch.head.config.kind, "model": str(launch.directory), "num_speculative_tokens": DRAFTED}
-    quoted = shlex.quote(json.dumps(speculation))
-    return f"vllm serve {shlex.quote(launch.target.name_or_path)} --speculative-config {quoted}"
-
-
-def _speculators_line(launch: Launch) -> str:
-    return f"vllm serve {shlex.quote(str(launch.directory))}"
+    return shlex.join(["vllm", "serve", launch.target.name_or_path, "--speculative-config", json.dumps(speculation)])
 
 
 def _sglang_line(launch: Launch) -> str:
@@ -470,12 +393,7 @@ def _sglang_line(launch: Launch) -> str:
     ).strip()
 
 
-def _trtllm_line(launch: Launch) -> str:
-    config = shlex.quote(str(launch.directory / TRTLLM))
-    return f"trtllm-serve {shlex.quote(launch.target.name_or_path)} --config {config}"
-
-
-def _yaml(launch: Launch) -> Mapping[str, str]:
+def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     """TensorRT-LLM's own file; strings as JSON, which YAML understands."""
     config = launch.head.config
     lines = [
@@ -510,15 +428,17 @@ DESTINATIONS: dict[str, Destination] = {
         title="TensorRT-LLM",
         format_name="flat",
         engine="trtllm",
-        command=_trtllm_line,
-        files=_yaml,
+        command=lambda launch: shlex.join(
+            ["trtllm-serve", launch.target.name_or_path, "--config", str(launch.directory / TRTLLM)]
+        ),
+        files=_trtllm_yaml,
         counting=f"`max_draft_len` in `{TRTLLM}` counts drafted tokens. The layers to capture stand there, too.",
     ),
     "speculators": Destination(
         title="vLLM (speculators)",
         format_name="speculators",
         engine="vllm",
-        command=_speculators_line,
+        command=lambda launch: shlex.join(["vllm", "serve", str(launch.directory)]),
         counting="`speculative_tokens` in `config.json` counts drafted tokens; vLLM finds the target there, too.",
     ),
 }
@@ -529,18 +449,22 @@ class EagleEngines(Engines):
     """What is known of engines and EAGLE heads."""
 
     destinations = DESTINATIONS
-    files = (TRTLLM,)
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         return adapted(head, engine)
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        return (finding for check in CHECKS for finding in check(head, target))
+        for check in (_inputs, loading, _layers, _window, _vocabulary, _generation):
+            yield from check(head, target)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        if KIND in stored.config:
-            return [*_speculators_files(stored.config, head), *_tensors(stored, head, target)]
-        found = [*_keys(stored, head), *_tensors(stored, head, target)]
-        if head.config.generation == 3:
-            found += _layer_ids(stored, head, target)
-        return found
+        yield from _tensors(stored, head, target)
+        if KIND not in stored.config:
+            yield from _keys(stored, head)
+            yield from _layer_ids(stored, head, target)
+            return
+        yield from _as_stored("fails", "sglang trtllm lmdeploy", "speculators format", "reads the flat format only")
+        yield from _windows(stored.config[LAYERS], head)
+        if stored.config.get("norm_before_residual") is None:
+            why = "takes it for true, speculators means false"
+            yield from _as_stored("degrades", "vllm", "no norm_before_residual", why)

@@ -25,6 +25,7 @@ Severity = Literal["ok", "check", "degrades", "fails"]
 message. ``fails``: it does not load or run."""
 SEVERITIES: tuple[Severity, ...] = ("ok", "check", "degrades", "fails")
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy")
+EVERY = " ".join(ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,6 @@ class Finding:
     engine: str
     severity: Severity
     what: str
-    """The property, in words."""
     why: str
     """What the engine does with it."""
     remedy: str = ""
@@ -43,28 +43,13 @@ class Finding:
 
 def worst(findings: Sequence[Finding], engine: str) -> Severity:
     """The verdict on an engine."""
-    found = [SEVERITIES.index(finding.severity) for finding in findings if finding.engine == engine]
-    return SEVERITIES[max(found, default=0)]
+    severities = [SEVERITIES.index(finding.severity) for finding in findings if finding.engine == engine]
+    return SEVERITIES[max(severities, default=0)]
 
 
-def ok(engine: str, what: str, why: str) -> Finding:
-    """The engine reads it as it was trained."""
-    return Finding(engine=engine, severity="ok", what=what, why=why)
-
-
-def degrades(engine: str, what: str, why: str, remedy: str) -> Finding:
-    """The engine loads it and drafts worse."""
-    return Finding(engine=engine, severity="degrades", what=what, why=why, remedy=remedy)
-
-
-def fails(engine: str, what: str, why: str, remedy: str) -> Finding:
-    """The engine does not load or run it."""
-    return Finding(engine=engine, severity="fails", what=what, why=why, remedy=remedy)
-
-
-def all_engines(severity: Severity, what: str, why: str, remedy: str) -> Iterator[Finding]:
-    """The same finding for every engine."""
-    for engine in ENGINES:
+def found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
+    """The same finding for each of these engines, whose names are separated by blanks."""
+    for engine in engines.split():
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
 
@@ -101,7 +86,6 @@ class Engines:
     """What engines make of heads of a kind; nothing is known by default."""
 
     destinations: ClassVar[Mapping[str, Destination]] = {}
-    """What ``--to`` can be, beside forerun itself."""
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         """The head as `engine` wants it, and the keys of ``config.json`` that must be its own; None: as it is."""
@@ -111,7 +95,8 @@ class Engines:
         """What engines do with the head, if it is written in their format."""
         title = kind_named(head.config.kind).title
         why = "nothing is known here of how it reads such heads"
-        return all_engines("check", f"a {title} head", why, "try it there, and compare the acceptance with forerun's")
+        remedy = "try it there, and compare the acceptance with forerun's"
+        return found("check", EVERY, f"a {title} head", why, remedy)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """What would go wrong if an engine were given these files; `head` is what they mean."""
@@ -121,20 +106,13 @@ class Engines:
 def engines_for(kind: str) -> Engines:
     """What is known of engines and heads of a kind."""
     path = FORMATS[format_for(kind)].engines
-    found: Engines = named(path)() if path else Engines()
-    return found
-
-
-def destinations_for(kind: str) -> dict[str, Destination]:
-    """What ``--to`` can be for heads of a kind."""
-    return {**engines_for(kind).destinations, "hf": FORERUN}
+    engines: Engines = named(path)() if path else Engines()
+    return engines
 
 
 def _forerun(launch: Launch) -> str:
-    return (
-        f"forerun generate {shlex.quote(launch.target.name_or_path)} --drafter {launch.head.config.kind} "
-        f"--drafter-model {shlex.quote(str(launch.directory))} --prompt 'def '"
-    )
+    drafter = ["--drafter", launch.head.config.kind, "--drafter-model", str(launch.directory)]
+    return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
 
 FORERUN = Destination(
@@ -148,10 +126,14 @@ FORERUN = Destination(
 
 def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
     """Everything that is known about these engines and this head; at least one finding for each engine."""
-    known = engines_for(head.config.kind).findings(head, target)
-    found = [*_fits(head, target), *known, *_unknown_keys(head)]
-    silent = [engine for engine in ENGINES if all(finding.engine != engine for finding in found)]
-    return found + [ok(engine, "everything in this head", "read as it was trained") for engine in silent]
+    findings = [*_fits(head, target), *engines_for(head.config.kind).findings(head, target)]
+    for key in head.unknown:
+        why = "nothing is known of it: the engine may compute something else by it"
+        remedy = "find out what it means; remove it if it means nothing"
+        findings += found("check", EVERY, f"the key {key}", why, remedy)
+    known = {finding.engine for finding in findings}
+    silent = " ".join(engine for engine in ENGINES if engine not in known)
+    return [*findings, *found("ok", silent, "everything in this head", "read as it was trained")]
 
 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
@@ -167,19 +149,12 @@ def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         ("a vocabulary", config.vocab_size, target.vocab_size),
     ):
         if ours != theirs:
-            what, why = f"made for {name} of {ours}", f"the target has {theirs}"
-            yield from all_engines("fails", what, why, "name the right target")
+            why = f"the target has {theirs}"
+            yield from found("fails", EVERY, f"made for {name} of {ours}", why, "name the right target")
     broken = [name for name, tensor in head.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
-        yield from all_engines(
-            "fails", f"NaN or infinity in {broken[0]}", "every draft becomes noise", "train it again"
-        )
-
-
-def _unknown_keys(head: HeadCheckpoint) -> Iterator[Finding]:
-    for key in head.unknown:
-        why = "nothing is known of it: the engine may compute something else by it"
-        yield from all_engines("check", f"the key {key}", why, "find out what it means; remove it if it means nothing")
+        what = f"NaN or infinity in {broken[0]}"
+        yield from found("fails", EVERY, what, "every draft becomes noise", "train it again")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,9 +166,7 @@ class Exported:
     findings: tuple[Finding, ...]
     """What this engine does with the head; empty for ``hf``."""
     command: str
-    """Starts the engine, or forerun, with target and head."""
     notes: tuple[str, ...]
-    """What reading could not know for certain."""
 
 
 def export_head(
@@ -218,16 +191,31 @@ def export_head(
     if directory.resolve() == stored.directory.resolve():
         raise ArgumentError(f"{directory} is the head itself; name another directory")
     head = parse(stored, num_layers=target.num_layers)
-    destination = _destination(to, head.config.kind)
-    format_name = destination.format_name or format_for(head.config.kind)
+    kind, engines = head.config.kind, engines_for(head.config.kind)
+    known = {**engines.destinations, "hf": FORERUN}
+    if to not in known:
+        hint = nearest(to, known)
+        raise ArgumentError(f"cannot export to {to!r}; heads of the kind {kind} go to {', '.join(known)}.{hint}")
+    destination = known[to]
+    format_name = destination.format_name or format_for(kind)
     findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]
-    if not force:
-        _refuse(findings, destination)
-    head, overrides = engines_for(head.config.kind).adapted(head, destination.engine)
+    wrong = [finding for finding in findings if finding.severity in ("degrades", "fails")]
+    if wrong and not force:
+        listed = "; ".join(f"{finding.what}: {destination.title} {finding.why} ({finding.remedy})" for finding in wrong)
+        raise CheckpointError(
+            f"{destination.title} would not serve this head as it was trained. {listed}. "
+            "To write it nevertheless: --force (force=True)"
+        )
+    head, overrides = engines.adapted(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
     texts = {README: _readme(launch, destination), **(destination.files(launch) if destination.files else {})}
     write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
-    _verify(head, directory)
+    # Read back without a layer count, for the files must say themselves what the head reads.
+    lost = differences(head, parse(read_files(directory)))
+    if lost:
+        raise CheckpointError(
+            f"{directory} does not hold what was to be written: {', '.join(lost[:6])}; is the disk full or broken?"
+        )
     return Exported(
         directory=directory,
         format_name=format_name,
@@ -235,34 +223,6 @@ def export_head(
         command=destination.command(launch),
         notes=head.notes,
     )
-
-
-def _destination(to: str, kind: str) -> Destination:
-    known = destinations_for(kind)
-    if to not in known:
-        raise ArgumentError(
-            f"cannot export to {to!r}; heads of the kind {kind} go to {', '.join(known)}.{nearest(to, known)}"
-        )
-    return known[to]
-
-
-def _refuse(findings: list[Finding], destination: Destination) -> None:
-    wrong = [finding for finding in findings if finding.severity not in ("ok", "check")]
-    if wrong:
-        listed = "; ".join(f"{finding.what}: {destination.title} {finding.why} ({finding.remedy})" for finding in wrong)
-        raise CheckpointError(
-            f"{destination.title} would not serve this head as it was trained. {listed}. "
-            "To write it nevertheless: --force (force=True)"
-        )
-
-
-def _verify(head: HeadCheckpoint, directory: Path) -> None:
-    """Read back and compare; without a layer count, for the files must say themselves what the head reads."""
-    wrong = differences(head, parse(read_files(directory)))
-    if wrong:
-        raise CheckpointError(
-            f"{directory} does not hold what was to be written: {', '.join(wrong[:6])}; is the disk full or broken?"
-        )
 
 
 def _readme(launch: Launch, destination: Destination) -> str:

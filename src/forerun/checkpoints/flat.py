@@ -12,23 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
-from forerun.checkpoints.eagle import (
-    FIRST,
-    FLAGS,
-    IDS,
-    MIDLAYER,
-    WINDOW_NOTE,
-    agreed,
-    make_config,
-    read_layers,
-    to_canonical,
-    to_file,
-    to_outputs,
-    write_layers,
-)
+from forerun.checkpoints import eagle
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, with_vocabulary
 from forerun.checkpoints.keys import NESTED, Keys
-from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
 from forerun.types import LAST_HIDDEN
 
@@ -43,7 +29,7 @@ FEEDBACK_NOTE = (
 )
 COUNTED_NOTE = (
     f"The layer ids in {NESTED} are read as layers counted from 0, as SGLang, SpecForge and ModelOpt mean them. Some "
-    f"publishers wrote boundaries there (one more); if hardly any draft is accepted, say them at the top as {IDS}."
+    f"publishers wrote boundaries there (one more); if hardly any draft is accepted, say them on top as {eagle.IDS}."
 )
 TIED_NOTE = "tie_word_embeddings is true; SGLang would then ignore the head's own lm_head. Written false."
 
@@ -54,37 +40,39 @@ class FlatFormat(Format):
     name = "flat"
     mark = "eagle"
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """Any transformers-like configuration that is not marked as another format's."""
         return "hidden_size" in config and not any("dflash" in key for key in config)
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """See `Format.read`; ``midlayer.*`` and ``layers.0.*`` are the same."""
         return read_flat(config, tensors, num_layers)
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`. Nothing of the target is repeated in this format."""
         config = checkpoint.config
         single = config.generation == 3 and config.num_hidden_layers == 1
-        return write_flat(checkpoint), to_file(checkpoint, first=MIDLAYER if single else FIRST)
+        return write_flat(checkpoint), eagle.to_file(checkpoint, first=eagle.MIDLAYER if single else eagle.FIRST)
 
 
-def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int | None) -> HeadCheckpoint:
+def read_flat(config: Config, tensors: Tensors, num_layers: int | None) -> HeadCheckpoint:
     """A head whose configuration is flat; errors as `Format.read`."""
-    keys, found = Keys(config), to_canonical(tensors)
+    keys, found = Keys(config), eagle.to_canonical(tensors)
     nested = keys.nested(NESTED)
     generation = _generation(keys, found)
-    fields = read_layers(keys)
+    fields = eagle.read_layers(keys)
     fields |= _read_features(keys, nested, fields["hidden_size"])
-    fields["boundaries"] = _read_boundaries(keys, nested, generation, num_layers)
+    top, inner, count = keys.integers(eagle.IDS), nested.integers(eagle.IDS), keys.get("num_aux_hidden_states")
+    if generation == 1:
+        fields["boundaries"] = (LAST_HIDDEN,)
+    else:
+        fields["boundaries"] = eagle.agreed(top, inner, count=count, num_layers=num_layers)
     draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
     found = with_vocabulary(found, fields["vocab_size"], draft_vocab_size)
     declared_bias, tied = keys.get("bias"), keys.flag("tie_word_embeddings")
     architectures = keys.get("architectures") or []
     rest = nested.rest()
-    head = make_config(
+    head = eagle.make_config(
         **fields,
         generation=generation,
         draft_vocab_size=draft_vocab_size,
@@ -94,9 +82,9 @@ def read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_laye
         own_lm_head="lm_head.weight" in found,
         extra=keys.rest() | ({NESTED: rest} if rest else {}),
     )
-    counted = generation == 3 and keys.integers(IDS) is None and nested.integers(IDS) is not None
+    counted = generation == 3 and top is None and inner is not None
     unlisted = head.sliding_window is not None and keys.get("layer_types") is None
-    notes = {FEEDBACK_NOTE: head.norm_output, TIED_NOTE: tied, COUNTED_NOTE: counted, WINDOW_NOTE: unlisted}
+    notes = {FEEDBACK_NOTE: head.norm_output, TIED_NOTE: tied, COUNTED_NOTE: counted, eagle.WINDOW_NOTE: unlisted}
     return HeadCheckpoint(config=head, tensors=found, notes=tuple(note for note, applies in notes.items() if applies))
 
 
@@ -134,43 +122,30 @@ def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
     }
 
 
-def _read_boundaries(keys: Keys, nested: Keys, generation: int, num_layers: int | None) -> tuple[int, ...]:
-    top, inner, count = keys.integers(IDS), nested.integers(IDS), keys.get("num_aux_hidden_states")
-    if generation == 1:
-        return (LAST_HIDDEN,)
-    return agreed(top, inner, count=count, num_layers=num_layers)
-
-
 def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """The flat configuration; what meant nothing to us goes back where it was."""
     config = checkpoint.config
     keys: dict[str, Any] = {
-        "architectures": [_architecture(config)],
-        **write_layers(config),
+        "architectures": [FIRST_GENERATION if config.generation == 1 else QWEN3 if config.qk_norm else LLAMA],
+        **eagle.write_layers(config),
         "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
         "target_hidden_size": config.target_hidden_size,
         # Null tells SGLang to take the target's output head.
         "draft_vocab_size": config.draft_vocab_size if config.own_lm_head else None,
-        **{flag: getattr(config, flag) for flag in FLAGS if config.generation == 3 or getattr(config, flag)},
+        **{flag: getattr(config, flag) for flag in eagle.FLAGS if config.generation == 3 or getattr(config, flag)},
     }
     if config.generation == 1 and not config.fc_bias:
         # EAGLE's own code takes its absence for true. True would be for fc, but engines give the attention biases then.
         keys["bias"] = False
     if config.generation == 3:
-        nested = {"use_aux_hidden_state": True, IDS: to_outputs(config.boundaries)}
+        nested = {"use_aux_hidden_state": True, eagle.IDS: eagle.to_outputs(config.boundaries)}
         if config.norm_before_fc:
             nested["norm_before_fc"] = True  # where TensorRT-LLM looks for it
         if config.norm_output:
             nested[POST_NORM] = True  # likewise
         keys |= {
             "num_aux_hidden_states": len(config.boundaries),
-            IDS: list(config.boundaries),
+            eagle.IDS: list(config.boundaries),
             NESTED: {**config.extra.get(NESTED, {}), **nested},
         }
     return {**config.extra, **keys}
-
-
-def _architecture(config: EagleConfig) -> str:
-    if config.generation == 1:
-        return FIRST_GENERATION
-    return QWEN3 if config.qk_norm else LLAMA

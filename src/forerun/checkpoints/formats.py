@@ -19,6 +19,7 @@ from torch import Tensor
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.drafters.heads.kinds import named
 from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.manifests import read_object
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
@@ -34,7 +35,6 @@ class Entry:
     """``module:Class``, imported when the format is used."""
     summary: str
     kinds: tuple[str, ...]
-    """Kinds of heads that it carries."""
     engines: str = ""
     """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
     make of them; empty: nothing is known."""
@@ -67,11 +67,7 @@ FORMATS: dict[str, Entry] = {
 
 
 def format_named(name: str) -> Format:
-    """The format behind a registered name.
-
-    Raises:
-        ArgumentError: there is no such format; the message names the nearest.
-    """
+    """The format behind a registered name; ArgumentError, naming the nearest, if there is none."""
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}; there are {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
     found: Format = named(FORMATS[name].path)()
@@ -79,11 +75,7 @@ def format_named(name: str) -> Format:
 
 
 def format_for(kind: str) -> str:
-    """The name of the format in which heads of a kind are written: the least particular, which most engines read.
-
-    Raises:
-        ArgumentError: none carries them.
-    """
+    """The format in which heads of a kind are written: the least particular, which most engines read."""
     found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
     if not found:
         raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")
@@ -91,11 +83,7 @@ def format_for(kind: str) -> str:
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """The format that a ``config.json`` is written in.
-
-    Raises:
-        CheckpointError: it is none of ours.
-    """
+    """The format that a ``config.json`` is written in; CheckpointError if it is none of ours."""
     for name in FORMATS:
         candidate = format_named(name)
         if candidate.recognises(config):
@@ -120,12 +108,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpoint:
     """The head in a directory or under a hub id (``owner/name``), in any format of `FORMATS`.
 
-    Args:
-        path: the directory, or what to download.
-        num_layers: of the target; needed where the file does not say which layers the head reads.
-
-    Raises:
-        CheckpointError: missing, truncated, pickled, incomplete, contradictory, or no head that we know.
+    `num_layers` of the target is needed where the file does not say which layers the head reads. CheckpointError for
+    what is missing, truncated, pickled, incomplete, contradictory, or no head that we know.
     """
     found = parse(read_files(path), num_layers=num_layers)
     if found.unknown:
@@ -146,7 +130,9 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
 def read_files(path: str | Path) -> StoredFiles:
     """Configuration and tensors of a directory or hub id, as stored; errors as `read_head`."""
     directory = _directory(path)
-    config = _read_config(directory)
+    if not (directory / CONFIG).is_file():
+        raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
+    config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
         weights = format_of(config).weights
     except CheckpointError as error:
@@ -158,8 +144,10 @@ def read_files(path: str | Path) -> StoredFiles:
             f"does. Convert it to {weights} where you trust it: "
             f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{weights}')"
         )
+    if weights != SINGLE and not (directory / weights).is_file():
+        raise CheckpointError(f"{directory} holds no {weights}, where its config.json says that the weights are")
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory) if weights == SINGLE else [_existing(directory / weights)]:
+    for file in weight_files(directory) if weights == SINGLE else [directory / weights]:
         twice = sorted(tensors.keys() & read_header(file).keys())
         if twice:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
@@ -179,10 +167,7 @@ def write_head(
     """Write a head in one of the `FORMATS`, readable by everybody; a reader never sees half of it.
 
     Args:
-        checkpoint: what to write.
         directory: made anew; a former head there is replaced, anything else is left alone.
-        format_name: of the registry.
-        target: the model that the head drafts for.
         overrides: keys that take the place of the format's own in ``config.json``.
         texts: further files, name -> content.
 
@@ -221,25 +206,6 @@ def _directory(path: str | Path) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:
         raise explained(path, error) from error
-
-
-def _existing(file: Path) -> Path:
-    if not file.is_file():
-        raise CheckpointError(f"{file.parent} holds no {file.name}, where its config.json says that the weights are")
-    return file
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    file = directory / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} must hold an object, got {type(config).__name__}")
-    return config
 
 
 def _refuse_foreign(directory: Path) -> None:

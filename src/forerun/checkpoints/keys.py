@@ -31,39 +31,19 @@ MEANINGLESS = frozenset(
 """Names, versions, special tokens, sampling defaults and dropout: no engine computes a draft with them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Factors, caps and other forms of the layers.
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,),
-    "logit_scale": (1.0,),
-    "scale_emb": (1.0,),
-    "attention_multiplier": (),
-    "query_pre_attn_scalar": (),
-    "scale_depth": (),
-    "dim_model_base": (),
-    "final_logit_softcapping": (),
-    "attn_logit_softcapping": (),
-    "clip_qkv": (),
-    "partial_rotary_factor": (1.0,),
-    "rotary_pct": (1.0,),
-    "rope_is_neox_style": (True,),
-    "no_rope_layers": (),
-    "no_rope_layer_interval": (),
-    "attention_chunk_size": (),
-    "sliding_window_non_causal": (False,),
-    "is_causal": (True,),
-    "qkv_bias": (False,),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1.0,)),
+    **dict.fromkeys(("scale_emb", "partial_rotary_factor", "rotary_pct"), (1.0,)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "dim_model_base"), ()),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv", "attention_chunk_size"), ()),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ()),
+    **dict.fromkeys(("rope_is_neox_style", "is_causal"), (True,)),
+    **dict.fromkeys(("sliding_window_non_causal", "qkv_bias"), (False,)),
     # Heads of other kinds that have the same tensors, or more: FR-Spec's vocabularies, HASS, TensorRT-LLM's variants.
-    "add_para_norm": (False,),
-    "truncated_vocab_size": (),
-    "hot_vocab_size": (),
-    "eh_proj_before_attn": (False,),
-    "eh_proj_bias": (False,),
+    **dict.fromkeys(("add_para_norm", "eh_proj_before_attn", "eh_proj_bias"), (False,)),
+    **dict.fromkeys(("truncated_vocab_size", "hot_vocab_size"), ()),
     "parallel_draft_heads_num_layers": (0,),
     # Drafting several tokens in one pass with a token that stands for what is not known yet.
-    "ptd_token_id": (),
-    "pard_token": (),
-    "mask_token_id": (),
-    "dspark_noise_token_id": (),
+    **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id", "dspark_noise_token_id"), ()),
     "parallel_drafting": (False,),
 }
 """Keys that change what a head computes, in ways that forerun does not know -> values, besides null, that do not."""
@@ -74,11 +54,7 @@ ROPE = frozenset(
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
 """What a ``rope_scaling`` can say; transformers computes with it."""
-OBJECTS: dict[str, Container[str]] = {
-    "rope_scaling": ROPE,
-    NESTED: MEANINGLESS,
-    SPECULATORS: ("proposal_methods",),
-}
+OBJECTS: dict[str, Container[str]] = {"rope_scaling": ROPE, NESTED: MEANINGLESS, SPECULATORS: ("proposal_methods",)}
 """Objects whose keys are known one by one, and which."""
 
 
@@ -95,45 +71,29 @@ class Keys:
         return self._values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number.
-
-        Raises:
-            CheckpointError: it is none, or it is absent and there is no default.
-        """
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if value is None:
+        """A whole number; CheckpointError if it is none, or it is absent and there is no default."""
+        if self.get(name) is None and default is None:
             raise CheckpointError(f"{self._where} has no {name}; a head's configuration needs it")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong(name, value, "a whole number")
-        return value
+        return int(self._typed(name, default, int, "a whole number"))
 
     def number(self, name: str, default: float) -> float:
         """A number; CheckpointError if it is none."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name, value, "a number")
-        return float(value)
+        return float(self._typed(name, default, int | float, "a number"))
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false; CheckpointError if it is neither."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return value
+        return bool(self._typed(name, default, bool, "true or false"))
 
     def text(self, name: str, default: str) -> str:
         """A string; CheckpointError if it is none."""
+        return str(self._typed(name, default, str, "a string"))
+
+    def _typed(self, name: str, default: Any, kind: Any, wanted: str) -> Any:
         value = self.get(name)
         if value is None:
             return default
-        if not isinstance(value, str):
-            raise self._wrong(name, value, "a string")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self._wrong(name, value, wanted)
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
@@ -153,13 +113,8 @@ class Keys:
         return Keys(value or {}, f"{name} in {self._where}")
 
     def rest(self) -> dict[str, Any]:
-        """What has not been read so far and is not null.
-
-        Raises:
-            CheckpointError: it is known to change what a head computes.
-        """
-        values = self._values.items()
-        rest = {name: value for name, value in values if name not in self._read and value is not None}
+        """What has not been read so far and is not null; CheckpointError if that changes what a head computes."""
+        rest = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
         for name, value in rest.items():
             if name in NEUTRAL and value not in NEUTRAL[name]:
                 same = " or ".join(map(repr, (None, *NEUTRAL[name])))

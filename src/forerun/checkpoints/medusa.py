@@ -6,12 +6,8 @@ The file names no sizes: they are those of the tensors. The published ``medusa_l
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor
-
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.keys import Keys
 from forerun.drafters.heads.medusa import MedusaConfig
 from forerun.errors import ArgumentError, CheckpointError
@@ -28,13 +24,11 @@ class MedusaFormat(Format):
     mark = "medusa"
     weights = "medusa_lm_head.safetensors"
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """By the number of heads."""
         return HEADS in config
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """See `Format.read`; nothing of the target's layers is needed."""
         keys = Keys(config)
         heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
@@ -63,7 +57,7 @@ class MedusaFormat(Format):
             raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
         return HeadCheckpoint(config=head, tensors=found)
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config
         keys = {TARGET: target.name_or_path, HEADS: config.num_heads, LAYERS: config.num_layers}
         tensors = {name.removeprefix("heads."): tensor for name, tensor in checkpoint.tensors.items()}

@@ -6,11 +6,8 @@ ModelOpt counts layers from 0; the boundary list is written too, because vLLM re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor
-
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.checkpoints.eagle import to_file
 from forerun.checkpoints.flat import read_flat, write_flat
 from forerun.checkpoints.keys import NESTED
@@ -32,14 +29,12 @@ class ModelOptFormat(Format):
     name = "modelopt"
     mark = "eagle"
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """By keys inside ``eagle_config`` that nobody else writes."""
         nested = config.get(NESTED)
         return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """See `Format.read`; ``d2t`` may be in any order."""
         nested = dict(config[NESTED])
         for key, needed in LAYER_NORMS.items():
@@ -51,7 +46,7 @@ class ModelOptFormat(Format):
                 )
         return read_flat({**config, NESTED: nested}, tensors, num_layers)
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`. Like ModelOpt without ``t2d``; nothing of the target is repeated."""
         if checkpoint.config.generation != 3:
             raise CheckpointError("ModelOpt's format is written for EAGLE-3 heads only; use flat for EAGLE-1 and -2")

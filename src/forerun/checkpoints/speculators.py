@@ -6,24 +6,10 @@ boundaries. Knows no other format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, with_vocabulary
-from forerun.checkpoints.eagle import (
-    FLAGS,
-    IDS,
-    WINDOW_NOTE,
-    agreed,
-    make_config,
-    read_layers,
-    to_canonical,
-    to_file,
-    to_outputs,
-    write_layers,
-)
+from forerun.checkpoints import eagle
+from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, with_vocabulary
 from forerun.checkpoints.keys import SPECULATORS, Keys, unknown_keys
 from forerun.errors import CheckpointError
 
@@ -45,54 +31,54 @@ class SpeculatorsFormat(Format):
     name = "speculators"
     mark = "eagle"
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """By the key that names the kind of speculator."""
         return KIND in config
 
-    def read(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, num_layers: int | None = None
-    ) -> HeadCheckpoint:
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         kind = keys.text(KIND, "eagle3")
         if kind != "eagle3":
             raise CheckpointError(f"{KIND} is {kind!r}; of this format eagle3 is supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
         qwen3 = layers.get("model_type") == "qwen3"
-        fields = read_layers(layers)
+        fields = eagle.read_layers(layers)
         draft_vocab_size = keys.integer("draft_vocab_size", fields["vocab_size"])
-        found = with_vocabulary(to_canonical(tensors), fields["vocab_size"], draft_vocab_size)
+        found = with_vocabulary(eagle.to_canonical(tensors), fields["vocab_size"], draft_vocab_size)
         for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
             keys.get(stated), layers.get(stated)  # said again when written
-        head = make_config(
+        head = eagle.make_config(
             **fields,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
             draft_vocab_size=draft_vocab_size,
-            boundaries=agreed(
-                keys.integers(IDS), None, count=layers.get("num_aux_hidden_states"), num_layers=num_layers
+            boundaries=eagle.agreed(
+                keys.integers(eagle.IDS), None, count=layers.get("num_aux_hidden_states"), num_layers=num_layers
             ),
             fc_bias="fc.bias" in found,
             qk_norm=qwen3 or "layers.0.self_attn.q_norm.weight" in found,
-            **{flag: keys.flag(flag) for flag in FLAGS},
+            **{flag: keys.flag(flag) for flag in eagle.FLAGS},
             own_embedding="embed_tokens.weight" in found,
             own_lm_head="lm_head.weight" in found,
             extra=_extra(layers, keys, whole),
         )
         unlisted = head.sliding_window is not None and layers.get("layer_types") is None
-        notes = {RESIDUAL_NOTE: config.get("norm_before_residual") is None, WINDOW_NOTE: unlisted}
+        notes = {RESIDUAL_NOTE: config.get("norm_before_residual") is None, eagle.WINDOW_NOTE: unlisted}
         told = tuple(note for note, applies in notes.items() if applies)
         return HeadCheckpoint(config=head, tensors=found, notes=told)
 
-    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """See `Format.write`; the target is named, because vLLM starts it from here."""
         config = checkpoint.config
         if config.generation != 3:
             raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
         if config.norm_before_fc and config.fc_norm:
             raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
-        to_outputs(config.boundaries)  # refuses what has no id
+        eagle.to_outputs(config.boundaries)  # refuses what has no id
         extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
-        layers = {**extra, **write_layers(config)}
+        stated = config.extra.get(SPECULATORS, {})
+        proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
+        layers = {**extra, **eagle.write_layers(config)}
         if len(config.boundaries) != 3:
             layers["num_aux_hidden_states"] = len(config.boundaries)  # vLLM assumes 3 and looks for it here
         return {
@@ -102,23 +88,18 @@ class SpeculatorsFormat(Format):
             "torch_dtype": str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch."),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
-            **{flag: getattr(config, flag) for flag in FLAGS},
-            IDS: list(config.boundaries),
+            **{flag: getattr(config, flag) for flag in eagle.FLAGS},
+            eagle.IDS: list(config.boundaries),
             "tie_word_embeddings": False,
             LAYERS: layers,
-            WHOLE: _whole(config.extra.get(SPECULATORS, {}), target),
-        }, to_file(checkpoint)
-
-
-def _whole(stated: Mapping[str, Any], target: TargetFacts) -> dict[str, Any]:
-    proposals = stated.get(PROPOSALS) or [_greedy(DEFAULT_TOKENS)]
-    return {
-        **stated,
-        "algorithm": "eagle3",
-        PROPOSALS: proposals,
-        "default_proposal_method": proposals[0]["proposal_type"],
-        "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
-    }
+            WHOLE: {
+                **stated,
+                "algorithm": "eagle3",
+                PROPOSALS: proposals,
+                "default_proposal_method": proposals[0]["proposal_type"],
+                "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+            },
+        }, eagle.to_file(checkpoint)
 
 
 def _greedy(tokens: int) -> dict[str, Any]:

@@ -134,10 +134,10 @@ def _look(asked: FeatureOptions) -> _Run:
 
 def _agreed(run: _Run, *, yes: bool) -> bool:
     """Say how much it will take, and ask where somebody can answer."""
-    from forerun.training.features.manifest import bytes_needed, check_room, human
+    from forerun.training.features.manifest import check_room, human
 
     manifest, output = run.manifest, run.asked.output
-    total = bytes_needed(manifest.tokens, manifest.hidden_size, len(manifest.boundaries), manifest.dtype)
+    total = manifest.tokens * manifest.record_bytes
     present = sum(path.stat().st_size for path in output.glob("shard-*.bin")) if output.is_dir() else 0
     free = check_room(output, total - present)
     ids = ", ".join(map(str, manifest.boundaries))

@@ -31,9 +31,7 @@ class TokenBatch:
     """(B, S) int64: position within the document, from 0."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same on another device."""
-        moved = {item.name: getattr(self, item.name).to(device) for item in fields(self)}
-        return TokenBatch(**moved)
+        return TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +53,8 @@ class LossReport:
     """The losses of one micro-batch, as sums: sums can be added over micro-batches and processes, means cannot."""
 
     loss: Tensor
-    """() float32, nats, with graph: the sum over the counted predictions. Must reach every trainable parameter through
-    the graph, also when nothing counts: other processes wait for the gradient."""
+    """() float32, nats, with graph: the sum over the counted predictions. Must reach every trainable parameter, also
+    when nothing counts: other processes wait for the gradient."""
     weight: Tensor
     """() float32: counted predictions. The step's loss is (sum of losses) / (sum of weights) over all processes."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -68,11 +66,9 @@ class Objective(Protocol):
 
     def parameters_module(self) -> nn.Module:
         """What is trained, saved, and spread over processes. Frozen parts that others own (the target) stay outside."""
-        ...
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """The loss of a micro-batch; must read parameters from the module each time, never from a stored tensor."""
-        ...
 
 
 class Batches(Protocol):
@@ -87,4 +83,3 @@ class Batches(Protocol):
         A function of its arguments alone (no global random state). The shares of all ranks together are the same batch
         for every `world`: that makes training independent of the number of processes.
         """
-        ...

@@ -3,8 +3,8 @@
 A plain ``cross_entropy(hidden @ weight.T, probs)`` keeps several (R, V) tensors for the backward pass, and on a CPU
 moving them costs more than all matrix products. Here gradients are formed in the forward pass, in the memory of the
 logits and block by block, so that what lies between two products stays in the processor's cache; rows that follow the
-same state of the teacher share its probabilities. A student may know fewer tokens than the teacher: what the teacher
-gives to the others is lost to it, and counts so.
+same state of the teacher share its probabilities. What the teacher gives to tokens that the student does not know is
+lost to it, and counts so.
 """
 
 from __future__ import annotations
@@ -49,20 +49,18 @@ class Teacher:
     weight: Tensor
     """(Vt, Ht): its whole head."""
     tokens: Tensor | None = None
-    """(V,) int64: its number of each of the student's tokens; none: they know the same ones."""
+    """(V,) int64: its number of each of the student's tokens; None: they know the same ones."""
     bias: Tensor | None = None
-    """(Vt,) of its head, where it has one."""
     scale: float = 1.0
-    """Factor on the logits, where the model has one."""
     softcap: float | None = None
-    """``cap * tanh(logits / cap)``, where the model has one."""
+    """``cap * tanh(logits / cap)``."""
 
     def logits(self, states: Tensor) -> Tensor:
         """(r, Vt), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor capped."""
         return functional.linear(self.hidden[states].to(self.weight.dtype), self.weight, self.bias)
 
     def unknown(self) -> Tensor | None:
-        """(Vt,) bool: the tokens that the student does not know; none if it knows all."""
+        """(Vt,) bool: the tokens that the student does not know; None if it knows all."""
         if self.tokens is None:
             return None
         return torch.ones(len(self.weight), dtype=torch.bool, device=self.weight.device).index_fill(0, self.tokens, 0)
@@ -93,12 +91,11 @@ class _Probs:
     """(.., V) float32, over the student's tokens alone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class VocabularyLoss:
     """The loss, and how well student and target agree, row by row; 0 for rows of weight 0."""
 
     loss: Tensor
-    """Scalar, nats, with gradients."""
     weights: Tensor
     """(R,) float32: the given weights, 0 for rows that were left out."""
     agrees: Tensor
@@ -114,10 +111,11 @@ class _Target:
 
     weights: Tensor
     teacher: Teacher | None
-    ids: Tensor | None
-    share: float
-    divergence: Divergence
-    decay: float
+    ids: Tensor | None = None
+    share: float = 1.0
+    """Of the mass that follows the teacher; `ids` have the rest."""
+    divergence: Divergence = Divergence.CROSS_ENTROPY
+    decay: float = 0.0
     unknown: Tensor | None = None
     """(Vt,) bool: a row is left out where one of these is the teacher's likeliest token."""
 
@@ -142,15 +140,8 @@ def soft_loss(
         decay: of the KL share of `Divergence.LK`, per unit of acceptance.
         skip_unknown: leave rows out of the loss whose likeliest token the student does not know.
     """
-    target = _Target(
-        weights=row_weights,
-        teacher=teacher,
-        ids=None,
-        share=1.0,
-        divergence=divergence,
-        decay=decay,
-        unknown=teacher.unknown() if skip_unknown else None,
-    )
+    unknown = teacher.unknown() if skip_unknown else None
+    target = _Target(weights=row_weights, teacher=teacher, divergence=divergence, decay=decay, unknown=unknown)
     return _apply(hidden, weight, target)
 
 
@@ -163,20 +154,12 @@ def hard_loss(
         hidden: (R, H); weight: (V, H); row_weights: (R,) float32; ids: (R,) int64, the true tokens.
         teacher: with `share` in (0, 1], the distribution that takes that share of the one-hot target's mass.
     """
-    target = _Target(
-        weights=row_weights,
-        teacher=teacher,
-        ids=ids,
-        share=share if teacher is not None else 0.0,
-        divergence=Divergence.CROSS_ENTROPY,
-        decay=0.0,
-    )
-    return _apply(hidden, weight, target)
+    share = share if teacher is not None else 0.0
+    return _apply(hidden, weight, _Target(weights=row_weights, teacher=teacher, ids=ids, share=share))
 
 
 def _apply(hidden: Tensor, weight: Tensor, target: _Target) -> VocabularyLoss:
-    loss, weights, agrees, overlap = _ChunkedLoss.apply(hidden, weight, target)  # type: ignore[no-untyped-call]
-    return VocabularyLoss(loss=loss, weights=weights, agrees=agrees, overlap=overlap)
+    return VocabularyLoss(*_ChunkedLoss.apply(hidden, weight, target))  # type: ignore[no-untyped-call]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -224,8 +207,7 @@ def _width(following: int, target: _Target) -> int:
 def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor:
     """`logits` (n, G, V) of the groups `chosen` (n,) become the gradients of unweighted losses, block by block.
 
-    Returns:
-        (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss.
+    Returns (4, n, G) float32: losses, agreement, overlap, and 1 for what enters the loss.
     """
     size, group, vocabulary = logits.shape
     followed = target.teacher.logits(chosen) if target.teacher is not None and target.share else None

@@ -1,7 +1,4 @@
-"""Training recipes: a YAML file, ``key=value`` words, or both, read and checked as one typed value.
-
-Later words win over earlier ones and over the file.
-"""
+"""Training recipes: a YAML file, ``key=value`` words, or both; later words win over earlier ones and over the file."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from forerun.training.loop.settings import STRICT, TrainSettings, complaint
 from forerun.training.objectives import objective_for
 
 Settings = TypeVar("Settings")
-"""Of the objective of the kind of head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +51,12 @@ class EvaluationSettings:
     """How evaluation decodes."""
 
     max_tokens: int = 64
-    """Of each answer."""
     num_speculative_tokens: int = 5
     """Length of the chain, and depth of the tree; no more than the head drafts."""
     top_k: int = 4
-    """Of the dynamic tree."""
     nodes: int = 32
     """Of the dynamic tree, root not counted."""
     seed: int = 0
-    """Of the sampled answers."""
     rows: int = 4
     """Prompts at once."""
 
@@ -75,9 +68,7 @@ class EvaluationRecipe:
     prompts: str | None = None
     """Prepared data, held out of training, whose first documents are cut to prompts; None: no evaluation."""
     count: int = 8
-    """Prompts, at most."""
     prompt_tokens: int = 128
-    """Tokens of each, from the start of its document."""
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -87,7 +78,6 @@ class TrainRecipe(Generic[Settings]):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", **STRICT)
     kind: str
-    """Of the head."""
     target: str
     """Directory or hub id of the model to draft for."""
     data: str
@@ -99,15 +89,12 @@ class TrainRecipe(Generic[Settings]):
     features: str | None = None
     """Directory that `forerun features` wrote."""
     target_dtype: str = "bfloat16"
-    """Of the frozen target."""
     target_parallel: Literal["none", "fsdp", "tp"] = "none"
-    """With several processes, where the target does not fit one device: ``fsdp`` gives each a part of every layer's
-    weights, ``tp`` a part of its computation (transformers' ``tp_plan``)."""
+    """Where the target does not fit one device: ``fsdp`` or ``tp``, see `run.load_target`."""
     trackers: tuple[str, ...] = ()
     """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Settings
-    """The settings of the kind's objective."""
     windows: WindowSettings = field(default_factory=WindowSettings)
     training: TrainSettings = field(default_factory=TrainSettings)
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
@@ -122,11 +109,17 @@ def read_recipe(
 ) -> TrainRecipe[Any]:
     """A recipe for a kind of head from a YAML file, then from flags, then from ``key.sub=value`` words.
 
-    Raises:
-        ArgumentError: the file is no mapping, a word is not ``key=value``, a key is unknown (the message names the
-            nearest), something is missing, or a value has the wrong type.
+    ArgumentError for a file that is no mapping, a word that is not ``key=value``, a key that is unknown (the message
+    names the nearest) or missing, or a value of the wrong type.
     """
-    values = _from_file(path) if path is not None else {}
+    values: Any = {}
+    if path is not None:
+        try:
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
+        except yaml.YAMLError as error:
+            raise ArgumentError(f"{path} is not YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
     values.update({name: value for name, value in (flags or {}).items() if value is not None})
     for word in words:
         _apply(values, word)
@@ -154,11 +147,8 @@ def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
     return plain
 
 
-MAY_CHANGE = frozenset(
-    {"output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows"}
-)
-"""What a resumed run may set anew, besides what `TrainSettings` allows. All else decides what is trained, or which
-weights are the best."""
+MAY_CHANGE = ("output", "trackers", "target_parallel", "objective.gradient_checkpointing", "evaluation.settings.rows")
+"""What a resumed run may set anew, besides what `TrainSettings` allows."""
 
 
 def flat(recipe: Any, where: str = "") -> dict[str, Any]:
@@ -202,16 +192,6 @@ class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
 
 
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
-
-
-def _from_file(path: str | Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
-    except yaml.YAMLError as error:
-        raise ArgumentError(f"{path} is not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
-    return values
 
 
 def _apply(values: dict[str, Any], word: str) -> None:

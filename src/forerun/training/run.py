@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from forerun.errors import ArgumentError
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.support import text_config
-from forerun.training.batch import FeatureBatch, Objective
+from forerun.training.batch import Batches, FeatureBatch, Objective
 from forerun.training.data.store import PackedWindows, PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.manifest import loaded_from, target_hash, wanted_manifest
 from forerun.training.features.online import OnlineFeatures
@@ -33,7 +33,7 @@ from forerun.training.features.store import FeatureStore, OfflineFeatures
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, spread
 from forerun.training.loop.trackers import tracker
-from forerun.training.loop.trainer import train
+from forerun.training.loop.trainer import Evaluate, train
 from forerun.training.loop.update import backward
 from forerun.training.objectives import objective_for
 from forerun.training.objectives.base import FrozenTarget
@@ -44,15 +44,9 @@ from forerun.types import SamplingParams, SpeculationStats
 def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
     """The frozen causal LM in evaluation mode, and its tokenizer. Every process of a group must call it.
 
-    ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part of each
-    layer on every process, by transformers' ``tp_plan``. Embedding and output head stay whole on every process: the
-    head that is trained reads both, with tokens of its own.
-
-    Args:
-        name: directory, hub id or the name of a shipped model.
-        dtype: of the weights.
-        spread: ``none``, ``fsdp`` or ``tp``; with a single process all are the same.
-        parallel: this process among all; tensor parallel and sharding reach over all of them.
+    `spread`: ``fsdp`` shards the weights of each decoder layer and gathers a layer when it runs; ``tp`` computes a part
+    of each layer on every process, by transformers' ``tp_plan``. Embedding and output head stay whole everywhere: the
+    head that is trained reads both.
 
     Raises:
         ArgumentError: the target's heads cannot be split over so many processes.
@@ -62,14 +56,13 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
 
     path = demo.resolve(name)
     if parallel.world == 1 or spread == "none":
-        model = _whole(path, dtype, str(parallel.device))
+        model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device)))
     else:
         model = _tensor_parallel(path, dtype, parallel) if spread == "tp" else _sharded(path, dtype, parallel)
     return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
 
 
-def _whole(name: str | Path, dtype: str, device: str) -> Any:
-    options = LoadOptions(dtype=dtype, device=device)
+def _open(name: str | Path, options: LoadOptions) -> Any:
     return open_model(name, options, read_config(name, options), quiet=True)
 
 
@@ -80,7 +73,7 @@ def _sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     model = None
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world))):
         if turn == mine:
-            model = _whole(name, dtype, "cpu")
+            model = _open(name, LoadOptions(dtype=dtype, device="cpu"))
             for layer in layers_of(base_of(model), text_config(model).num_hidden_layers)[1]:
                 fully_shard(layer, mesh=mesh)
             model.to(parallel.device)
@@ -93,23 +86,15 @@ def _tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     """Load by transformers' ``tp_plan``: each process reads its part of the layers only."""
     options = LoadOptions(dtype=dtype, tp_plan="auto")
     config = read_config(name, options)
-    _refuse_uneven(config.get_text_config(decoder=True), parallel.world)
-    model = open_model(name, options, config, quiet=True)
-    _make_whole(model)
-    return model
-
-
-def _refuse_uneven(config: Any, parts: int) -> None:
-    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if groups % parts:
+    text = config.get_text_config(decoder=True)
+    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if groups % parallel.world:
         raise ArgumentError(
-            f"target_parallel=tp gives each of {parts} processes as many key-value heads, but the target has {groups}: "
-            f"use target_parallel=fsdp, or a number of processes that divides {groups}"
+            f"target_parallel=tp gives each of {parallel.world} processes as many key-value heads, but the target has "
+            f"{groups}: use target_parallel=fsdp, or a number of processes that divides {groups}"
         )
-
-
-def _make_whole(model: Any) -> None:
-    """Gather embedding and output head, and let them run as they would without a plan."""
+    model = open_model(name, options, config, quiet=True)
+    # Gather embedding and output head, and let them run as they would without a plan.
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output.weight is embedding.weight
     for module in (embedding, output):
@@ -120,6 +105,7 @@ def _make_whole(model: Any) -> None:
         module.__dict__.pop("forward", None)
     if tied:
         output.weight = embedding.weight
+    return model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,14 +119,11 @@ class Run:
     """What is decoded while training."""
     head: Head
     objective: Objective
-    batches: OnlineBatches | OfflineBatches
-    evaluate: Callable[[int], Mapping[str, float]] | None
+    batches: RunBatches
+    evaluate: Evaluate | None
 
     def plan(self, parallel: Parallel) -> dict[str, Any]:
-        """What the run will take: parameters, bytes, steps, and the time of a step, measured. Trains nothing.
-
-        Every process must call it.
-        """
+        """Parameters, bytes, steps, and the time of a step, measured; trains nothing. Every process must call it."""
         settings, windows = self.recipe.training, self.recipe.windows
         weights = sum(weight.numel() for weight in self.head.trainable().values())
         steps = settings.total_steps(self.batches.steps_per_epoch)
@@ -174,7 +157,7 @@ class Run:
         if self.prompts is not None:
             contents["evaluation.prompts"] = self.prompts.hash
         found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
-        if isinstance(self.batches, OfflineBatches):
+        if isinstance(self.batches.source, OfflineFeatures):
             stored = self.batches.source.store.manifest
             found["features"] = f"{stored.dtype} by {stored.source}"
         # Twice the processes with half the rows see the same batches.
@@ -193,11 +176,11 @@ class Run:
 
 
 @dataclass(kw_only=True, slots=True)
-class OnlineBatches:
-    """Features computed when they are wanted."""
+class RunBatches(Batches):
+    """Packed windows with features: computed when they are wanted, or read from disk."""
 
     windows: PackedWindows
-    source: OnlineFeatures
+    source: OnlineFeatures | OfflineFeatures
     device: torch.device
     steps_per_epoch: int
     together: bool = False
@@ -205,6 +188,8 @@ class OnlineBatches:
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""
+        if isinstance(self.source, OfflineFeatures):
+            return self.source.features(step, rank, world).to(self.device)
         mine = None
         for member in range(world) if self.together else (rank,):
             found = self.source.features(self.windows.batch(step, member, world).to(self.device))
@@ -213,25 +198,8 @@ class OnlineBatches:
         return mine
 
 
-@dataclass(kw_only=True, slots=True)
-class OfflineBatches:
-    """Features read from disk."""
-
-    source: OfflineFeatures
-    device: torch.device
-    steps_per_epoch: int
-
-    def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """The rank's share of a step."""
-        return self.source.features(step, rank, world).to(self.device)
-
-
 def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
-    """Load and check everything, on the device of this process; nothing is trained yet.
-
-    Raises:
-        ForerunError: whatever does not fit together.
-    """
+    """Load and check everything, on the device of this process; nothing is trained yet."""
     kind = kind_named(recipe.kind)
     make_objective = objective_for(kind)
     format_for(kind.stored_as)  # what could not be written need not be trained
@@ -243,13 +211,7 @@ def assemble(recipe: TrainRecipe[Any], parallel: Parallel) -> Run:
         gradient_checkpointing=recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing,
     )
     objective: Objective = make_objective(head, FrozenTarget.of(model), settings)
-    windows = PackedWindows(
-        data,
-        length=recipe.windows.length,
-        rows=recipe.windows.rows,
-        seed=recipe.training.seed,
-        min_tokens=recipe.windows.min_tokens,
-    )
+    windows = PackedWindows(data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
     prompts = PreparedData.open(recipe.evaluation.prompts) if recipe.evaluation.prompts is not None else None
     return Run(
         recipe=recipe,
@@ -286,24 +248,24 @@ def _head(recipe: TrainRecipe[Any], model: Any, data: PreparedData) -> Head:
 
 def _batches(
     recipe: TrainRecipe[Any], model: Any, tokenizer: Any, windows: PackedWindows, head: Head, world: int
-) -> OnlineBatches | OfflineBatches:
-    epoch = windows.steps_per_epoch(world)
-    if recipe.mode == "online":
-        source, together = OnlineFeatures(model, head.config.boundaries), recipe.target_parallel == "tp"
-        return OnlineBatches(
-            windows=windows, source=source, device=model.device, steps_per_epoch=epoch, together=together
-        )
-    assert recipe.features is not None
-    wanted = wanted_manifest(
-        demo.resolve(recipe.target), tokenizer, windows.data, head.config.boundaries, head.config.target_hidden_size
+) -> RunBatches:
+    source: OnlineFeatures | OfflineFeatures
+    if recipe.features is None:
+        source = OnlineFeatures(model, head.config.boundaries)
+    else:
+        target, config = demo.resolve(recipe.target), head.config
+        wanted = wanted_manifest(target, tokenizer, windows.data, config.boundaries, config.target_hidden_size)
+        source = OfflineFeatures(FeatureStore.open(recipe.features, wanted), windows)
+    return RunBatches(
+        windows=windows,
+        source=source,
+        device=model.device,
+        steps_per_epoch=windows.steps_per_epoch(world),
+        together=recipe.target_parallel == "tp",
     )
-    store = FeatureStore.open(recipe.features, wanted)
-    return OfflineBatches(source=OfflineFeatures(store, windows), device=model.device, steps_per_epoch=epoch)
 
 
-def _evaluation(
-    wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head
-) -> Callable[[int], Mapping[str, float]]:
+def _evaluation(wanted: EvaluationRecipe, source: PreparedData, model: Any, head: Head) -> Evaluate:
     count = min(wanted.count, len(source))
     prompts = [source.document(index)[0][: wanted.prompt_tokens].tolist() for index in range(count)]
     evaluation = Evaluation(model, prompts, wanted.settings)
@@ -313,12 +275,9 @@ def _evaluation(
 class Evaluation:
     """Acceptance of a head in real speculative decoding of held-out prompts, pooled over all steps."""
 
-    def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings | None = None
-    ) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings) -> None:
         """`model` is the target, a transformers causal LM; `prompts` are token ids."""
-        self.model, self.prompts = model, [list(prompt) for prompt in prompts]
-        self.settings = settings or EvaluationSettings()
+        self.model, self.prompts, self.settings = model, [list(prompt) for prompt in prompts], settings
 
     def __call__(self, head: Head) -> Mapping[str, float]:
         """``chain_t0``, ``tree_t0``, ``chain_t1``, ``tree_t1``: mean acceptance lengths, bonus included.
@@ -362,10 +321,7 @@ class Evaluation:
 
 
 def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> dict[str, Any]:
-    """Train, take the best weights, and write the finished head; every process must call it. The outcome, for a report.
-
-    With `allow_changes` it goes on from a checkpoint that was trained under another recipe.
-    """
+    """Train, take the best weights, write the finished head; every process must call it. The outcome, for a report."""
     recipe, output = run.recipe, Path(run.recipe.output)
     trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
     result = train(
@@ -380,6 +336,6 @@ def train_head(run: Run, parallel: Parallel, *, allow_changes: bool = False) -> 
         allow_changes=allow_changes,
     )
     weights = output / "best" if result.best is not None else result.checkpoint
-    told = ("reason", "steps", "tokens", "loss", "best", "best_step", "seconds", "interrupted")
-    outcome = {name: getattr(result, name) for name in told}
+    outcome = dataclasses.asdict(result) | {"interrupted": result.interrupted}
+    del outcome["checkpoint"]
     return outcome | {"head": parallel.on_first(lambda: str(run.export(weights)))}

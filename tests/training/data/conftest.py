@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun.manifests import TokenizerIdentity
-from forerun.training.data.store import PreparedData, PreparedWriter
+from forerun.training.data.store import PreparedData, write_prepared
 
 PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"
@@ -78,11 +78,8 @@ def write_lines(path: Path, records: Iterable[Any]) -> Path:
 
 def store(folder: Path, documents: Iterable[tuple[list[int], list[bool]]], vocab_size: int = 100) -> PreparedData:
     """Prepared data from ready documents."""
-    with PreparedWriter(folder) as writer:
-        for tokens, mask in documents:
-            writer.add(tokens, mask)
-        identity = TokenizerIdentity(name="toy", vocab_size=vocab_size, vocabulary="v", template="t")
-        return writer.finish(identity, {})
+    identity = TokenizerIdentity(name="toy", vocab_size=vocab_size, vocabulary="v", template="t")
+    return write_prepared(folder, documents, identity)
 
 
 def random_documents(seed: int, count: int, longest: int) -> list[tuple[list[int], list[bool]]]:

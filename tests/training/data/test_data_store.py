@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from damage import flipped
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import MANIFEST
 from forerun.training.data.prepare import PrepareOptions, prepare
-from forerun.training.data.store import PreparedData, PreparedWriter
+from forerun.training.data.store import PreparedData
 from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, store, write_lines
 
 DOCUMENTS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
@@ -94,10 +95,14 @@ def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> Non
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
     store(tmp_path / "data", DOCUMENTS)
     with pytest.raises(DataError, match="exists"):
-        PreparedWriter(tmp_path / "data")
-    with pytest.raises(RuntimeError), PreparedWriter(tmp_path / "broken") as writer:
-        writer.add(*DOCUMENTS[0])
+        store(tmp_path / "data", DOCUMENTS)
+
+    def breaking() -> Iterator[tuple[list[int], list[bool]]]:
+        yield DOCUMENTS[0]
         raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        store(tmp_path / "broken", breaking())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -126,10 +127,10 @@ class FakeVllm:
         return outputs
 
 
-def vllm_features(model: Any, directory: Path, scratch: Path | None = None) -> VllmFeatures:
+def vllm_features(model: Any, directory: Path) -> VllmFeatures:
     model.save_pretrained(directory)
     norm = FinalNorm(directory, model.config)
-    return VllmFeatures("target", (1, 2), norm, num_layers=4, max_tokens=21, batch_tokens=16, scratch=scratch)
+    return VllmFeatures("target", (1, 2), norm, num_layers=4, max_tokens=21, batch_tokens=16)
 
 
 def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass_the_probe(
@@ -208,18 +209,19 @@ def test_an_engine_that_fails_is_told_of_and_leaves_no_files(tmp_path: Path, mon
     fake = FakeVllm(model, monkeypatch)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
 
     def dead(*_args: Any, **_options: Any) -> None:
         raise RuntimeError("EngineCore encountered an issue.")
 
-    source = vllm_features(model, tmp_path, scratch)
+    source = vllm_features(model, tmp_path)
     monkeypatch.setattr(fake, "generate", dead)
     with pytest.raises(DataError, match=r"vLLM stopped: EngineCore encountered an issue\. Its log above says why"):
         source.documents(TOKENS)
     source.close()
     monkeypatch.setattr(sys.modules["vllm"], "LLM", dead)
     with pytest.raises(DataError, match="vLLM did not start: EngineCore"):
-        vllm_features(model, tmp_path, scratch)
+        vllm_features(model, tmp_path)
     assert not list(scratch.iterdir())
 
 

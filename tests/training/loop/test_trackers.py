@@ -23,12 +23,12 @@ def test_a_missing_package_is_named_with_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     with pytest.raises(ArgumentError, match=f"pip install {name}"):
-        tracker(name, tmp_path)
+        tracker(name, tmp_path, {})
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"'wandbb' is unknown.*Did you mean 'wandb'"):
-        tracker("wandbb", tmp_path)
+        tracker("wandbb", tmp_path, {})
 
 
 def test_wandb_gets_every_value_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +39,10 @@ def test_wandb_gets_every_value_and_the_end(tmp_path: Path, monkeypatch: pytest.
         finish=lambda: calls.append("finished"),
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    opened = tracker("wandb", tmp_path / "run7", {"seed": 1}, project="heads")
+    opened = tracker("wandb", tmp_path / "run7", {"seed": 1})
     train(Toy(), Numbers(), settings(steps=2), tmp_path / "run7", trackers=[opened])
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run7" / "log.jsonl").read_text().splitlines()]
-    begun = {"project": "heads", "name": "run7", "config": {"seed": 1}}
+    begun = {"project": "forerun", "name": "run7", "config": {"seed": 1}}
     assert calls == [begun, (1, losses[0]), (2, losses[1]), "finished"]
 
 

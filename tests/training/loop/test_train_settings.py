@@ -59,12 +59,14 @@ def test_warmup_in_steps_beats_the_share() -> None:
     ],
 )
 def test_schedule_values(shape: str, values: list[float]) -> None:
-    found = [rate_factor(step, 6, 2, shape, 0.1) for step in range(7)]
+    settings = TrainSettings(warmup_steps=2, schedule=shape, min_rate_share=0.1)
+    found = [rate_factor(step, 6, settings) for step in range(7)]
     assert found == pytest.approx(values, abs=1e-4)
 
 
 def test_no_step_of_a_run_has_rate_zero() -> None:
     for shape in ("cosine", "linear"):
-        assert all(rate_factor(step, 5, 0, shape, 0.0) > 0 for step in range(5))
-        assert rate_factor(0, 1, 0, shape, 0.0) == 1.0
-    assert rate_factor(0, 1, 1, "linear", 0.0) == 1.0
+        settings = TrainSettings(warmup_steps=0, schedule=shape)
+        assert all(rate_factor(step, 5, settings) > 0 for step in range(5))
+        assert rate_factor(0, 1, settings) == 1.0
+    assert rate_factor(0, 1, TrainSettings(warmup_steps=1, schedule="linear")) == 1.0

@@ -160,17 +160,11 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
     assert asked == [2, 4], "a finished run does nothing"
 
 
-def test_resume_from_a_path_and_never(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     run(tmp_path / "one", steps=4, save_every_steps=2)
-    former = tmp_path / "one" / "checkpoint-2"
-    train(Toy(), Numbers(), settings(steps=4), tmp_path / "two", resume=former)
+    shutil.copytree(tmp_path / "one" / "checkpoint-2", tmp_path / "two" / "checkpoint-2")
+    train(Toy(), Numbers(), settings(steps=4, save_every_steps=2), tmp_path / "two")
     same_files(tmp_path / "one" / "checkpoint-4", tmp_path / "two" / "checkpoint-4")
-    with pytest.raises(ArgumentError, match="two lines of training"):
-        train(Toy(), Numbers(), settings(steps=4), tmp_path / "one", resume=former)
-    with pytest.raises(ArgumentError, match="holds checkpoint-4"):
-        train(Toy(), Numbers(), settings(steps=4), tmp_path / "one", resume="never")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        train(Toy(), Numbers(), settings(steps=4), tmp_path / "three", resume=tmp_path / "nowhere")
 
 
 CHANGED: dict[str, object] = {
@@ -301,7 +295,7 @@ def test_a_checkpoint_of_another_optimizer_or_module_is_refused(tmp_path: Path) 
         run(tmp_path, steps=2, optimizer="muon", allow_changes=True)
     toy = Toy()
     toy.head.frozen = torch.nn.Identity()  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match=r"unknown tensors \['frozen\.bias', 'frozen\.weight'\]"):
+    with pytest.raises(CheckpointError, match=r"of another module.*(?s:.)*frozen\.bias.*frozen\.weight"):
         run(tmp_path, toy, steps=2, allow_changes=True)
 
 
@@ -310,7 +304,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
     model = load_file(folder / checkpoint.MODEL)
     save_file(model | {"norm.bias": torch.zeros(3)}, folder / checkpoint.MODEL)
-    with pytest.raises(CheckpointError, match=r"norm\.bias has shape \(3,\), the module wants \(6,\)"):
+    with pytest.raises(CheckpointError, match=r"norm\.bias: copying a param with shape .*\[3\].*\[6\]"):
         run(tmp_path, steps=2, allow_changes=True)
     (folder / checkpoint.MODEL).write_bytes((folder / checkpoint.OPTIMIZER).read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
@@ -323,11 +317,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_random_states_survive_text() -> None:
-    checkpoint.seed_all(3, 0)
+    checkpoint.begin_random([], 3, 0, 0)
     random.gauss(0, 1), np.random.normal(), torch.randn(3)
     text = checkpoint.capture_random()
     drawn = [(random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()) for _ in range(2)]
     checkpoint.restore_random(text)
     assert [(random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()) for _ in range(2)] == drawn
-    checkpoint.seed_all(3, 1)
+    checkpoint.begin_random([], 3, 1, 0)
     assert torch.randn(3).tolist() != drawn[0][2]

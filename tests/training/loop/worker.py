@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -70,11 +71,10 @@ def accumulated(output: Path, parallel: Parallel) -> None:
 def elastic(folder: Path, mode: str, parallel: Parallel) -> None:
     """Go on from what one process wrote."""
     for optimizer in OPTIMIZERS:
-        start = folder / f"single-{optimizer}" / f"checkpoint-{CUT}"
-        train(
-            Toy(head=Head(seed=5)), Numbers(), choice(optimizer), folder / f"one-to-{mode}-{optimizer}",  # type: ignore[arg-type]
-            parallel=parallel, resume=start,
-        )  # fmt: skip
+        start, output = f"checkpoint-{CUT}", folder / f"one-to-{mode}-{optimizer}"
+        if parallel.first:
+            shutil.copytree(folder / f"single-{optimizer}" / start, output / start)
+        train(Toy(head=Head(seed=5)), Numbers(), choice(optimizer), output, parallel=parallel)  # type: ignore[arg-type]
 
 
 def failures(output: Path, parallel: Parallel) -> None:

@@ -26,6 +26,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_he
 from forerun.checkpoints.engines import Exported, export_head
 from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.manifests import read_object
 from forerun.model.layers import device_of
 from forerun.training.batch import TokenBatch
 from forerun.training.convert.settings import ConvertSettings, head_shape, read_mode
@@ -36,7 +37,6 @@ from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.writing import written
 
 FOLDER = "eagle_head"
-"""Of the head, inside the model's directory."""
 MARKER = "forerun_convert.json"
 """Says that a directory holds a converted model, and with which settings it was converted."""
 IGNORED = -100
@@ -78,12 +78,18 @@ def convert(model: Any, mode: Any) -> Any:
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"convert: expected a transformers causal LM, got {type(model).__name__}")
     settings = read_mode(mode)
-    _check_forward(model)
+    if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
+        raise ArgumentError("convert: somebody replaced this model's forward (a compiler?); convert it before that")
     config = head_shape(model, settings)
     source = OnlineFeatures(model, config.boundaries)
     ids = None if settings.draft_vocab_ids is None else checked_ids(settings.draft_vocab_ids, config)
-    _attach(model, _fresh(model, config, ids), settings, source)
-    model._eagle_ready = ids is not None or not config.reduced_vocabulary
+    ready = ids is not None or not config.reduced_vocabulary
+    # A reduced vocabulary that is not known yet is the first tokens.
+    head = EagleHead.initial(
+        model, config, ids if ready else torch.arange(config.draft_vocab_size), seed=torch.initial_seed()
+    )
+    _attach(model, head, settings, source)
+    model._eagle_ready = ready
     return model
 
 
@@ -97,10 +103,10 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
     if not isinstance(directory, str | Path):
         return model
     folder = Path(directory) / subfolder
-    mode = _read_marker(folder)
-    if mode is None or isinstance(loaded, EagleModel) or loaded.get_output_embeddings() is None:
+    marker = folder / MARKER
+    if not marker.is_file() or isinstance(loaded, EagleModel) or loaded.get_output_embeddings() is None:
         return model
-    settings = read_mode(mode)
+    settings = read_mode(read_object(marker, "convert the base model anew", CheckpointError))
     text = loaded.config.get_text_config()
     found = read_head(folder / FOLDER, num_layers=text.num_hidden_layers)
     if (found.config.target_hidden_size, found.config.vocab_size) != (text.hidden_size, text.vocab_size):
@@ -135,9 +141,8 @@ def enable_huggingface_checkpointing() -> None:
 
 def disable_huggingface_checkpointing() -> None:
     """Undo `enable_huggingface_checkpointing`; without it, nothing happens."""
-    PreTrainedModel.from_pretrained = getattr(
-        PreTrainedModel.__dict__["from_pretrained"], _PLAIN, PreTrainedModel.__dict__["from_pretrained"]
-    )
+    current = PreTrainedModel.__dict__["from_pretrained"]
+    PreTrainedModel.from_pretrained = getattr(current, _PLAIN, current)
 
 
 def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: OnlineFeatures) -> None:
@@ -150,30 +155,6 @@ def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: Onli
     setattr(model, HEAD, head.to(device_of(model.get_input_embeddings())).train(model.training))
     model._eagle_settings, model._eagle_source = settings, source
     model._eagle_fresh = model._eagle_reading = False
-
-
-def _check_forward(model: Any) -> None:
-    if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
-        raise ArgumentError("convert: somebody replaced this model's forward (a compiler?); convert it before that")
-
-
-def _fresh(model: Any, config: EagleConfig, ids: Tensor | None) -> EagleHead:
-    """An untrained head in float32; a reduced vocabulary that is not known yet is the first tokens."""
-    seed = torch.initial_seed()
-    if ids is None and config.reduced_vocabulary:
-        ids = torch.arange(config.draft_vocab_size)
-    return EagleHead.initial(model, config, ids, seed=seed)
-
-
-def _read_marker(directory: Path) -> Any:
-    """What `convert` was given when the model in `directory` was converted; None: it is no converted model's."""
-    file = directory / MARKER
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON: {error}") from error
 
 
 @dataclass
@@ -197,7 +178,6 @@ class EagleModel:
     _eagle_settings: ConvertSettings
     _eagle_source: OnlineFeatures
     _eagle_ready: bool = False
-    """The head knows which tokens it can propose."""
     _eagle_fresh: bool = False
     """The head is as it was loaded: no loss has been taken since."""
     _eagle_reading: bool = False
@@ -263,10 +243,7 @@ class EagleModel:
         """Put the weights of a saved head into this model's; `directory` is a converted model's or the head's own.
 
         transformers' Trainer reads only the base model back when it resumes: call this with the checkpoint before
-        ``trainer.train(resume_from_checkpoint=...)``.
-
-        Raises:
-            CheckpointError: there is no head, or one of another shape.
+        ``trainer.train(resume_from_checkpoint=...)``. CheckpointError for no head, or one of another shape.
         """
         folder = Path(directory)
         folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
@@ -302,11 +279,7 @@ class EagleModel:
             return export_head(stored, facts, to, Path(directory), force=force)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module. Weights without the head are refused if they would leave a trained head as it is.
-
-        Raises:
-            ArgumentError: `state_dict` holds no head and this model's was trained since it was loaded.
-        """
+        """As of every module. Weights without the head are refused if they would leave a trained head as it is."""
         if not strict and not self._eagle_fresh and not any(name.startswith(f"{HEAD}.") for name in state_dict):
             raise ArgumentError(
                 "these weights hold no head, so the model's would stay as it is now. A checkpoint of a converted model "
@@ -396,7 +369,11 @@ def converted_class(base: type) -> type:
     ``forward`` takes what the base's takes, and ``loss_mask``.
     """
     plain = cast(Any, base).forward
-    signature = _with_loss_mask(inspect.signature(plain))
+    own = inspect.signature(plain)
+    mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
+    # Sorted stably by kind, so that the new one stands before ``**kwargs``.
+    parameters = [*(item for item in own.parameters.values() if item.name != "loss_mask"), mask]
+    signature = own.replace(parameters=sorted(parameters, key=lambda item: item.kind))
     names = [name for name in signature.parameters if name not in ("self", "loss_mask")]
 
     @functools.wraps(plain)
@@ -425,18 +402,9 @@ def converted_class(base: type) -> type:
     return type(base.__name__, (EagleModel, base), body)
 
 
-def _with_loss_mask(signature: inspect.Signature) -> inspect.Signature:
-    parameters = [item for item in signature.parameters.values() if item.name != "loss_mask"]
-    rest = [item for item in parameters if item.kind is inspect.Parameter.VAR_KEYWORD]
-    fixed = [item for item in parameters if item.kind is not inspect.Parameter.VAR_KEYWORD]
-    mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
-    return signature.replace(parameters=[*fixed, mask, *rest])
-
-
 def _for_export(model: Any, settings: ConvertSettings) -> HeadCheckpoint:
     """The head of a converted model as engines want it: an output head of its own, the dtype that was asked for."""
-    found = HeadCheckpoint.of(model.eagle_module)
-    config, tensors = found.config, dict(found.tensors)
+    config, tensors = model.eagle_module.config, dict(HeadCheckpoint.of(model.eagle_module).tensors)
     if config.generation == 3 and not config.own_lm_head:
         config = dataclasses.replace(config, own_lm_head=True)
         tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu().clone()
@@ -454,24 +422,19 @@ def token_batch(
     loss_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> TokenBatch:
-    """A batch whose padding is at the end of each row, wherever it was.
+    """A batch whose padding is at the end of each row, wherever it was; each argument (B, S), or ArgumentError.
 
     Args:
-        input_ids: (B, S) int64.
-        attention_mask: (B, S), 0 for padding; None: there is none.
-        labels: (B, S), -100 where token i does not count; not shifted, as everywhere in transformers.
-        loss_mask: (B, S), the same as a mask; a token counts if both say so. Without either, all count.
-        position_ids: (B, S); where they do not go on by one a new document begins, which sees nothing before it.
-
-    Raises:
-        ArgumentError: a shape other than (B, S).
+        attention_mask: 0 for padding.
+        labels: -100 where token i does not count; not shifted, as everywhere in transformers.
+        loss_mask: the same as a mask; a token counts if both say so. Without either, all count.
+        position_ids: where they do not go on by one a new document begins, which sees nothing before it.
     """
     named = {"attention_mask": attention_mask, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
     for name, values in named.items():
         if values is not None and values.shape != input_ids.shape:
-            raise ArgumentError(
-                f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
-            )
+            shapes = f"input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
+            raise ArgumentError(f"{name} must be shaped like {shapes}")
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     counts = real if loss_mask is None else real & loss_mask.bool()
     if labels is not None:
@@ -480,11 +443,7 @@ def token_batch(
     order = torch.sort((~real).long(), dim=1, stable=True).indices
     real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
     index = torch.arange(real.shape[1], device=real.device).expand_as(real)
-    if position_ids is None:
-        return TokenBatch(
-            tokens=tokens * real, loss_mask=counts, documents=real.long() - 1, positions=torch.where(real, index, 0)
-        )
-    positions = position_ids.gather(1, order)
+    positions = index if position_ids is None else position_ids.gather(1, order)
     begins = torch.ones_like(real)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     documents = torch.where(real, begins.long().cumsum(1) - 1, -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "eagle_architecture_config"
 VOCABULARY_IDS = "eagle_draft_vocab_ids"
+FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +28,6 @@ class Key:
     """One key of the configuration."""
 
     default: Any
-    """ModelOpt's, unless the table says otherwise."""
     refusal: str | None = None
     """Why another value than the default is refused; None: any value is honoured."""
     ours: bool = False
@@ -34,6 +35,10 @@ class Key:
 
 
 _LORA = "the base model stays as it is, so nothing is trained inside it"
+_LORA_DEFAULTS: dict[str, Any] = {
+    **{"": False, "_rank": 64, "_alpha": 16, "_target_modules": None, "_preservation_loss_weight": 0.1},
+    **{"_warmup_steps": 0, "_start_layer": None, "_logits_detach_prob": 0.5},
+}
 _LLAMA = "the head is a Llama-like decoder"
 _PARALLEL = "the head drafts one token after the other"
 
@@ -58,14 +63,7 @@ KEYS: dict[str, Key] = {
     "eagle_enable_nvtx": Key(default=False, refusal="there are no NVTX ranges; use torch.profiler"),
     # ModelOpt exports yarn x 32, another rope than the head was trained with. Here a head is exported as it is.
     "eagle_export_rope_scaling": Key(default={}),
-    "eagle_base_lora": Key(default=False, refusal=_LORA),
-    "eagle_base_lora_rank": Key(default=64, refusal=_LORA),
-    "eagle_base_lora_alpha": Key(default=16, refusal=_LORA),
-    "eagle_base_lora_target_modules": Key(default=None, refusal=_LORA),
-    "eagle_base_lora_preservation_loss_weight": Key(default=0.1, refusal=_LORA),
-    "eagle_base_lora_warmup_steps": Key(default=0, refusal=_LORA),
-    "eagle_base_lora_start_layer": Key(default=None, refusal=_LORA),
-    "eagle_base_lora_logits_detach_prob": Key(default=0.5, refusal=_LORA),
+    **{f"eagle_base_lora{name}": Key(default=default, refusal=_LORA) for name, default in _LORA_DEFAULTS.items()},
     VOCABULARY_IDS: Key(default=None, ours=True),
 }
 """Of the configuration itself. `eagle_draft_vocab_ids` (Vd,) names the tokens that the head can propose."""
@@ -97,18 +95,12 @@ ARCHITECTURE_KEYS: dict[str, Key] = {
     "parallel_draft_heads_num_layers": Key(default=1, refusal=_PARALLEL),
     "has_lm_head": Key(default=False),
     # Taken from the base model where they are not given.
-    "hidden_size": Key(default=None, ours=True),
-    "vocab_size": Key(default=None, ours=True),
-    "draft_vocab_size": Key(default=None, ours=True),
-    "max_position_embeddings": Key(default=None, ours=True),
+    **dict.fromkeys(
+        ("hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"), Key(default=None, ours=True)
+    ),
     # Variants that ModelOpt 0.47 cannot train: EAGLE-3.1, speculators, Qwen3-like heads.
-    "norm_before_residual": Key(default=False, ours=True),
-    "norm_before_fc": Key(default=False, ours=True),
-    "fc_norm": Key(default=False, ours=True),
-    "norm_output": Key(default=False, ours=True),
-    "qk_norm": Key(default=False, ours=True),
+    **dict.fromkeys((*FEATURE_NORMS, "qk_norm"), Key(default=False, ours=True)),
 }
-"""Of `eagle_architecture_config`."""
 
 
 def preset(architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -130,22 +122,10 @@ EAGLE1_DEFAULT_CFG: dict[str, Any] = preset(
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAME_NAME = (
-    "hidden_act",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "initializer_range",
-    "rms_norm_eps",
-    "mlp_bias",
-    "attention_bias",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "qk_norm",
-)
+    "hidden_act", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "initializer_range", "rms_norm_eps", "mlp_bias", "attention_bias", "norm_before_residual", "norm_before_fc",
+    "fc_norm", "norm_output", "qk_norm",
+)  # fmt: skip
 """Architecture keys that `EagleConfig` calls the same."""
 
 
@@ -158,9 +138,7 @@ class ConvertSettings:
     architecture: Mapping[str, Any]
     """All keys of `eagle_architecture_config`, defaults filled in."""
     steps: int
-    """How often the head is unrolled on its own features."""
     decay: float
-    """Weight of step t is decay^t, normalised to sum 1."""
     report_accuracy: bool
     """Whether a loss comes with `train_acc`; reading it waits for the device."""
     distill_features: bool
@@ -168,33 +146,20 @@ class ConvertSettings:
     export_rope_scaling: Mapping[str, Any] | None
     """Written over a default rope when the head is exported; None: as it was trained."""
     draft_vocab_ids: tuple[int, ...] | None
-    """Tokens that the head can propose, if the configuration names them."""
 
-    @property
-    def export_dtype(self) -> str:
-        """Name of the torch dtype that an exported head has."""
-        return str(self.architecture["torch_dtype"]).removeprefix("torch.")
-
-    @property
-    def generation(self) -> int:
-        """3 or 1, as in `EagleConfig`."""
-        return 3 if self.architecture["use_aux_hidden_state"] else 1
+    export_dtype: str
 
 
 def read_mode(mode: Any) -> ConvertSettings:
-    """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``.
-
-    Raises:
-        ArgumentError: another form, another algorithm, or a configuration that cannot be honoured.
-    """
+    """From what `convert` is given: ``[("eagle", config)]`` or ``{"algorithm": "eagle", "config": config}``."""
     pairs = [mode] if isinstance(mode, Mapping) else mode
     if not isinstance(pairs, Sequence) or isinstance(pairs, str) or len(pairs) != 1:
-        raise ArgumentError(f'convert: mode must be [("eagle", config)], one pair in a list; got {_short(mode)}')
+        raise ArgumentError(f'convert: mode must be [("eagle", config)], one pair in a list; got {reprlib.repr(mode)}')
     pair = pairs[0]
     if isinstance(pair, Mapping) and set(pair) <= {"algorithm", "config"}:
         pair = (pair.get("algorithm"), pair.get("config", {}))
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise ArgumentError(f'convert: mode must hold a pair ("eagle", config), got {_short(pair)}')
+        raise ArgumentError(f'convert: mode must hold a pair ("eagle", config), got {reprlib.repr(pair)}')
     name, config = pair
     if name != "eagle":
         raise ArgumentError(f"convert: there is no mode {name!r}; heads of the kind 'eagle' can be attached")
@@ -226,15 +191,12 @@ def read_settings(config: Any) -> ConvertSettings:
         distill_features=found["eagle_hidden_state_distillation"],
         export_rope_scaling=found["eagle_export_rope_scaling"] or None,
         draft_vocab_ids=None if ids is None else tuple(int(token) for token in ids),
+        export_dtype=dtype,
     )
 
 
 def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
-    """The head that these settings mean for a transformers causal LM.
-
-    Raises:
-        ArgumentError: sizes or layers that the model does not have.
-    """
+    """The head that these settings mean for a transformers causal LM; ArgumentError if it does not fit the model."""
     from forerun.drafters.heads.eagle import EagleConfig
 
     shape, text = settings.architecture, model.config.get_text_config()
@@ -248,17 +210,18 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
     if shape["max_position_embeddings"] is not None:
         options["max_position_embeddings"] = shape["max_position_embeddings"]
-    first = settings.generation == 1
-    if not first:
+    third = shape["use_aux_hidden_state"]
+    if third:
         layers = shape["eagle_aux_hidden_state_layer_ids"]
         options["boundaries"] = _boundaries(layers, text.num_hidden_layers)
-    return EagleConfig.for_target("eagle" if first else "eagle3", model, draft_vocab_size, options)
+    return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
 
 def _checked(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """With defaults for what is missing."""
     if not isinstance(given, Mapping):
-        raise ArgumentError(f"convert: {where.rstrip('.') or 'the configuration'} must be a dict, got {_short(given)}")
+        raise ArgumentError(
+            f"convert: {where.rstrip('.') or 'the configuration'} must be a dict, got {reprlib.repr(given)}"
+        )
     for name, value in given.items():
         if name not in known:
             raise ArgumentError(f"convert: unknown key {where}{name}.{nearest(str(name), known)}")
@@ -295,7 +258,7 @@ def _check_kind(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty"
         )
-    if not third and any(shape[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")):
+    if not third and any(shape[name] for name in FEATURE_NORMS):
         raise ArgumentError(f"convert: {kind} has no norms around its features; leave norm_* and fc_norm away")
     if third and config["eagle_hidden_state_distillation"]:
         raise ArgumentError(
@@ -329,8 +292,3 @@ def _rope(shape: Mapping[str, Any]) -> dict[str, Any]:
         )
     plain = scaling.get("rope_type", "default") == "default"
     return {"rope_theta": float(stated.pop() if stated else default), "rope_scaling": None if plain else scaling}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,31 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.datastore import (
-    ITEM,
-    KIND,
-    MOST_ITEMS,
-    SEPARATOR,
-    SORTED_TOKENS,
-    SUFFIXES,
-    TOKENS,
-    Manifest,
-    StoredFile,
-)
+from forerun.drafters.lookup import datastore as layout
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
-from forerun.training.data.prepare import BadRecords, Record, read_records
+from forerun.training.data.prepare import NO_TEMPLATE, BadRecords, Record, apply_template, usable_records
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tell = Callable[[str], None]
-"""Is told what is being done."""
 SORTING_BYTES = 48
 """Memory that sorting takes per token: text, ranks, keys and the order that is being made."""
-_EVERY = 100
-"""Documents between two words about the progress."""
 
 
 def build(
@@ -45,7 +32,7 @@ def build(
     name: str | None = None,
     bad: BadRecords | None = None,
     tell: Tell = lambda words: None,
-) -> Manifest:
+) -> layout.Manifest:
     """A datastore directory from data files.
 
     Args:
@@ -63,7 +50,10 @@ def build(
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
-    documents = _documents(files, tokenizer, bad or BadRecords(skip=False))
+    refused = bad or BadRecords(skip=False)
+    documents = (
+        ids for path in files for _, ids in usable_records(path, refused, lambda record: _ids(record, tokenizer))
+    )
     sources = [{"path": path.name, "sha256": digest_of(path)} for path in files if path.is_file()]
     return write(documents, TokenizerIdentity.of(tokenizer, name), output, sources=sources, tell=tell)
 
@@ -75,7 +65,7 @@ def write(
     *,
     sources: Sequence[Mapping[str, Any]] = (),
     tell: Tell = lambda words: None,
-) -> Manifest:
+) -> layout.Manifest:
     """A datastore directory from token ids; errors as `build`. It appears when it is complete, or not at all.
 
     Sorting takes `SORTING_BYTES` bytes of memory per token; `tell` hears the sum before it begins.
@@ -84,35 +74,35 @@ def write(
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise ArgumentError(f"{final} holds something already; name a new directory for the datastore")
     with written_folder(final) as folder:
-        count = _write_tokens(documents, folder / TOKENS, tell)
-        text = np.fromfile(folder / TOKENS, dtype=ITEM)
+        count = _write_tokens(documents, folder / layout.TOKENS, tell)
+        text = np.fromfile(folder / layout.TOKENS, dtype=layout.ITEM)
         tell(f"sorting {len(text):,} tokens in about {len(text) * SORTING_BYTES / 2**20:,.0f} MiB of memory")
         places = sorted_places(text, tell)
         if not len(places):
             raise DataError("nothing to draft from: no document has two tokens")
-        places.tofile(folder / SUFFIXES)
-        manifest = Manifest(
+        places.tofile(folder / layout.SUFFIXES)
+        manifest = layout.Manifest(
             tokenizer=identity,
             documents=count,
             tokens=len(text) - count - 1,
             places=len(places),
-            largest_token=int(text[text != SEPARATOR].max()),
-            sorted_tokens=SORTED_TOKENS,
-            files={name: StoredFile.of(folder / name) for name in (TOKENS, SUFFIXES)},
+            largest_token=int(text[text != layout.SEPARATOR].max()),
+            sorted_tokens=layout.SORTED_TOKENS,
+            files={name: layout.StoredFile.of(folder / name) for name in (layout.TOKENS, layout.SUFFIXES)},
             sources=tuple(sources),
         )
-        KIND.write(folder, asdict(manifest))
+        layout.KIND.write(folder, asdict(manifest))
     return manifest
 
 
 def sorted_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> NDArray[np.uint32]:
     """(places,) uint32: the contents of ``suffixes.bin`` for the contents (N,) of ``tokens.bin``."""
-    order = suffix_order(text[::-1], SORTED_TOKENS, tell)
+    order = suffix_order(text[::-1], layout.SORTED_TOKENS, tell)
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
-    kept = (text[places - 1] != SEPARATOR) & (text[places] != SEPARATOR)
-    result: NDArray[np.uint32] = places[kept].astype(ITEM)
-    return result
+    places = places[(text[places - 1] != layout.SEPARATOR) & (text[places] != layout.SEPARATOR)]
+    found: NDArray[np.uint32] = places.astype(layout.ITEM)
+    return found
 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
@@ -138,8 +128,7 @@ def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words
 
 
 def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) -> int:
-    """Write ``tokens.bin``; the number of documents."""
-    end = np.array([SEPARATOR], dtype=ITEM)
+    end = np.array([layout.SEPARATOR], dtype=layout.ITEM)
     count, items = 0, 1
     with path.open("wb") as file:
         end.tofile(file)
@@ -147,38 +136,23 @@ def _write_tokens(documents: Iterable[Sequence[int]], path: Path, tell: Tell) ->
             if not len(document):
                 continue
             count, items = count + 1, items + len(document) + 1
-            if items > MOST_ITEMS:
-                raise ArgumentError(f"more than {MOST_ITEMS:,} tokens do not fit into one datastore; leave files out")
-            np.asarray(document, dtype=ITEM).tofile(file)
+            if items > layout.MOST_ITEMS:
+                raise ArgumentError(f"more than {layout.MOST_ITEMS:,} tokens fit into no datastore; leave files out")
+            np.asarray(document, dtype=layout.ITEM).tofile(file)
             end.tofile(file)
-            if count % _EVERY == 0:
+            if count % 100 == 0:
                 tell(f"{count:,} documents, {items:,} tokens")
     return count
 
 
-def _documents(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> Iterator[Sequence[int]]:
-    for path in paths:
-        for record in read_records(path, bad):
-            try:
-                text = _text(record, tokenizer)
-            except DataError as error:
-                bad.report(f"{record.where}: {error}")
-                continue
-            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _text(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
+def _ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     """The record as the target would see it: conversations in its chat template."""
-    if not record.messages:
-        return record.text
-    if not tokenizer.chat_template:
-        if record.pair is not None:
-            return "".join(record.pair)
-        raise DataError("a conversation, but the tokenizer has no chat template; use plain text or another target")
-    from jinja2 import TemplateError
-
-    tools = [dict(tool) for tool in record.tools] or None
-    try:
-        return str(tokenizer.apply_chat_template(list(record.messages), tools=tools, tokenize=False))
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"the chat template refuses the conversation: {error}") from error
+    text = record.text
+    if record.messages and tokenizer.chat_template:
+        text = str(apply_template(tokenizer, record.messages, record.tools, tokenize=False))
+    elif record.messages:
+        if record.pair is None:
+            raise DataError(NO_TEMPLATE)
+        text = "".join(record.pair)
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

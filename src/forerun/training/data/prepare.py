@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, digest_of
-from forerun.training.data.store import PreparedData, PreparedWriter
+from forerun.training.data.store import PreparedData, write_prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,30 +20,19 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """``{"role": ..., "content": ...}`` and whatever else the chat template reads (``tool_calls``, ``name``...)."""
 
-JSON_LINES = (".jsonl", ".ndjson")
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     "system": "system",
     "developer": "developer",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "function_call": "assistant",
 }
 """Who is meant by ShareGPT's ``from``, and by ``role``."""
-COMPLETIONS = ("completion", "response")
-LISTS = ("messages", "conversations")
-IDS = ("id", "conversation_id", "uuid")
 EXPECTED = (
     "one of: 'messages' (role/content), 'conversations' (from/value), 'prompt' with 'completion' or 'response', 'text'"
 )
 EXAMPLES_KEPT = 5
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +40,8 @@ class Record:
     """One entry of an input file. Exactly one of `messages` and `text` is filled."""
 
     where: str
-    """File and line (or record number), as errors name it."""
     id: str
-    """The entry's own id, else the file's name and the line."""
+    """The entry's own, else the file's name and the line."""
     messages: tuple[Message, ...] = ()
     """The conversation, roles translated to those of chat templates."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -61,7 +49,6 @@ class Record:
     pair: tuple[str, str] | None = None
     """Prompt and completion as plain strings, where the entry was such a pair; `messages` then says the same."""
     text: str = ""
-    """Plain text."""
     prompt_tokens: int = 0
     """Tokens at the beginning of `text` that were given to the writer, so they do not count."""
     truncated: bool = False
@@ -73,18 +60,11 @@ class BadRecords:
     """What to do with entries that cannot be used: stop at the first, or keep the rest and count."""
 
     skip: bool
-    """True keeps going."""
     count: int = 0
-    """Entries left out so far."""
     examples: list[str] = field(default_factory=list)
-    """The first few complaints."""
 
     def report(self, complaint: str) -> None:
-        """Take note of a bad entry.
-
-        Raises:
-            DataError: bad entries are not to be skipped.
-        """
+        """Take note of a bad entry; DataError if those are not to be skipped."""
         if not self.skip:
             raise DataError(f"{complaint} (--skip-bad leaves such entries out and keeps the rest)")
         self.count += 1
@@ -93,13 +73,10 @@ class BadRecords:
 
 
 def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """Every record of one file, in order.
+    """Every record of one file, in order; DataError if the file, or an entry that `bad` does not skip, is not usable.
 
     ``.jsonl``/``.ndjson``: one JSON object per line. ``.json``: an array of objects, one object, or lines after all.
     ``.parquet``: one record per row. Anything else is plain text, one record for the whole file.
-
-    Raises:
-        DataError: the file is missing, empty or not what its name says; or an entry is bad and `bad` does not skip.
     """
     if not path.is_file():
         what = "is a directory; name the files in it" if path.is_dir() else "does not exist"
@@ -107,24 +84,13 @@ def read_records(path: Path, bad: BadRecords) -> Iterator[Record]:
     if path.stat().st_size == 0:
         raise DataError(f"data file {path} is empty")
     suffix = path.suffix.lower()
-    if suffix in JSON_LINES:
-        yield from _records(_json_lines(path, bad), path, bad)
-    elif suffix == ".json":
-        yield from _records(_json(path, bad), path, bad)
-    elif suffix == ".parquet":
-        yield from _records(_parquet(path), path, bad)
-    else:
+    if suffix not in (".jsonl", ".ndjson", ".json", ".parquet"):
         text = _read_text(path)
         if not text.strip():
             raise DataError(f"data file {path} holds nothing but white space")
         yield Record(where=str(path), id=path.name, text=text)
-
-
-Entry = tuple[str, int, Any]
-"""Name of the entry in an error ("line 3"), its number, and the value found there."""
-
-
-def _records(entries: Iterator[Entry], path: Path, bad: BadRecords) -> Iterator[Record]:
+        return
+    entries = _parquet(path) if suffix == ".parquet" else (_json if suffix == ".json" else _json_lines)(path, bad)
     found, skipped_before = False, bad.count
     for name, number, value in entries:
         found = True
@@ -133,10 +99,25 @@ def _records(entries: Iterator[Entry], path: Path, bad: BadRecords) -> Iterator[
             record = _record(value, where, f"{path.name}:{number}")
         except DataError as error:
             bad.report(f"{where}: {error}")
-            continue
-        yield record
+        else:
+            yield record
     if not found and bad.count == skipped_before:
         raise DataError(f"data file {path} holds no record")
+
+
+def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) -> Iterator[tuple[Record, Made]]:
+    """Each record of a file and what `make` makes of it; one that it refuses with a `DataError` is bad."""
+    for record in read_records(path, bad):
+        try:
+            made = make(record)
+        except DataError as error:
+            bad.report(f"{record.where}: {error}")
+        else:
+            yield record, made
+
+
+Entry = tuple[str, int, Any]
+"""Name of the entry in an error ("line 3"), its number, and the value found there."""
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
@@ -157,20 +138,14 @@ def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        if not _is_json(text.lstrip().split("\n", 1)[0]):
+        try:
+            json.loads(text.lstrip().split("\n", 1)[0])
+        except json.JSONDecodeError:
             raise DataError(f"{path}, line {error.lineno}: broken JSON ({error.msg})") from error
         yield from _json_lines(path, bad)
         return
     entries = value if isinstance(value, list) else [value]
     yield from ((f"record {number}", number, entry) for number, entry in enumerate(entries, start=1))
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return True
 
 
 def _parquet(path: Path) -> Iterator[Entry]:
@@ -180,11 +155,8 @@ def _parquet(path: Path) -> Iterator[Entry]:
         raise DataError(f"reading {path} needs pyarrow; install it with: pip install 'forerun[train]'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=256):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", number, value
+            rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+            yield from ((f"row {number}", number, row) for number, row in enumerate(rows, start=1))
     except importlib.import_module("pyarrow").ArrowInvalid as error:
         raise DataError(f"{path} is no readable parquet file ({_brief(error)})") from error
 
@@ -193,9 +165,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text ({_brief(error)}); known kinds: .jsonl, .json, .parquet, text"
-        ) from error
+        raise DataError(f"{path} is not UTF-8 ({_brief(error)}); expected .jsonl, .json, .parquet or text") from error
 
 
 def _brief(error: Exception) -> str:
@@ -207,18 +177,23 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
         raise DataError(f"expected a JSON object, got {type(value).__name__}")
     # Parquet fills what a row lacks with None.
     entry = {key: item for key, item in value.items() if item is not None}
-    name = next((str(entry[key]) for key in IDS if key in entry), fallback_id)
-    tools = tuple(entry.get("tools") or ()) if isinstance(entry.get("tools"), list) else ()
-    truncated = bool(entry.get("truncated", False))
-    for key in LISTS:
+    name = next((str(entry[key]) for key in ("id", "conversation_id", "uuid") if key in entry), fallback_id)
+    tools = tuple(entry["tools"]) if isinstance(entry.get("tools"), list) else ()
+    common: dict[str, Any] = {"where": where, "id": name, "truncated": bool(entry.get("truncated", False))}
+    for key in ("messages", "conversations"):
         if key in entry:
-            return Record(where=where, id=name, messages=_messages(entry[key], key), tools=tools, truncated=truncated)
+            return Record(**common, messages=_messages(entry[key], key), tools=tools)
     if "prompt" in entry:
         messages, pair = _from_pair(entry)
-        return Record(where=where, id=name, messages=messages, tools=tools, pair=pair, truncated=truncated)
-    if "text" in entry:
-        return Record(where=where, id=name, text=_text(entry), prompt_tokens=_count(entry), truncated=truncated)
-    raise DataError(f"no usable key among {sorted(map(str, entry))}; expected {EXPECTED}")
+        return Record(**common, messages=messages, tools=tools, pair=pair)
+    if "text" not in entry:
+        raise DataError(f"no usable key among {sorted(map(str, entry))}; expected {EXPECTED}")
+    text, count = entry["text"], entry.get("prompt_tokens", 0)
+    if not isinstance(text, str) or not text:
+        raise DataError(f"'text' must be a string that is not empty, got {type(text).__name__}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
+    return Record(**common, text=text, prompt_tokens=count)
 
 
 def _messages(value: Any, key: str) -> tuple[Message, ...]:
@@ -246,7 +221,7 @@ def _message(value: Any, number: int) -> Message:
 def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:
     """Prompt and completion, each a string or a list of messages; a prompt alone is a conversation to be answered."""
     prompt = entry["prompt"]
-    completion = next((entry[key] for key in COMPLETIONS if key in entry), None)
+    completion = next((entry[key] for key in ("completion", "response") if key in entry), None)
     if not isinstance(prompt, str):
         rest = completion if isinstance(completion, list) else []
         messages = _messages(prompt, "prompt") + (_messages(rest, "completion") if rest else ())
@@ -261,37 +236,17 @@ def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str
     return (question, {"role": "assistant", "content": completion}), (prompt, completion)
 
 
-def _text(entry: Mapping[str, Any]) -> str:
-    text = entry["text"]
-    if not isinstance(text, str) or not text:
-        raise DataError(f"'text' must be a string that is not empty, got {type(text).__name__}")
-    return text
-
-
-def _count(entry: Mapping[str, Any]) -> int:
-    count = entry.get("prompt_tokens", 0)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
-    return count
-
-
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""What opens the assistant's words in a template with markers."""
 
-_REMEDY = (
-    "use a template that marks the assistant's words with {% generation %} ... {% endgeneration %}, "
-    "or count only the last answer of each conversation (--last-turn-only)"
-)
+NO_TEMPLATE = "a conversation, but the tokenizer has no chat template; use plain text or another target"
+_REMEDY = "use a template that marks the assistant's words with {% generation %} ... {% endgeneration %}, or "
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
-    """One document before it is cut."""
+class Encoded(NamedTuple):
+    """One document before it is cut: its token ids, and of each whether the assistant wrote it."""
 
     tokens: list[int]
-    """Token ids."""
     mask: list[bool]
-    """Per token: the assistant wrote it."""
 
 
 class Encoder:
@@ -312,42 +267,36 @@ class Encoder:
         self._special = frozenset(int(token) for token in tokenizer.added_tokens_decoder)
 
     def encode(self, record: Record) -> Encoded:
-        """Token ids and mask of a record.
-
-        Raises:
-            DataError: no assistant turn, no chat template, a template that fails or without a usable mask.
-        """
+        """Token ids and mask of a record; DataError without an assistant turn, a chat template, or a usable mask."""
         if not record.messages:
-            encoded = self._encode_text(record)
+            tokens, given = self._ids(record.text), record.prompt_tokens
+            if given >= len(tokens):
+                raise DataError(f"all {len(tokens)} tokens of the text are prompt ('prompt_tokens' {given})")
+            encoded = Encoded(tokens, [index >= given for index in range(len(tokens))])
         elif not self.tokenizer.chat_template and record.pair is not None:
-            encoded = self._encode_pair(*record.pair)
+            prompt, answer = self._ids(record.pair[0]), self._ids(record.pair[1], special=False)
+            if self.tokenizer.eos_token_id is not None:
+                answer.append(int(self.tokenizer.eos_token_id))
+            encoded = Encoded(prompt + answer, [False] * len(prompt) + [True] * len(answer))
         else:
             encoded = self._encode_chat(record)
         if record.truncated:
-            self._uncount_end(encoded)
+            # Not counted: the end-of-turn tokens by which the template closed an answer that a limit had cut off.
+            last = next((i for i in range(len(encoded.mask) - 1, -1, -1) if encoded.mask[i]), -1)
+            while last >= 0 and encoded.mask[last] and encoded.tokens[last] in self._special:
+                encoded.mask[last] = False
+                last -= 1
         return encoded
-
-    def _encode_text(self, record: Record) -> Encoded:
-        tokens = self._ids(record.text)
-        if record.prompt_tokens >= len(tokens):
-            raise DataError(f"all {len(tokens)} tokens of the text are prompt ('prompt_tokens' {record.prompt_tokens})")
-        return Encoded(tokens=tokens, mask=[index >= record.prompt_tokens for index in range(len(tokens))])
-
-    def _encode_pair(self, prompt: str, completion: str) -> Encoded:
-        """Without a template: the prompt, the completion, the end of text."""
-        given, answer = self._ids(prompt), self._ids(completion, special=False)
-        if self.tokenizer.eos_token_id is not None:
-            answer = [*answer, int(self.tokenizer.eos_token_id)]
-        return Encoded(tokens=given + answer, mask=[False] * len(given) + [True] * len(answer))
 
     def _encode_chat(self, record: Record) -> Encoded:
         if not self.tokenizer.chat_template:
-            raise DataError("a conversation, but the tokenizer has no chat template; use plain text or another target")
+            raise DataError(NO_TEMPLATE)
         turns = [index for index, message in enumerate(record.messages) if message["role"] == "assistant"]
         if not turns:
             raise DataError("no assistant turn, so there is nothing to learn from (forerun data regenerate writes one)")
         messages = record.messages[: turns[-1] + 1]
-        if self.last_turn_only or not self._marked(record):
+        template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
+        if self.last_turn_only or not MARKER.search(template):
             return self._by_prefixes(messages, turns[-1:] if self.last_turn_only else turns, record)
         rendered = self._apply(messages, record, return_assistant_tokens_mask=True)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
@@ -356,11 +305,7 @@ class Encoder:
                 "the chat template's {% generation %} markers enclose no token of this conversation, "
                 "so it gives no usable loss mask; correct the template"
             )
-        return Encoded(tokens=list(rendered["input_ids"]), mask=mask)
-
-    def _marked(self, record: Record) -> bool:
-        template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
-        return MARKER.search(template) is not None
+        return Encoded(list(rendered["input_ids"]), mask)
 
     def _by_prefixes(self, messages: Sequence[Message], turns: Iterable[int], record: Record) -> Encoded:
         """Count, for each turn, what the rendered conversation has beyond the prompt for that turn."""
@@ -377,7 +322,7 @@ class Encoder:
                 mask[index] = True
         if not any(mask):
             raise DataError("the chat template renders every answer of this conversation as nothing")
-        return Encoded(tokens=tokens, mask=mask)
+        return Encoded(tokens, mask)
 
     def _check_prefix(self, shorter: list[int], longer: list[int], which: str, whole: str) -> None:
         """Refuse a template by which an earlier part of the text depends on what comes later."""
@@ -386,12 +331,12 @@ class Encoder:
         if self.tokenizer.decode(longer).startswith(self.tokenizer.decode(shorter)):
             raise DataError(
                 f"no usable loss mask: the text of {which} begins that of {whole}, but its last tokens merge with "
-                "what follows, so no token boundary separates them; use a template that marks the assistant's words "
-                "with {% generation %} ... {% endgeneration %}, or whose prompt ends with a special token or a newline"
+                f"what follows; {_REMEDY}one whose prompt ends with a special token or a newline"
             )
         raise DataError(
             f"no usable loss mask: {which}, rendered alone, is not how {whole} begins. The chat template rewrites "
-            f"earlier turns when later ones follow (dropping their thinking blocks, for example); {_REMEDY}"
+            f"earlier turns when later ones follow (dropping their thinking blocks, for example); {_REMEDY}count only "
+            "the last answer of each conversation (--last-turn-only)"
         )
 
     def _stop(self, tokens: list[int], start: int, end: int) -> int:
@@ -401,31 +346,27 @@ class Encoder:
             return end
         return last + 1
 
-    def _uncount_end(self, encoded: Encoded) -> None:
-        """Unmask the end-of-turn tokens by which the template closed an answer that a limit had cut off."""
-        last = next((i for i in range(len(encoded.mask) - 1, -1, -1) if encoded.mask[i]), -1)
-        while last >= 0 and encoded.mask[last] and encoded.tokens[last] in self._special:
-            encoded.mask[last] = False
-            last -= 1
-
-    def _rendered(
-        self, messages: Sequence[Message], record: Record, *, add_generation_prompt: bool = False
-    ) -> list[int]:
-        return list(self._apply(messages, record, add_generation_prompt=add_generation_prompt)["input_ids"])
+    def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> list[int]:
+        return list(self._apply(messages, record, **options)["input_ids"])
 
     def _apply(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
-        tools = [dict(tool) for tool in record.tools] or None
-        try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=True, return_dict=True, **options
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        return apply_template(self.tokenizer, messages, record.tools, tokenize=True, return_dict=True, **options)
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], **options: Any
+) -> Any:
+    """What the chat template makes of a conversation; DataError if it refuses it."""
+    from jinja2 import TemplateError
+
+    tools = [dict(tool) for tool in tools]
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=tools or None, **options)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"the chat template refuses the conversation: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -437,29 +378,11 @@ class PrepareOptions:
     split_long: bool = False
     """Keep what is beyond as further documents instead."""
     skip_bad: bool = False
-    """Leave unusable records out instead of stopping at the first."""
     last_turn_only: bool = False
-    """Count the last answer of each conversation only."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
             raise ArgumentError(f"max_length must be at least 2 tokens, got {self.max_length}")
-
-
-@dataclass(kw_only=True, slots=True)
-class _Counts:
-    """What happened to the records."""
-
-    records: int = 0
-    """Read and understood."""
-    conversations: int = 0
-    """Of these, rendered with the chat template or as prompt and completion."""
-    skipped: int = 0
-    """Left out as bad."""
-    dropped: int = 0
-    """Documents without a token that could be learned, after cutting."""
-    cut: int = 0
-    """Records longer than `max_length`: cut off, or split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -467,9 +390,7 @@ class Prepared:
     """The prepared data, and why records were left out."""
 
     data: PreparedData
-    """What was written, opened."""
     complaints: list[str] = field(default_factory=list)
-    """The first few reasons why records were left out."""
 
     def summary(self) -> dict[str, Any]:
         """Counts and provenance for people and for JSON."""
@@ -498,7 +419,6 @@ def prepare(
         paths: JSONL, JSON, parquet or plain text files, in the order in which they shall stand.
         tokenizer: the target's.
         output: the directory to write; must not hold anything yet.
-        options: lengths and what to do with bad records.
         name: the target's name for the manifest; the tokenizer's own if None.
         on_record: told the number of records read so far, after each.
 
@@ -506,69 +426,49 @@ def prepare(
         DataError: a file or record that cannot be used, or nothing left to learn from.
     """
     options = options or PrepareOptions()
-    files = _distinct([Path(path) for path in paths])
-    encoder = Encoder(tokenizer, last_turn_only=options.last_turn_only)
-    bad, counts = BadRecords(skip=options.skip_bad), _Counts()
-    sources = []
-    with PreparedWriter(Path(output)) as writer:
+    files = [Path(path) for path in paths]
+    if not files:
+        raise DataError("no data file was named")
+    for index, path in enumerate(files):
+        if path.resolve() in {other.resolve() for other in files[:index]}:
+            raise DataError(f"data file {path} is named twice")
+    encoder, bad = Encoder(tokenizer, last_turn_only=options.last_turn_only), BadRecords(skip=options.skip_bad)
+    # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting.
+    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0}
+    sources: list[dict[str, Any]] = []
+
+    def documents() -> Iterator[Encoded]:
         for path in files:
-            before = counts.records
-            for record, encoded in _encoded(path, encoder, bad):
-                counts.records += 1
-                counts.conversations += bool(record.messages)
-                _store(encoded, options, writer, counts)
+            before = counts["records"]
+            for record, encoded in usable_records(path, bad, encoder.encode):
+                counts["records"] += 1
+                counts["conversations"] += bool(record.messages)
+                yield from _cut(encoded, options, counts)
                 if on_record is not None:
-                    on_record(counts.records)
-            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts.records - before})
-        counts.skipped = bad.count
-        if not writer.documents:
-            raise DataError(_nothing(files, bad, counts))
-        about = {
-            "max_length": options.max_length,
-            "options": asdict(options),
-            "sources": sources,
-            "counts": asdict(counts),
-        }
-        data = writer.finish(TokenizerIdentity.of(tokenizer, name), about)
+                    on_record(counts["records"])
+            sources.append({"path": path.name, "sha256": digest_of(path), "records": counts["records"] - before})
+
+    def about(documents: int) -> dict[str, Any]:
+        if not documents:
+            reasons = f"{bad.count} records were skipped as bad, {counts['dropped']} documents had no token that counts"
+            first = f"; the first: {bad.examples[0]}" if bad.examples else ""
+            where = files[0] if len(files) == 1 else f"{len(files)} files"
+            raise DataError(f"nothing to learn from in {where}: {reasons}{first}")
+        counted = {**counts, "skipped": bad.count}
+        return {"max_length": options.max_length, "options": asdict(options), "sources": sources, "counts": counted}
+
+    data = write_prepared(Path(output), documents(), TokenizerIdentity.of(tokenizer, name), about)
     return Prepared(data=data, complaints=bad.examples)
 
 
-def _encoded(path: Path, encoder: Encoder, bad: BadRecords) -> Iterator[tuple[Record, Encoded]]:
-    for record in read_records(path, bad):
-        try:
-            encoded = encoder.encode(record)
-        except DataError as error:
-            bad.report(f"{record.where}: {error}")
-            continue
-        yield record, encoded
-
-
-def _store(encoded: Encoded, options: PrepareOptions, writer: PreparedWriter, counts: _Counts) -> None:
+def _cut(encoded: Encoded, options: PrepareOptions, counts: dict[str, int]) -> Iterator[Encoded]:
     length = options.max_length
-    counts.cut += len(encoded.tokens) > length
+    counts["cut"] += len(encoded.tokens) > length
     ends = len(encoded.tokens) if options.split_long else min(length, len(encoded.tokens))
     for start in range(0, ends, length):
         tokens, mask = encoded.tokens[start : start + length], encoded.mask[start : start + length]
         # The first token of a document follows nothing, so it cannot be learned.
         if any(mask[1:]):
-            writer.add(tokens, mask)
+            yield Encoded(tokens, mask)
         else:
-            counts.dropped += 1
-
-
-def _distinct(paths: list[Path]) -> list[Path]:
-    if not paths:
-        raise DataError("no data file was named")
-    seen: set[Path] = set()
-    for path in paths:
-        if path.resolve() in seen:
-            raise DataError(f"data file {path} is named twice")
-        seen.add(path.resolve())
-    return paths
-
-
-def _nothing(files: Sequence[Path], bad: BadRecords, counts: _Counts) -> str:
-    reasons = f"{bad.count} records were skipped as bad, {counts.dropped} documents had no token that counts"
-    first = f"; the first: {bad.examples[0]}" if bad.examples else ""
-    where = files[0] if len(files) == 1 else f"{len(files)} files"
-    return f"nothing to learn from in {where}: {reasons}{first}"
+            counts["dropped"] += 1

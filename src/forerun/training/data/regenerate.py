@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
 import random
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.errors import ArgumentError, DataError, ForerunError
 from forerun.training.data.prepare import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun.engine.llm import LLM
-    from forerun.types import CompletionOutput, StreamChunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +36,13 @@ class Question:
     messages: tuple[Message, ...]
     """The conversation so far; empty for plain text."""
     tools: tuple[Mapping[str, Any], ...]
-    """Tools the conversation may call."""
     prompt: str
     """The text to continue, where there is no conversation."""
     seed: int | None
-    """For the sampling, below 2**31; None leaves it to whoever answers."""
+    """Below 2**31; None leaves it to whoever answers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What the target wrote."""
 
     text: str
@@ -56,11 +53,12 @@ class Answer:
 
 
 Script = Generator[Question, Answer, dict[str, Any]]
+"""What to ask about a record, answer by answer; it ends with the record's line of output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Director:
-    """Makes a record's script: what to ask the target, and the line that comes of the answers."""
+    """Makes the scripts of records."""
 
     tokenizer: PreTrainedTokenizerBase | None
     """Cuts prompts out of plain texts; needed for those only."""
@@ -74,11 +72,7 @@ class Director:
             raise ArgumentError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
 
     def script(self, record: Record) -> Script:
-        """The questions of one record.
-
-        Raises:
-            DataError: when it is advanced: nothing in it can be answered, or a plain text without a tokenizer.
-        """
+        """The questions of one record; advancing it raises DataError where nothing can be answered."""
         return self._conversation(record) if record.messages else self._text(record)
 
     def _conversation(self, record: Record) -> Script:
@@ -93,7 +87,7 @@ class Director:
             if message is not None and message["role"] != "assistant":
                 history.append(message)
                 continue
-            if truncated or not history or history[-1]["role"] not in ("user", "tool"):
+            if not history or history[-1]["role"] not in ("user", "tool"):
                 continue
             answer = yield self._question(record, tuple(history), "", len(history))
             turn: Message = {"role": "assistant", "content": answer.text}
@@ -101,26 +95,35 @@ class Director:
             truncated = answer.truncated
             if truncated:
                 break
-        while history and history[-1]["role"] != "assistant":
-            history.pop()
+        _strip(history, lambda role: role != "assistant")
         if not history:
             raise DataError("no user turn that could be answered without a tool")
-        line: dict[str, Any] = {"id": record.id, "messages": history}
-        if record.tools:
-            line["tools"] = [dict(tool) for tool in record.tools]
-        return line | ({"truncated": True} if truncated else {})
+        tools = {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
+        return {"id": record.id, "messages": history, **tools, **({"truncated": True} if truncated else {})}
 
     def _text(self, record: Record) -> Script:
-        if self.tokenizer is None:
-            raise DataError("a plain text needs the target's tokenizer to cut its prompt; add --target MODEL")
-        prompt = _beginning(record.text, self.prompt_tokens, self.tokenizer)
+        # Special tokens put in front, which take up no text, take no part.
+        ends = [end for start, end in self._offsets(record.text) if end > start]
+        prompt = record.text[: ends[min(self.prompt_tokens, len(ends)) - 1]] if ends else record.text
         answer = yield self._question(record, (), prompt, 0)
         if not answer.text:
             raise DataError("the target ends the text at once, so there is nothing to learn")
         text = prompt + answer.text
-        given = _tokens_before(text, len(prompt), self.tokenizer)
+        offsets = self._offsets(text)
+        # A token that reaches across the prompt's end belongs to the prompt.
+        given = next((n for n, (start, end) in enumerate(offsets) if end > start >= len(prompt)), len(offsets))
         line: dict[str, Any] = {"id": record.id, "text": text, "prompt_tokens": given}
         return line | ({"truncated": True} if answer.truncated else {})
+
+    def _offsets(self, text: str) -> list[tuple[int, int]]:
+        """Where each token of a text begins and ends."""
+        if self.tokenizer is None:
+            raise DataError("a plain text needs the target's tokenizer to cut its prompt; add --target MODEL")
+        if not self.tokenizer.is_fast:
+            raise DataError("plain texts need a fast tokenizer, one that tells where each token stands")
+        offsets: list[tuple[int, int]]
+        offsets = self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        return offsets
 
     def _question(self, record: Record, messages: tuple[Message, ...], prompt: str, turn: int) -> Question:
         seed = None
@@ -132,47 +135,27 @@ class Director:
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
     """The messages before the first that calls a tool or reports from one."""
-    found: list[Message] = []
-    for message in messages:
-        if message.get("tool_calls") or message.get("function_call"):
-            break
-        if message["role"] == "tool":
-            # Whoever spoke before it called it, in a way that this format does not mark.
-            while found and found[-1]["role"] == "assistant":
-                found.pop()
-            break
-        found.append(message)
-    else:
-        return found
-    while found and found[-1]["role"] != "assistant":
-        found.pop()
-    return found
+    for index, message in enumerate(messages):
+        if message.get("tool_calls") or message.get("function_call") or message["role"] == "tool":
+            found = list(messages[:index])
+            if message["role"] == "tool":
+                # Whoever spoke before it called it, in a way that this format does not mark.
+                _strip(found, lambda role: role == "assistant")
+            _strip(found, lambda role: role != "assistant")
+            return found
+    return list(messages)
 
 
-def _offsets(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
-    if not tokenizer.is_fast:
-        raise DataError("plain texts need a fast tokenizer, one that tells where each token stands")
-    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
-    return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
-
-
-def _beginning(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of its first `tokens` tokens; special tokens put in front take no part."""
-    ends = [end for start, end in _offsets(text, tokenizer) if end > start]
-    return text[: ends[min(tokens, len(ends)) - 1]] if ends else text
-
-
-def _tokens_before(text: str, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens of `text` begin before a character; one that reaches across it is among them."""
-    offsets = _offsets(text, tokenizer)
-    return next((n for n, (start, end) in enumerate(offsets) if end > start >= character), len(offsets))
+def _strip(messages: list[Message], unwanted: Callable[[str], bool]) -> None:
+    """Remove messages of unwanted roles from the end."""
+    while messages and unwanted(messages[-1]["role"]):
+        messages.pop()
 
 
 BUSY = frozenset({408, 409, 425, 429})
 """Statuses besides 5xx that a later attempt may cure."""
 UNFIT = frozenset({400, 413, 422})
 """Statuses that blame this one request: a conversation too long for the model, for example."""
-LONGEST_PAUSE_S = 60.0
 
 
 class EndpointError(ForerunError, ConnectionError):
@@ -184,11 +167,9 @@ class Generation:
     """How answers are sampled."""
 
     max_tokens: int = 1024
-    """Most tokens of one answer."""
     temperature: float | None = None
     """0 is greedy; None takes the model's or the server's default."""
     top_p: float | None = None
-    """Keep the smallest set of tokens whose mass reaches this; None takes the default."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -206,23 +187,17 @@ class Endpoint:
     url: str
     """Base, with or without ``/v1``."""
     model: str
-    """The name under which the server knows the target."""
     generation: Generation = field(default_factory=Generation)
     retries: int = 6
     """Further attempts after the first, for timeouts, 429 and 5xx."""
     first_pause_s: float = 0.5
     """Pause before the second attempt; doubles each time."""
     timeout_s: float = 600.0
-    """For one answer."""
     api_key: str | None = None
     """Bearer token; None takes ``OPENAI_API_KEY`` if it is set."""
 
     def client(self, transport: Any = None, connections: int = 100) -> Any:
-        """An `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport` replaces the network.
-
-        Raises:
-            ArgumentError: httpx is not installed, or the URL is none.
-        """
+        """An `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport` replaces the network."""
         httpx = _httpx()
         key = self.api_key or os.environ.get("OPENAI_API_KEY")
         if not self.url.startswith(("http://", "https://")):
@@ -237,12 +212,7 @@ class Endpoint:
         )
 
     async def ask(self, client: Any, question: Question) -> Answer:
-        """Ask one question and return the answer.
-
-        Raises:
-            DataError: the endpoint refuses this question; others may pass.
-            EndpointError: it cannot be reached, stays busy, or refuses all questions.
-        """
+        """Ask one question; DataError if it is refused, EndpointError if the endpoint stays busy or refuses all."""
         path = "/chat/completions" if question.messages else "/completions"
         response = await self._post(client, path, self._body(question))
         try:
@@ -257,26 +227,22 @@ class Endpoint:
             ) from error
         if question.messages and not text and not truncated:
             raise DataError("the endpoint's answer has no text")
-        return Answer(text=text, truncated=truncated, reasoning=thought if isinstance(thought, str) else "")
+        return Answer(text, truncated, thought if isinstance(thought, str) else "")
 
     def _body(self, question: Question) -> dict[str, Any]:
-        generation = self.generation
         options: dict[str, Any] = {
-            "temperature": generation.temperature,
-            "top_p": generation.top_p,
+            "model": self.model,
+            **asdict(self.generation),
             "seed": question.seed,
             "tools": [dict(tool) for tool in question.tools] or None,
+            "messages": list(question.messages) or None,
+            "prompt": None if question.messages else question.prompt,
         }
-        said: dict[str, Any] = (
-            {"messages": list(question.messages)} if question.messages else {"prompt": question.prompt}
-        )
-        given = {key: value for key, value in options.items() if value is not None}
-        return {"model": self.model, "max_tokens": generation.max_tokens, **said, **given}
+        return {key: value for key, value in options.items() if value is not None}
 
     async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
         httpx = _httpx()
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             response = None
             try:
                 response = await client.post(path, json=body)
@@ -291,7 +257,6 @@ class Endpoint:
             if attempt == self.retries:
                 raise EndpointError(f"{self.url} failed {attempt + 1} times, the last with {trouble}")
             await asyncio.sleep(self._pause(attempt, response))
-            attempt += 1
 
     def _pause(self, attempt: int, response: Any) -> float:
         """Seconds to wait: what the server asks for, else twice as long each time, not all clients at once."""
@@ -300,7 +265,7 @@ class Endpoint:
             wanted = float(asked)
         except ValueError:
             wanted = self.first_pause_s * 2**attempt * random.uniform(0.5, 1.0)
-        return min(max(wanted, 0.0), LONGEST_PAUSE_S)
+        return min(max(wanted, 0.0), 60.0)
 
 
 def _httpx() -> Any:
@@ -319,25 +284,18 @@ class Regenerated:
     """Counts of records and answers: progress while it runs, then the outcome."""
 
     output: Path
-    """The file written."""
     total: int = 0
     """Records asked for, those of earlier runs included."""
     resumed: int = 0
-    """Records that an earlier run had finished."""
     written: int = 0
-    """Records finished by this run."""
     answers: int = 0
-    """Answers generated by this run."""
     failed: int = 0
-    """Records that could not be answered; a later run tries them again."""
+    """Could not be answered; a later run tries them again."""
     skipped: int = 0
-    """Entries of the input left out as bad."""
     complaints: list[str] = field(default_factory=list)
-    """The first few reasons for failures and bad entries."""
 
     @property
     def done(self) -> int:
-        """Records that need no more work."""
         return self.resumed + self.written + self.failed
 
     def summary(self) -> dict[str, Any]:
@@ -353,7 +311,6 @@ class Regenerated:
 
 
 Tell = Callable[[Regenerated], None]
-"""Told after every record that is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,6 +322,15 @@ class Plan:
     """Not yet in the output, each with an id of its own."""
     progress: Regenerated
     tell: Tell
+
+    def done(self, record: Record, line: dict[str, Any] | Exception, lines: Lines) -> None:
+        """Write the line of a record, or count that it could not be answered."""
+        if isinstance(line, dict):
+            lines.write(line)
+            self.progress.written += 1
+        else:
+            self.progress.fail(record, line)
+        self.tell(self.progress)
 
 
 def plan(
@@ -381,10 +347,7 @@ def plan(
     Args:
         path: data of any kind that `forerun data prepare` reads.
         output: JSONL to append to.
-        director: makes the questions.
         limit: only the first records of the input.
-        skip_bad: leave unusable entries of the input out.
-        tell: told after every record that is done.
 
     Raises:
         DataError: the input cannot be used, or the output is no earlier run's.
@@ -395,7 +358,11 @@ def plan(
     if path.resolve() == output.resolve():
         raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
     bad = BadRecords(skip=skip_bad)
-    records = list(_distinct(read_records(path, bad), limit))
+    records, seen = list[Record](), Counter[str]()
+    for record in itertools.islice(read_records(path, bad), limit):
+        seen[record.id] += 1
+        count = seen[record.id]
+        records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
     finished = finished_ids(output)
     left = [record for record in records if record.id not in finished]
     progress = Regenerated(
@@ -406,81 +373,51 @@ def plan(
 
 def with_engine(todo: Plan, llm: LLM, generation: Generation, *, concurrency: int = 8) -> Regenerated:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
+    from forerun.types import SamplingParams
+
     if concurrency < 1:
         raise ArgumentError(f"concurrency must be at least 1, got {concurrency}")
-    with Lines(todo.progress.output) as lines:
-        _Batch(todo=todo, llm=llm, generation=generation, lines=lines).run(concurrency)
-    return todo.progress
+    waiting, running = deque(todo.records), dict[str, tuple[Record, Script]]()
 
-
-@dataclass(kw_only=True, slots=True)
-class _Batch:
-    """Records whose current question is with the local engine."""
-
-    todo: Plan
-    llm: LLM
-    generation: Generation
-    lines: Lines
-    running: dict[str, tuple[Record, Script]] = field(default_factory=dict)
-    """Request id -> whose question it is."""
-
-    def run(self, concurrency: int) -> None:
-        """Answer all records; what is unfinished when something is raised is aborted."""
-        waiting = deque(self.todo.records)
-        try:
-            while waiting or self.running:
-                while waiting and len(self.running) < concurrency:
-                    record = waiting.popleft()
-                    self._advance(record, self.todo.director.script(record), None)
-                for chunk in self.llm.engine.step():
-                    if chunk.output is not None:
-                        self._take(chunk, chunk.output.outputs[0])
-        finally:
-            for request in self.running:
-                self.llm.abort(request)
-
-    def _take(self, last: StreamChunk, written: CompletionOutput) -> None:
-        """Go on with the record whose question was answered, or count it as failed."""
-        record, script = self.running.pop(last.request_id)
-        if last.error is not None:
-            self.todo.progress.fail(record, last.error)
-            self.todo.tell(self.todo.progress)
-            return
-        self.todo.progress.answers += 1
-        self._advance(record, script, Answer(text=written.text, truncated=written.finish_reason == "length"))
-
-    def _advance(self, record: Record, script: Script, answer: Answer | None) -> None:
+    def advance(record: Record, script: Script, answer: Answer | None) -> None:
         """Queue the record's next question, or write its line."""
-        progress = self.todo.progress
         try:
             question = _next(script, answer)
             if isinstance(question, Question):
-                self.running[self._submit(question)] = (record, script)
+                params = SamplingParams(**asdict(generation), seed=question.seed)
+                running[llm.submit(_prompt(llm, question), params)] = (record, script)
                 return
         except ForerunError as error:
-            progress.fail(record, error)
+            todo.done(record, error, lines)
         else:
-            self.lines.write(question)
-            progress.written += 1
-        self.todo.tell(progress)
+            todo.done(record, question, lines)
 
-    def _submit(self, question: Question) -> str:
-        from forerun.types import SamplingParams
-
-        params = SamplingParams(
-            temperature=self.generation.temperature,
-            top_p=self.generation.top_p,
-            max_tokens=self.generation.max_tokens,
-            seed=question.seed,
-        )
-        return self.llm.submit(_prompt(self.llm, question), params)
+    with Lines(todo.progress.output) as lines:
+        try:
+            while waiting or running:
+                while waiting and len(running) < concurrency:
+                    record = waiting.popleft()
+                    advance(record, todo.director.script(record), None)
+                for chunk in llm.engine.step():
+                    if chunk.output is None:
+                        continue
+                    record, script = running.pop(chunk.request_id)
+                    if chunk.error is not None:
+                        todo.done(record, chunk.error, lines)
+                        continue
+                    todo.progress.answers += 1
+                    written = chunk.output.outputs[0]
+                    advance(record, script, Answer(written.text, written.finish_reason == "length"))
+        finally:
+            for request in running:
+                llm.abort(request)
+    return todo.progress
 
 
 def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, transport: Any = None) -> Regenerated:
     """Answer everything with an endpoint, `concurrency` records at a time; `transport` replaces httpx's, for tests.
 
-    Raises:
-        EndpointError: the endpoint refuses everything, or cannot be reached any more; what is written stays.
+    EndpointError if it refuses everything, or cannot be reached any more; what is written stays.
     """
     if concurrency < 1:
         raise ArgumentError(f"concurrency must be at least 1, got {concurrency}")
@@ -489,56 +426,36 @@ def with_endpoint(todo: Plan, endpoint: Endpoint, *, concurrency: int = 32, tran
 
 
 async def _ask_all(todo: Plan, endpoint: Endpoint, concurrency: int, transport: Any) -> None:
-    waiting = iter(todo.records)
+    waiting, failures = iter(todo.records), 0
+
+    async def work() -> None:
+        """Take one record after the other until none is left."""
+        nonlocal failures
+        for record in waiting:
+            script, answer = todo.director.script(record), None
+            try:
+                while isinstance(question := _next(script, answer), Question):
+                    answer = await endpoint.ask(client, question)
+                    todo.progress.answers += 1
+            except EndpointError as error:
+                failures += 1
+                if failures >= MOST_FAILURES or not todo.progress.answers:
+                    raise
+                todo.done(record, error, lines)
+            except DataError as error:
+                todo.done(record, error, lines)
+            else:
+                failures = 0
+                todo.done(record, question, lines)
+
     async with endpoint.client(transport, concurrency) as client:
         with Lines(todo.progress.output) as lines:
-            crew = _Crew(todo=todo, endpoint=endpoint, client=client, lines=lines)
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(concurrency, len(todo.records))):
-                        group.create_task(crew.work(waiting))
+                        group.create_task(work())
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-
-
-@dataclass(kw_only=True, slots=True)
-class _Crew:
-    """Workers that share a client, an output and a count of failures in a row."""
-
-    todo: Plan
-    endpoint: Endpoint
-    client: Any
-    lines: Lines
-    failures: int = 0
-
-    async def work(self, waiting: Iterator[Record]) -> None:
-        """Take one record after the other until none is left."""
-        progress = self.todo.progress
-        for record in waiting:
-            try:
-                line = await self._finish(record)
-            except EndpointError as error:
-                self.failures += 1
-                if self.failures >= MOST_FAILURES or not progress.answers:
-                    raise
-                progress.fail(record, error)
-            except DataError as error:
-                progress.fail(record, error)
-            else:
-                self.failures = 0
-                self.lines.write(line)
-                progress.written += 1
-            self.todo.tell(progress)
-
-    async def _finish(self, record: Record) -> dict[str, Any]:
-        script = self.todo.director.script(record)
-        answer = None
-        while True:
-            question = _next(script, answer)
-            if isinstance(question, dict):
-                return question
-            answer = await self.endpoint.ask(self.client, question)
-            self.todo.progress.answers += 1
 
 
 def _next(script: Script, answer: Answer | None) -> Question | dict[str, Any]:
@@ -561,52 +478,33 @@ def _prompt(llm: LLM, question: Question) -> Any:
     return {"prompt": text, "prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)}
 
 
-def _distinct(records: Iterator[Record], limit: int | None) -> Iterator[Record]:
-    """The records with ids that differ; the second of equal ones becomes ``id#2``."""
-    seen: dict[str, int] = {}
-    for number, record in enumerate(records):
-        if number == limit:
-            return
-        count = seen[record.id] = seen.get(record.id, 0) + 1
-        yield record if count == 1 else replace(record, id=f"{record.id}#{count}")
-
-
 class Lines:
     """A JSONL file that grows by whole lines; a context manager. A last line cut short by a crash is removed first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with path.open("rb") as lines:
+                whole = sum(len(line) for line in lines if line.endswith(b"\n"))
+            os.truncate(path, whole)
+        self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Lines:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            os.truncate(self.path, _whole_bytes(self.path))
-        self._file = self.path.open("ab", buffering=0)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, at once and as a whole.
-
-        Raises:
-            OSError: the disk is full; what the file had before is still whole.
-        """
-        assert self._file is not None, "Lines is used in a with statement"
+        """Append one record, at once and as a whole; OSError if the disk is full, and what was there is still whole."""
         data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="replace")
         if self._file.write(data) != len(data):
             raise OSError(f"{self.path} could not take a whole line; is the disk full? Run again to go on")
 
 
 def finished_ids(path: Path) -> set[str]:
-    """The ids of the whole lines of an earlier run's output; none where there is no file.
-
-    Raises:
-        DataError: a whole line is no record with an id, so the file is something else.
-    """
+    """The ids of the whole lines of an earlier run's output, if any; DataError if the file is something else."""
     found: set[str] = set()
     if not path.exists():
         return found
@@ -621,9 +519,3 @@ def finished_ids(path: Path) -> set[str]:
                     f"{path}, line {number} is no record of an earlier run; choose another --output"
                 ) from error
     return found
-
-
-def _whole_bytes(path: Path) -> int:
-    """Bytes up to the end of the last whole line."""
-    with path.open("rb") as lines:
-        return sum(len(line) for line in lines if line.endswith(b"\n"))

@@ -10,13 +10,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,10 +24,10 @@ from torch import Tensor
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import ManifestKind, TokenizerIdentity, digest_of
 from forerun.training.batch import TokenBatch
+from forerun.writing import written_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 KIND = ManifestKind(
     format="forerun-prepared-data", version=2, what="prepared data", remedy="make some with: forerun data prepare"
@@ -39,10 +37,7 @@ PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("
 
 
 class PreparedData:
-    """A prepared directory, opened: documents are views into memory-mapped files.
-
-    Use `open`. ``len(data)`` is the number of documents.
-    """
+    """A prepared directory: documents are views into memory-mapped files. Use `open`; ``len(data)`` is their number."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], parts: Mapping[str, NDArray[Any]]) -> None:
         self.folder = folder
@@ -68,8 +63,8 @@ class PreparedData:
         """
         folder = Path(folder)
         manifest = KIND.read(folder)
-        counts = {name: int(manifest["counts"][name]) for name in ("documents", "tokens")}
-        lengths = {"tokens": counts["tokens"], "mask": counts["tokens"], "offsets": counts["documents"] + 1}
+        documents, tokens = manifest["counts"]["documents"], manifest["counts"]["tokens"]
+        lengths = {"tokens": tokens, "mask": tokens, "offsets": documents + 1}
         parts = {name: _mapped(folder, name, length, manifest["content"][name]) for name, length in lengths.items()}
         data = cls(folder, manifest, parts)
         if tokenizer is not None:
@@ -81,12 +76,11 @@ class PreparedData:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.offsets[-1])
 
     @property
     def hash(self) -> str:
-        """sha256 of tokens, mask and offsets as they were written; the data's name in every record of provenance."""
+        """sha256 of what was written; the data's name in every record of provenance."""
         return str(self.manifest["hash"])
 
     @property
@@ -100,22 +94,14 @@ class PreparedData:
         return np.diff(self.offsets)
 
     def document(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Tokens (length,) int32 and mask (length,) uint8 of one document, read-only views.
-
-        Raises:
-            IndexError: there is no such document.
-        """
+        """Tokens (length,) int32 and mask (length,) uint8 of one document, read-only views; or IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         return self.tokens[start:end], self.mask[start:end]
 
     def check_tokenizer(self, given: TokenizerIdentity) -> None:
-        """Refuse another tokenizer than the one that made the data; the messages name both.
-
-        Raises:
-            VocabularyMismatchError: the vocabularies differ, or the data holds conversations of another template.
-        """
+        """VocabularyMismatchError for another vocabulary; for another template where there are conversations."""
         own = self.tokenizer
         again = "prepare the data with the target's own tokenizer"
         if own.vocabulary != given.vocabulary:
@@ -130,76 +116,42 @@ class PreparedData:
             )
 
 
-class PreparedWriter:
-    """Writes a prepared directory; a context manager. Nothing appears under the final name unless `finish` was called.
+def write_prepared(
+    folder: Path,
+    documents: Iterable[tuple[Sequence[int], Sequence[bool]]],
+    tokenizer: TokenizerIdentity,
+    about: Callable[[int], Mapping[str, Any]] = lambda documents: {},
+) -> PreparedData:
+    """Write documents (token ids and mask) as a prepared directory, which appears whole or not at all, and open it.
 
-    Raises:
-        DataError: there is something in `folder` already.
+    `about` is given the number of documents and has further entries of the manifest; ``counts`` are completed here.
+    DataError if there is something in `folder` already.
     """
-
-    def __init__(self, folder: Path) -> None:
-        if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-            raise DataError(f"{folder} exists and is not empty; choose another --output or remove it first")
-        self.folder = folder
-        self.documents = 0
-        self.tokens = 0
-        self.counted = 0
-        self._partial = folder.absolute().with_name(f".{folder.absolute().name}.partial-{os.getpid()}")
-        self._files: dict[str, IO[bytes]] = {}
-        self._hashes = {name: hashlib.sha256() for name in PARTS}
-
-    def __enter__(self) -> PreparedWriter:
-        self._partial.mkdir(parents=True)
-        self._files = {name: (self._partial / f"{name}.bin").open("wb") for name in PARTS}
-        self._append("offsets", np.zeros(1, np.int64))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in self._files.values():
-            # What a full disk left in the buffer fails again here; the first error is the one to show.
-            try:
-                file.close()
-            except OSError:
-                continue
-        shutil.rmtree(self._partial, ignore_errors=True)
-
-    def add(self, tokens: Sequence[int], mask: Sequence[bool]) -> None:
-        """Append a document."""
-        assert len(tokens) == len(mask) > 0
-        counted = np.asarray(mask, bool)
-        self._append("tokens", np.asarray(tokens, np.int64))
-        self._append("mask", counted)
-        self.documents += 1
-        self.tokens += len(tokens)
-        self.counted += int(counted.sum())
-        self._append("offsets", np.array([self.tokens], np.int64))
-
-    def finish(self, tokenizer: TokenizerIdentity, about: Mapping[str, Any]) -> PreparedData:
-        """Write the manifest, give the directory its name, and open it.
-
-        `about` has further entries of the manifest; its ``counts`` are completed here.
-        """
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        content = {name: digest.hexdigest() for name, digest in self._hashes.items()}
-        counts = {"documents": self.documents, "tokens": self.tokens, "counted_tokens": self.counted}
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not empty; choose another --output or remove it first")
+    counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
+    with written_folder(folder.absolute()) as fresh:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((fresh / f"{name}.bin").open("wb")) for name in PARTS}
+            files["offsets"].write(np.zeros(1, PARTS["offsets"]).tobytes())
+            for tokens, mask in documents:
+                assert len(tokens) == len(mask) > 0
+                counts["documents"] += 1
+                counts["tokens"] += len(tokens)
+                counts["counted_tokens"] += int(np.count_nonzero(mask))
+                for name, numbers in (("tokens", tokens), ("mask", mask), ("offsets", [counts["tokens"]])):
+                    files[name].write(np.asarray(numbers, PARTS[name]).tobytes())
+        content = {name: digest_of(fresh / f"{name}.bin") for name in PARTS}
+        more = about(counts["documents"])
         manifest = {
             "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
-            "tokenizer": tokenizer.record(),
-            **about,
-            "counts": {**counts, **about.get("counts", {})},
+            "tokenizer": asdict(tokenizer),
+            **more,
+            "counts": {**counts, **more.get("counts", {})},
             "content": content,
         }
-        KIND.write(self._partial, manifest)
-        os.replace(self._partial, self.folder)
-        return PreparedData.open(self.folder)
-
-    def _append(self, name: str, numbers: NDArray[Any]) -> None:
-        data = numbers.astype(PARTS[name]).tobytes()
-        self._files[name].write(data)
-        self._hashes[name].update(data)
+        KIND.write(fresh, manifest)
+    return PreparedData.open(folder)
 
 
 def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
@@ -217,13 +169,10 @@ def _mapped(folder: Path, name: str, length: int, digest: str) -> NDArray[Any]:
 
 
 _BLOCK = 1 << 22
-"""Tokens counted at once."""
 
 
 def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
-    """(V,) int64: how often each token counts, prompts and templates left out.
-
-    V is `vocab_size`, the rows of the target's head; it may be larger than the tokenizer's vocabulary.
+    """(V,) int64: how often each token counts, prompts and templates left out; V, `vocab_size`, is the target's.
 
     Raises:
         ArgumentError: the data holds a token id of V or more.
@@ -242,13 +191,9 @@ def token_counts(data: PreparedData, vocab_size: int) -> Tensor:
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """(size,) int64, ascending: the ids of the most frequent tokens.
+    """(size,) int64, ascending: the ids of the most frequent tokens by `counts` (V,), those of `token_counts`.
 
-    `counts` (V,) are those of `token_counts`. Of equally frequent tokens the lower id comes first; with fewer different
-    tokens than `size`, the lowest unused ids fill up.
-
-    Raises:
-        ArgumentError: `size` is below 1 or above V.
+    Of equally frequent tokens the lower id comes first. ArgumentError if `size` is below 1 or above V.
     """
     if not 1 <= size <= len(counts):
         raise ArgumentError(f"the draft vocabulary must have 1 to {len(counts)} tokens (the target's), got {size}")
@@ -269,18 +214,14 @@ BUCKET = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A stretch of a document in a batch: where it stands in both."""
+    """Where a stretch of a document stands: in the batch, and in the document."""
 
     row: int
-    """Row of the batch."""
     column: int
-    """First token's index in the row."""
     document: int
-    """Number in the prepared data."""
     offset: int
-    """First token's index in that document; above 0 where a document longer than the window was split."""
+    """Above 0 where a document longer than the window was split."""
     length: int
-    """Tokens."""
 
 
 class PackedWindows:
@@ -321,39 +262,31 @@ class PackedWindows:
         """Number of different windows."""
         return len(self._windows)
 
-    @property
-    def fill(self) -> float:
-        """Share of the windows' positions, in (0, 1], that hold tokens."""
-        return float(self._segments[:, 2].sum()) / (len(self) * self.length)
-
     def steps_per_epoch(self, world: int = 1) -> int:
         """Steps in which every window is seen at least once; the last is filled up with the epoch's first windows."""
         return -(-len(self) // (self.rows * world))
 
     def segments(self, step: int, rank: int = 0, world: int = 1) -> list[Segment]:
-        """What the rows of ``batch(step, rank, world)`` are made of, row by row, left to right.
-
-        Raises:
-            ArgumentError: a negative step, or no such rank.
-        """
+        """What the rows of ``batch(step, rank, world)`` are made of, row by row, left to right; errors as there."""
         if step < 0 or not 0 <= rank < world:
             raise ArgumentError(f"step must be at least 0 and rank below world, got {step}, {rank} of {world}")
         found = []
-        for row, window in enumerate(self._share(step, rank, world)):
+        epoch, step = divmod(step, self.steps_per_epoch(world))
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self.seed, 1, epoch]).permutation(len(self)))
+        first = (step * world + rank) * self.rows
+        for row in range(self.rows):
             column = 0
-            for number in self._windows[window]:
-                document, offset, length = (int(value) for value in self._segments[number])
+            for number in self._windows[self._order[1][(first + row) % len(self)]]:
+                document, offset, length = self._segments[number].tolist()
                 found.append(Segment(row=row, column=column, document=document, offset=offset, length=length))
                 column += length
         return found
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        """One process's rows of a step, B = `rows`, S = `length`.
+        """One process's rows of a step, B = `rows`, S = `length`; ArgumentError for a negative step, or no such rank.
 
         A segment's first token never counts: nothing before it may predict it.
-
-        Raises:
-            ArgumentError: a negative step, or no such rank.
         """
         shape = (self.rows, self.length)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -369,21 +302,8 @@ class PackedWindows:
             documents[where] = numbers[segment.row]
             positions[where] = np.arange(segment.length)
             numbers[segment.row] += 1
-        return TokenBatch(
-            tokens=torch.from_numpy(tokens),
-            loss_mask=torch.from_numpy(mask),
-            documents=torch.from_numpy(documents),
-            positions=torch.from_numpy(positions),
-        )
-
-    def _share(self, step: int, rank: int, world: int) -> list[int]:
-        """The windows of one rank at one step."""
-        epoch, step = divmod(step, self.steps_per_epoch(world))
-        if self._order[0] != epoch:
-            order = np.random.default_rng([self.seed, 1, epoch]).permutation(len(self))
-            self._order = (epoch, order)
-        first = (step * world + rank) * self.rows
-        return [int(self._order[1][index % len(self)]) for index in range(first, first + self.rows)]
+        arrays = {"tokens": tokens, "loss_mask": mask, "documents": documents, "positions": positions}
+        return TokenBatch(**{name: torch.from_numpy(values) for name, values in arrays.items()})
 
 
 def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
@@ -405,22 +325,14 @@ def _pack(lengths: NDArray[np.int64], capacity: int, random: np.random.Generator
     order = random.permutation(len(lengths))
     for start in range(0, len(order), BUCKET):
         bucket = order[start : start + BUCKET]
-        bucket = bucket[np.argsort(-lengths[bucket], kind="stable")]
-        windows.extend(_best_fit([(int(segment), int(lengths[segment])) for segment in bucket], capacity))
-    return windows
-
-
-def _best_fit(segments: Sequence[tuple[int, int]], capacity: int) -> list[list[int]]:
-    windows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
-    """(room left, window), ascending."""
-    for segment, length in segments:
-        index = bisect.bisect_left(rooms, (length, 0))
-        if index == len(rooms):
-            windows.append([segment])
-            bisect.insort(rooms, (capacity - length, len(windows) - 1))
-            continue
-        room, window = rooms.pop(index)
-        windows[window].append(segment)
-        bisect.insort(rooms, (room - length, window))
+        rooms: list[tuple[int, int]] = []  # (room left, window), ascending
+        for segment in bucket[np.argsort(-lengths[bucket], kind="stable")].tolist():
+            length = int(lengths[segment])
+            index = bisect.bisect_left(rooms, (length, 0))
+            if index == len(rooms):
+                windows.append([])
+                rooms.append((capacity, len(windows) - 1))
+            room, window = rooms.pop(index)
+            windows[window].append(segment)
+            bisect.insort(rooms, (room - length, window))
     return windows

@@ -1,14 +1,11 @@
-"""The manifest of a feature store: what it was made from and how, the target's hash, and how many bytes it takes.
-
-Whoever reads features compares manifests first.
-"""
+"""The manifest of a feature store: what it was made from and how, compared before features are read or added."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import torch
 
 from forerun import demo
 from forerun.errors import ArgumentError, CheckpointError, DataError
-from forerun.manifests import ManifestKind, TokenizerIdentity
+from forerun.manifests import ManifestKind, TokenizerIdentity, read_object
 from forerun.model.load import check_directory, explained, weight_files
 from forerun.training.data.store import PreparedData
 from forerun.types import LAST_HIDDEN, Signal
@@ -35,21 +32,6 @@ DTYPES = {
 SHORT = {"float8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SCALE_BYTES = 4
 
-_DEALS_WITH = {
-    "target_hash": "the target",
-    "boundaries": "the boundaries",
-    "hidden_size": "the target's hidden size",
-    "tokenizer_hash": "the tokenizer",
-    "template_hash": "the chat template",
-    "data_hash": "the prepared data",
-    "documents": "the number of documents",
-    "tokens": "the number of tokens",
-    "dtype": "the stored dtype",
-    "source": "the source",
-}
-"""Manifest fields that must agree, in words; the target's name may differ (a directory may have moved)."""
-_READER_IGNORES = ("dtype", "source")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureManifest:
@@ -58,19 +40,14 @@ class FeatureManifest:
     target: str
     """Directory or hub id, for people."""
     target_hash: str
-    """Of configuration and weight files, see `target_hash`."""
     boundaries: tuple[Signal, ...]
     """In the order of the records; `LAST_HIDDEN` follows and is not listed."""
     dtype: str
-    """One of `DTYPES`."""
     hidden_size: int
-    """Of the target."""
     tokenizer_hash: str
-    """Of its vocabulary, see `TokenizerIdentity`."""
     template_hash: str
-    """Of its chat template; empty where there is none."""
+    """Empty where there is no template."""
     data_hash: str
-    """Of the prepared data."""
     documents: int
     """In the prepared data, not only in finished shards."""
     tokens: int
@@ -78,14 +55,10 @@ class FeatureManifest:
     """What ran the target: transformers or vllm; their numbers differ by rounding."""
 
     @property
-    def states(self) -> int:
-        """Vectors of a token: one per boundary, and `LAST_HIDDEN`."""
-        return len(self.boundaries) + 1
-
-    @property
     def record_bytes(self) -> int:
-        """Bytes of one token."""
-        return record_bytes(self.hidden_size, self.states, self.dtype)
+        """Bytes of one token: a vector for each boundary and `LAST_HIDDEN`, and for float8 a scale for each vector."""
+        scale = SCALE_BYTES if self.dtype == "float8_e4m3fn" else 0
+        return (len(self.boundaries) + 1) * (self.hidden_size * DTYPES[self.dtype].itemsize + scale)
 
     def write(self, directory: Path) -> None:
         """Save as ``manifest.json``; a killed run leaves the old file or the new one."""
@@ -93,29 +66,22 @@ class FeatureManifest:
 
     @classmethod
     def read(cls, directory: Path) -> FeatureManifest:
-        """The manifest of a store.
-
-        Raises:
-            DataError: there is none, it is broken or changed, or it was written by another version.
-        """
+        """The manifest of a store; DataError if there is none, it is broken or changed, or of another version."""
         stored = KIND.read(directory)
         return cls(**{**stored, "boundaries": tuple(stored["boundaries"])})
 
     def refuse_other(self, wanted: FeatureManifest, directory: Path, *, reading: bool) -> None:
-        """Compare this stored manifest with the one that is wanted.
+        """DataError, naming each field with both values, if this stored manifest is not the one that is wanted.
 
-        Args:
-            reading: the stored dtype and source may be any; a resumed extraction must keep them.
-
-        Raises:
-            DataError: they differ; names each field with both values.
+        With `reading` the stored dtype and source may be any; a resumed extraction must keep them.
         """
-        names = [name for name in _DEALS_WITH if not (reading and name in _READER_IGNORES)]
-        values = [(name, getattr(self, name), getattr(wanted, name)) for name in names]
+        # A target's name may differ: a directory may have moved.
+        ignored = ("target", "dtype", "source") if reading else ("target",)
+        pairs = [(item.name, getattr(self, item.name), getattr(wanted, item.name)) for item in fields(self)]
         found = [
-            f"{_DEALS_WITH[name]} ({name}): stored {_shown(stored)}, wanted {_shown(asked)}"
-            for name, stored, asked in values
-            if stored != asked
+            f"{name}: stored {_shown(stored)}, wanted {_shown(asked)}"
+            for name, stored, asked in pairs
+            if stored != asked and name not in ignored
         ]
         if found:
             raise DataError(
@@ -128,38 +94,16 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-assert {field.name for field in fields(FeatureManifest)} == {*_DEALS_WITH, "target"}
-
-
 def dtype_named(name: str) -> str:
-    """The stored dtype's full name.
-
-    Raises:
-        ArgumentError: not one of `DTYPES` or `SHORT`.
-    """
+    """The stored dtype's full name, from one of `DTYPES` or `SHORT`; else ArgumentError."""
     full = SHORT.get(name, name)
     if full not in DTYPES:
         raise ArgumentError(f"features are stored as bfloat16, float8, float16 or float32, not {name!r}")
     return full
 
 
-def record_bytes(hidden_size: int, states: int, dtype: str) -> int:
-    """Bytes of one token: `states` vectors of `hidden_size`, and for float8 one scale for each."""
-    scale = SCALE_BYTES if dtype == "float8_e4m3fn" else 0
-    return states * (hidden_size * DTYPES[dtype].itemsize + scale)
-
-
-def bytes_needed(tokens: int, hidden_size: int, boundaries: int, dtype: str) -> int:
-    """Bytes of a whole store, its index aside, `LAST_HIDDEN` included: 32 KiB a token for three boundaries of 4096."""
-    return tokens * record_bytes(hidden_size, boundaries + 1, dtype)
-
-
 def check_room(directory: Path, needed: int) -> int:
-    """Free bytes where `directory` is or will be.
-
-    Raises:
-        DataError: fewer than `needed`.
-    """
+    """Free bytes where `directory` is or will be; DataError if there are fewer than `needed`."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -170,14 +114,13 @@ def check_room(directory: Path, needed: int) -> int:
     return free
 
 
-def human(count: int) -> str:
+def human(count: float) -> str:
     """A number of bytes in the unit that suits it."""
-    value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def describe(
@@ -195,9 +138,7 @@ def describe(
 
     Args:
         name: of the target, for people.
-        tokenizer: the target's, as transformers loads it.
-        hidden_size: of the target.
-        dtype: one of `manifest.DTYPES`, or a short name.
+        dtype: one of `DTYPES`, or a short name.
         source: transformers or vllm.
 
     Raises:
@@ -227,25 +168,12 @@ def describe(
 def wanted_manifest(
     target: str | Path, tokenizer: Any, data: PreparedData, boundaries: Sequence[Signal], hidden_size: int
 ) -> FeatureManifest:
-    """What ``FeatureStore.open(directory, wanted)`` compares a store with before a head is trained from it.
-
-    Args:
-        target: directory, hub id or the name of a shipped model.
-        boundaries: those that the head reads, in its order; `LAST_HIDDEN` may be among them.
-
-    Raises:
-        as `describe`.
-    """
-    directory = checkpoint_directory(target)
-    return describe(directory, str(target), tokenizer, data, boundaries, hidden_size=hidden_size)
+    """What ``FeatureStore.open(directory, wanted)`` compares a store with; `target` as in `checkpoint_directory`."""
+    return describe(checkpoint_directory(target), str(target), tokenizer, data, boundaries, hidden_size=hidden_size)
 
 
 def check_lengths(lengths: Sequence[int], limit: int) -> None:
-    """Refuse data that does not fit before anything is run.
-
-    Raises:
-        DataError: a document is empty or longer than `limit` tokens; names the first.
-    """
+    """DataError, naming the first, if a document is empty or longer than `limit` tokens."""
     for index, length in enumerate(lengths):
         if not 1 <= length <= limit:
             raise DataError(
@@ -255,11 +183,7 @@ def check_lengths(lengths: Sequence[int], limit: int) -> None:
 
 
 def checkpoint_directory(target: str | Path) -> Path:
-    """The target's files on this machine: a directory, a shipped model by its name, or a hub id, fetched if need be.
-
-    Raises:
-        CheckpointError: there is no such model, or it may not be fetched.
-    """
+    """The target's files: a directory, a shipped model by its name, or a hub id, fetched; or CheckpointError."""
     name = demo.resolve(target)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -274,11 +198,7 @@ def checkpoint_directory(target: str | Path) -> Path:
 
 
 def loaded_from(target: str | Path) -> Path:
-    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot; fetches nothing new.
-
-    Raises:
-        CheckpointError: there is no such model.
-    """
+    """Where the files of a target that has been loaded lie: its directory, or a hub id's snapshot."""
     from huggingface_hub import try_to_load_from_cache
 
     name = demo.resolve(target)
@@ -286,7 +206,6 @@ def loaded_from(target: str | Path) -> Path:
     return Path(found).parent if isinstance(found, str) else checkpoint_directory(target)
 
 
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
@@ -294,32 +213,19 @@ def target_hash(directory: Path) -> str:
     """SHA-256 of a checkpoint: its configuration, its weight files' headers, and samples of their contents.
 
     Headers alone are the same for every fine-tune of a model; 64 KiB spread over each file tell them apart without
-    reading the rest.
-
-    Raises:
-        CheckpointError: no configuration or no weights there.
+    reading the rest. CheckpointError if there is no configuration or no weights.
     """
     digest = hashlib.sha256()
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory}: its config.json cannot be read ({error})") from error
+    config = read_object(directory / "config.json", "expected a checkpoint of the target", CheckpointError)
     kept = {key: value for key, value in config.items() if key not in _VOLATILE}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in weight_files(directory):
-        digest.update(path.name.encode())
-        for sample in _samples(path):
-            digest.update(sample)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            start = 8 + int.from_bytes(head, "little")
+            digest.update(path.name.encode() + head + file.read(start - 8) + size.to_bytes(8, "little"))
+            for offset in range(start, size, max(1, (size - start) // 16)):
+                file.seek(offset)
+                digest.update(file.read(4096))
     return digest.hexdigest()
-
-
-def _samples(path: Path) -> Iterable[bytes]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        start = 8 + int.from_bytes(head, "little")
-        yield head + file.read(start - 8) + size.to_bytes(8, "little")
-        step = max(1, (size - start) // _SAMPLES)
-        for offset in range(start, size, step):
-            file.seek(offset)
-            yield file.read(_SAMPLE_BYTES)

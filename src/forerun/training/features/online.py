@@ -53,7 +53,7 @@ class OnlineFeatures:
 
     @property
     def signals(self) -> tuple[Signal, ...]:
-        """What `features` gives, in the order in which it is stored: the boundaries, then `LAST_HIDDEN`."""
+        """What `features` gives: the boundaries, then `LAST_HIDDEN`."""
         return (*self.boundaries, LAST_HIDDEN)
 
     @torch.no_grad()
@@ -109,11 +109,7 @@ class OnlineFeatures:
 
 
 def check_boundaries(boundaries: Sequence[Signal], num_layers: int) -> tuple[Signal, ...]:
-    """The boundaries without `LAST_HIDDEN`.
-
-    Raises:
-        ArgumentError: one is out of range or named twice.
-    """
+    """The boundaries without `LAST_HIDDEN`; ArgumentError if one is out of range or named twice."""
     chosen = tuple(boundary for boundary in boundaries if boundary != LAST_HIDDEN)
     odd = [boundary for boundary in chosen if not 0 <= boundary <= num_layers]
     if odd:
@@ -128,19 +124,12 @@ def check_boundaries(boundaries: Sequence[Signal], num_layers: int) -> tuple[Sig
 
 def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
     """One document per row, padded on the right; the loss mask is all False."""
-    size = max(len(tokens) for tokens in documents)
-    lengths = torch.tensor([len(tokens) for tokens in documents]).unsqueeze(1)
-    index = torch.arange(size)
-    real = index < lengths
-    tokens = torch.zeros(len(documents), size, dtype=torch.int64)
-    for row, document in enumerate(documents):
-        tokens[row, : len(document)] = torch.as_tensor(document, dtype=torch.int64)
-    return TokenBatch(
-        tokens=tokens,
-        loss_mask=torch.zeros_like(real),
-        documents=real.long() - 1,
-        positions=torch.where(real, index, 0),
-    )
+    rows = [torch.as_tensor(document, dtype=torch.int64) for document in documents]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    index = torch.arange(tokens.shape[1])
+    real = index < torch.tensor([len(document) for document in documents]).unsqueeze(1)
+    positions = torch.where(real, index, 0)
+    return TokenBatch(tokens=tokens, loss_mask=torch.zeros_like(real), documents=real.long() - 1, positions=positions)
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
@@ -149,9 +138,7 @@ def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> Atte
     Padding sees padding, so that no row is masked altogether, and is seen by nobody else. A sliding window counts
     positions within the document.
     """
-    index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    same = batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)
-    visible = same & (index.unsqueeze(1) >= index)
+    visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
     masks = {}
@@ -199,17 +186,15 @@ class BoundaryCheck:
 
     boundary: Signal
     cosine: float
-    """Mean over the tokens."""
     lowest: float
     """Cosine of the worst token; reported, not tested."""
     scale: float
-    """Length of the features over the length of the target's states, mean over the tokens."""
+    """Length of the features over that of the target's states, mean over the tokens."""
     nearest: Signal
     """The boundary whose states they resemble most."""
 
     @property
     def passed(self) -> bool:
-        """Whether they are the same states up to rounding."""
         # `not >` instead of `<=`: NaN fails.
         return self.cosine > COSINE and abs(self.scale - 1) <= SCALE and self.nearest == self.boundary
 
@@ -233,19 +218,13 @@ class ProbeReport:
 
     checks: tuple[BoundaryCheck, ...]
     tokens: int
-    """Compared."""
 
     @property
     def passed(self) -> bool:
-        """Whether every boundary passed."""
         return all(check.passed for check in self.checks)
 
     def require(self) -> ProbeReport:
-        """Raise if a boundary failed; returns the report.
-
-        Raises:
-            DataError: features differ from the target's hidden states; names each boundary.
-        """
+        """The report, or DataError, naming each boundary that failed."""
         failed = [check.summary for check in self.checks if not check.passed]
         if failed:
             raise DataError(
@@ -257,12 +236,7 @@ class ProbeReport:
 
 
 def probe(model: Any, capture: Capture, documents: Sequence[Sequence[int]]) -> ProbeReport:
-    """Compare what `capture` gives for `documents` with the states that `model` reports itself.
-
-    Args:
-        model: the target as a transformers causal LM, in evaluation mode.
-        capture: the source under test.
-        documents: token ids; a few dozen tokens are enough.
+    """Compare what `capture` gives for `documents` (token ids) with the states that `model` itself reports.
 
     Raises:
         DataError: a boundary is missing in what was captured, or has another shape.
@@ -278,32 +252,25 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Signal, Tensor]:
     """
     config = text_config(model)
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
-    raw: list[Tensor] = []
-
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        raw.append(output[0] if isinstance(output, tuple) else output)
-
-    handle = layers[-1].register_forward_hook(keep)
+    # A hook of its own: `captured` is what is under test.
+    raw: list[Any] = []
+    handle = layers[-1].register_forward_hook(lambda *call: raw.append(call[-1]))
     try:
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     finally:
         handle.remove()
-    found = {boundary: states[boundary] for boundary in range(config.num_hidden_layers)}
-    found |= {config.num_hidden_layers: raw[0], LAST_HIDDEN: states[-1]}
+    found = dict(enumerate(states[:-1]))
+    last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
+    found |= {config.num_hidden_layers: last, LAST_HIDDEN: states[-1]}
     return {boundary: value[0].cpu() for boundary, value in found.items()}
 
 
 def compare(captured: Sequence[Mapping[Signal, Tensor]], references: Sequence[Mapping[Signal, Tensor]]) -> ProbeReport:
-    """The report on `captured`; every boundary in it must be among those of `references`.
-
-    Raises:
-        DataError: other boundaries or shapes than the target has.
-    """
-    signals = list(captured[0])
+    """The report on `captured`; DataError where it has other boundaries or shapes than `references`."""
     own = {signal: torch.cat([reference[signal].float() for reference in references]) for signal in references[0]}
     checks = []
-    for signal in signals:
+    for signal in captured[0]:
         states = torch.cat([document[signal].float().cpu() for document in captured])
         if signal not in own or states.shape != own[signal].shape:
             expected = tuple(own[signal].shape) if signal in own else "none"
@@ -313,7 +280,6 @@ def compare(captured: Sequence[Mapping[Signal, Tensor]], references: Sequence[Ma
 
 
 def name_of(signal: Signal) -> str:
-    """The boundary's number, or LAST_HIDDEN."""
     return "LAST_HIDDEN" if signal == LAST_HIDDEN else str(signal)
 
 

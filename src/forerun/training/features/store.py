@@ -2,11 +2,9 @@
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
 record per token: the states at each boundary, then `LAST_HIDDEN`, then (float8 only) one float32 scale per state. The
-second names the shard's documents, their lengths in tokens and their CRC-32; a shard counts once it is there.
-
-Each document is compared with its CRC-32 when it is first read. One checksum for a whole shard would read a gigabyte
-for the first token of it. Disks and transfers make errors, they do not forge: CRC-32 finds those, at 2.1 GiB/s on one
-core where SHA-256 reaches 1.4 and BLAKE2b 0.6.
+second names the shard's documents, their lengths in tokens and their CRC-32, with which each is compared when it is
+first read; a shard counts once it is there. Disks and transfers make errors, they do not forge: CRC-32 finds those, at
+2.1 GiB/s on one core where SHA-256 reaches 1.4.
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, NumericError
@@ -32,8 +31,8 @@ from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.manifest import DTYPES, SCALE_BYTES, FeatureManifest, human
 from forerun.types import LAST_HIDDEN, Signal
 
+Records = NDArray[np.uint8]
 SHARD_BYTES = 1 << 30
-"""Size at which a shard is finished."""
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -42,24 +41,12 @@ class Shard:
     """One finished shard."""
 
     path: Path
-    """The ``.bin`` file."""
     documents: tuple[int, ...]
     """In the order in which they stand in the file."""
     lengths: tuple[int, ...]
-    """Tokens of each."""
     checksums: tuple[int, ...]
     """CRC-32 of each document's records."""
     size: int
-    """Bytes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Location:
-    shard: int
-    offset: int
-    """Tokens before it in the shard."""
-    length: int
-    checksum: int
 
 
 class FeatureWriter:
@@ -69,12 +56,7 @@ class FeatureWriter:
     """
 
     def __init__(self, directory: Path, manifest: FeatureManifest, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Start or resume.
-
-        Raises:
-            DataError: the directory holds other features, a broken shard, or files that are no feature store.
-            ArgumentError: shard_bytes is below 1.
-        """
+        """Start or resume; DataError if the directory holds other features, a broken shard, or something else."""
         if shard_bytes < 1:
             raise ArgumentError(f"a shard needs at least one byte, got {shard_bytes}")
         self.directory, self.manifest, self._shard_bytes = directory, manifest, shard_bytes
@@ -96,7 +78,7 @@ class FeatureWriter:
 
     @property
     def tokens(self) -> int:
-        """Tokens in finished shards and in the open one."""
+        """In finished shards and in the open one."""
         finished = sum(sum(shard.lengths) for shard in self._shards)
         return finished + sum(length for _, length, _ in self._open)
 
@@ -110,12 +92,10 @@ class FeatureWriter:
         if document in self.done:
             raise DataError(f"document {document} is in {self.directory} already")
         records = encode(features, self.manifest, f"document {document}")
-        try:
+        with self._full_disk_explained():
             if self._file is None:
                 self._file = self._path(".bin.partial").open("wb")
             self._file.write(records.data)
-        except OSError as error:
-            raise self._explained(error) from error
         # One statement, so that Ctrl-C finds the document either counted or not.
         self._open.append((document, len(records), zlib.crc32(records.data)))
         self.done.add(document)
@@ -125,9 +105,7 @@ class FeatureWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._file is None:
             return
         if self._open and (error is None or not _is_full(error)):
@@ -149,7 +127,7 @@ class FeatureWriter:
         """Finish the open shard: first its bytes are on the disk, then its record says so."""
         assert self._file is not None
         size, documents, lengths, checksums = self._open_bytes(), *zip(*self._open, strict=True)
-        try:
+        with self._full_disk_explained():
             # An interrupted write may have left part of a document behind the last whole one.
             self._file.truncate(size)
             self._file.flush()
@@ -158,30 +136,35 @@ class FeatureWriter:
             path = self._path(".bin")
             self._path(".bin.partial").replace(path)
             write_sealed(self._path(".json"), {"documents": documents, "lengths": lengths, "crc32": checksums})
-        except OSError as error:
-            raise self._explained(error) from error
         self._file, self._open = None, []
         self._shards.append(Shard(path=path, documents=documents, lengths=lengths, checksums=checksums, size=size))
 
-    def _explained(self, error: OSError) -> Exception:
-        if not _is_full(error):
-            return error
-        return DataError(
-            f"the disk is full: shard {len(self._shards)} in {self.directory} could not be written. The "
-            f"{len(self._shards)} finished shards are safe; make room (a shard takes up to "
-            f"{human(self._shard_bytes)}) and run the same command again to go on."
-        )
+    @contextmanager
+    def _full_disk_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not _is_full(error):
+                raise
+            count, room = len(self._shards), human(self._shard_bytes)
+            raise DataError(
+                f"the disk is full: shard {count} in {self.directory} could not be written. The {count} finished "
+                f"shards are safe; make room (a shard takes up to {room}) and run the same command again to go on."
+            ) from error
 
 
 class FeatureStore:
     """A finished store, read through memory maps; many processes may read it at once."""
 
     def __init__(self, directory: Path, manifest: FeatureManifest, shards: Sequence[Shard]) -> None:
-        """Take finished shards as they are; most callers want `open`."""
-        self.directory, self.manifest = directory, manifest
-        self._shards = tuple(shards)
-        self._locations = dict(_locations(shards))
-        self._maps: dict[int, np.memmap[tuple[int, int], np.dtype[np.uint8]]] = {}
+        self.directory, self.manifest, self._shards = directory, manifest, tuple(shards)
+        self._locations: dict[int, tuple[int, int, int, int]] = {}
+        """Document -> number of its shard, tokens before it in the shard, its tokens, its checksum."""
+        for index, shard in enumerate(shards):
+            offsets = itertools.accumulate(shard.lengths, initial=0)
+            places = zip(shard.documents, offsets, shard.lengths, shard.checksums, strict=False)
+            self._locations |= {document: (index, first, size, check) for document, first, size, check in places}
+        self._maps: dict[int, Records] = {}
         self._compared: set[int] = set()
         """Documents whose checksum was found right."""
 
@@ -192,8 +175,7 @@ class FeatureStore:
         Raises:
             DataError: not a store, of something else (both values are named), unfinished, or a shard is cut short.
         """
-        directory = Path(directory)
-        manifest = FeatureManifest.read(directory)
+        directory, manifest = Path(directory), FeatureManifest.read(Path(directory))
         if wanted is not None:
             manifest.refuse_other(wanted, directory, reading=True)
         shards = finished_shards(directory, manifest)
@@ -208,68 +190,44 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._locations)
 
-    def read(
-        self, document: int, offset: int = 0, length: int | None = None, *, dtype: torch.dtype | None = None
-    ) -> dict[Signal, Tensor]:
+    def read(self, document: int, offset: int = 0, length: int | None = None) -> dict[Signal, Tensor]:
         """States (length, Ht) of a document's tokens from `offset` on, at every boundary and `LAST_HIDDEN`.
 
-        Args:
-            dtype: of the result; by default as stored, and bfloat16 for float8.
-
-        Raises:
-            DataError: no such document, or it ends before ``offset + length``, or it has changed since it was written.
+        As stored, and bfloat16 for float8. DataError if there is no such document, it ends before ``offset + length``,
+        or it has changed since it was written.
         """
-        location = self._locate(document)
-        length = location.length - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > location.length:
-            raise DataError(
-                f"document {document} has {location.length} tokens of features, tokens {offset}..{offset + length} "
-                f"were asked for: {self.directory} is of other data"
-            )
-        if document not in self._compared:
-            self._compare(document, location)
-        start = location.offset + offset
-        return decode(np.array(self._map(location.shard)[start : start + length]), self.manifest, dtype)
-
-    def nbytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(shard.size for shard in self._shards)
-
-    def _locate(self, document: int) -> _Location:
         if document not in self._locations:
             raise DataError(f"{self.directory} holds no document {document}; it has {len(self._locations)} documents")
-        return self._locations[document]
-
-    def _compare(self, document: int, location: _Location) -> None:
-        """Compare a document's records with their checksum.
-
-        Raises:
-            DataError: it is not what was written.
-        """
-        records = self._map(location.shard)[location.offset : location.offset + location.length]
-        if zlib.crc32(records.data) != location.checksum:
-            path = self._shards[location.shard].path
+        shard, first, size, checksum = self._locations[document]
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
             raise DataError(
-                f"document {document} in {path} has changed since it was written: its checksum does not fit; "
-                f"{_remedy(path)}"
+                f"document {document} has {size} tokens of features, tokens {offset}..{offset + length} "
+                f"were asked for: {self.directory} is of other data"
             )
-        self._compared.add(document)
+        records = self._map(shard)[first : first + size]
+        if document not in self._compared:
+            if zlib.crc32(records.data) != checksum:
+                path = self._shards[shard].path
+                raise DataError(
+                    f"document {document} in {path} has changed since it was written: its checksum does not fit; "
+                    f"{_remedy(path)}"
+                )
+            self._compared.add(document)
+        return decode(np.array(records[offset : offset + length]), self.manifest)
 
-    def _map(self, shard: int) -> np.memmap[tuple[int, int], np.dtype[np.uint8]]:
+    def nbytes(self) -> int:
+        return sum(shard.size for shard in self._shards)
+
+    def _map(self, shard: int) -> Records:
         if shard not in self._maps:
             entry, width = self._shards[shard], self.manifest.record_bytes
             self._maps[shard] = np.memmap(entry.path, np.uint8, "r", shape=(entry.size // width, width))
         return self._maps[shard]
 
 
-def encode(
-    features: Mapping[Signal, Tensor], manifest: FeatureManifest, name: str
-) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """States (L, Ht) by boundary -> records (L, record_bytes).
-
-    Raises:
-        DataError: a boundary is missing or misshapen. NumericError: NaN or infinity. Both name `name`.
-    """
+def encode(features: Mapping[Signal, Tensor], manifest: FeatureManifest, name: str) -> Records:
+    """States (L, Ht) by boundary -> records (L, record_bytes). DataError or NumericError, naming `name`, for others."""
     dtype, parts, scales = DTYPES[manifest.dtype], [], []
     length = len(next(iter(features.values()), torch.empty(0)))
     for signal in (*manifest.boundaries, LAST_HIDDEN):
@@ -289,35 +247,29 @@ def encode(
             raise NumericError(f"{name}, boundary {signal}: NaN or infinite states in {manifest.dtype}; not stored")
         parts.append(stored.view(torch.uint8))
     parts += [scale.view(torch.uint8) for scale in scales]
-    packed: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = torch.cat(parts, dim=1).numpy()
+    packed: Records = torch.cat(parts, dim=1).numpy()
     return packed
 
 
-def decode(
-    records: np.ndarray[tuple[int, int], np.dtype[np.uint8]], manifest: FeatureManifest, dtype: torch.dtype | None
-) -> dict[Signal, Tensor]:
+def decode(records: Records, manifest: FeatureManifest) -> dict[Signal, Tensor]:
     """Records (L, record_bytes) -> states (L, Ht) by boundary; the inverse of `encode` up to rounding."""
     stored, signals = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
     raw = torch.from_numpy(records)
     width = manifest.hidden_size * stored.itemsize
     small = stored == torch.float8_e4m3fn
-    wanted = dtype or (torch.bfloat16 if small else stored)
     found = {}
     for index, signal in enumerate(signals):
         states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
         if small:
             start = len(signals) * width + index * SCALE_BYTES
-            states = states.float() * raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
-        found[signal] = states.to(wanted)
+            scales = raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
+            states = (states.float() * scales).to(torch.bfloat16)
+        found[signal] = states
     return found
 
 
 def finished_shards(directory: Path, manifest: FeatureManifest) -> list[Shard]:
-    """The shards whose record was written, in order.
-
-    Raises:
-        DataError: a shard is missing, cut short or changed; named with both sizes.
-    """
+    """The shards whose record was written, in order; DataError, with both sizes, if one was cut short or changed."""
     shards: list[Shard] = []
     for path in sorted(directory.glob("shard-*.json")):
         data = path.with_suffix(".bin")
@@ -337,59 +289,32 @@ def _remedy(path: Path) -> str:
     )
 
 
-def _locations(shards: Sequence[Shard]) -> Iterator[tuple[int, _Location]]:
-    for index, shard in enumerate(shards):
-        offset = 0
-        for document, length, checksum in zip(shard.documents, shard.lengths, shard.checksums, strict=True):
-            yield document, _Location(shard=index, offset=offset, length=length, checksum=checksum)
-            offset += length
-
-
 def _is_full(error: BaseException) -> bool:
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+@dataclass(frozen=True, slots=True)
 class OfflineFeatures:
-    """Reads packed windows' features from a store.
+    """Reads the features of packed windows from a store, which must be of the same prepared data.
 
     Features were extracted from whole documents. A segment that begins within its document (offset > 0) therefore gets
     states that saw everything before it, where `OnlineFeatures` would only see the segment: nearer to what the head
     meets when it drafts, and why the two agree exactly only for segments with offset 0.
     """
 
-    def __init__(self, store: FeatureStore, windows: PackedWindows, *, dtype: torch.dtype | None = None) -> None:
-        """Features of `windows` from `store`, which must be of the same prepared data.
-
-        Args:
-            dtype: of the features; by default as stored, and bfloat16 for float8.
-        """
-        self.store, self.windows, self._dtype = store, windows, dtype
-
-    @property
-    def boundaries(self) -> tuple[Signal, ...]:
-        """Those stored, without `LAST_HIDDEN`."""
-        return self.store.manifest.boundaries
+    store: FeatureStore
+    windows: PackedWindows
 
     def features(self, step: int, rank: int = 0, world: int = 1) -> FeatureBatch:
-        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU.
-
-        Raises:
-            DataError: a segment is not in the store, or reaches beyond its document's features.
-        """
+        """The batch of a step with its features (B, S, Ht), zero at padding; on the CPU."""
         batch = self.windows.batch(step, rank, world)
-        rows, size = batch.tokens.shape
         found: dict[Signal, torch.Tensor] = {}
         for segment in self.windows.segments(step, rank, world):
-            if segment.column < 0 or segment.column + segment.length > size or not 0 <= segment.row < rows:
-                raise DataError(f"step {step}: a segment of document {segment.document} lies outside the batch")
-            states = self.store.read(segment.document, segment.offset, segment.length, dtype=self._dtype)
-            for signal, values in states.items():
+            for signal, values in self.store.read(segment.document, segment.offset, segment.length).items():
                 if signal not in found:
-                    found[signal] = values.new_zeros(rows, size, values.shape[-1])
+                    found[signal] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
                 found[signal][segment.row, segment.column : segment.column + segment.length] = values
-        if LAST_HIDDEN not in found:
-            raise DataError(f"step {step}: no segment of any document is in the batch")
         return FeatureBatch(batch=batch, features=found)
 
 
@@ -401,29 +326,21 @@ class Source(Protocol):
     """Something that runs the target: `OnlineFeatures` or `VllmFeatures`."""
 
     @property
-    def signals(self) -> tuple[Signal, ...]:
-        """What it captures, `LAST_HIDDEN` last."""
-        ...
+    def signals(self) -> tuple[Signal, ...]: ...
 
     def documents(self, documents: Sequence[Sequence[int]]) -> Sequence[Mapping[Signal, Tensor]]:
         """The states (L, Ht) of whole documents."""
-        ...
 
 
 def passes(lengths: Sequence[int], done: Set[int], batch_tokens: int) -> Iterator[list[int]]:
-    """The documents of each pass: at most `batch_tokens` tokens with padding, or one longer document.
-
-    The same for the same arguments; documents in `done` are left out.
-
-    Raises:
-        ArgumentError: batch_tokens is below 1.
-    """
+    """The documents of each pass, without those in `done`: up to `batch_tokens` tokens with padding, or one longer
+    one."""
     if batch_tokens < 1:
         raise ArgumentError(f"a pass needs at least one token, got {batch_tokens}")
     for start in range(0, len(lengths), STRETCH):
         stretch = [index for index in range(start, min(start + STRETCH, len(lengths))) if index not in done]
         group: list[int] = []
-        for index in sorted(stretch, key=lambda index: (lengths[index], index)):
+        for index in sorted(stretch, key=lambda index: lengths[index]):
             # Lengths ascend: this document is the longest of the group.
             if group and (len(group) + 1) * lengths[index] > batch_tokens:
                 yield group
@@ -441,15 +358,9 @@ def extract(
     batch_tokens: int = 8192,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Store the features of every document that the writer does not have yet.
+    """Store the features of every document that the writer does not have yet, in passes of at most `batch_tokens`.
 
-    Args:
-        batch_tokens: most tokens of a pass, padding included.
-        progress: called with the number of tokens stored since the last call.
-
-    Raises:
-        DataError: the disk is full, or the source gives other shapes than the manifest says.
-        NumericError: NaN or infinite states; everything before is stored.
+    `progress` is called with the number of tokens stored since the last call.
     """
     lengths = data.lengths.tolist()
     for group in passes(lengths, writer.done, batch_tokens):
@@ -461,6 +372,6 @@ def extract(
 
 def sample(data: PreparedData, tokens: int = 64) -> list[int]:
     """The beginning of the longest of the first documents, for the probe."""
-    first = [data.document(index)[0] for index in range(min(len(data), 16))]
-    longest: list[int] = max(first, key=len)[:tokens].tolist()
-    return longest
+    longest = max((data.document(index)[0] for index in range(min(len(data), 16))), key=len)
+    beginning: list[int] = longest[:tokens].tolist()
+    return beginning

@@ -34,7 +34,6 @@ class Prompt:
     """A prompt that this step computes as a whole."""
 
     path: str
-    """Of the file to write."""
     tokens: list[int]
     blocks: list[int]
     """Of the states' cache, in order."""

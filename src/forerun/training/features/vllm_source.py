@@ -35,11 +35,7 @@ class FinalNorm:
     """Raw states (.., Ht) after the last layer -> states after the final norm, on the CPU."""
 
     def __init__(self, directory: Path, config: Any) -> None:
-        """Find the norm in the model's skeleton and load its weights.
-
-        Args:
-            directory: the target's checkpoint.
-            config: its configuration, as transformers reads it.
+        """Find the norm in the skeleton of the model that `config` describes and load its weights from `directory`.
 
         Raises:
             UnsupportedModelError: the module after the layers cannot be told.
@@ -49,13 +45,18 @@ class FinalNorm:
 
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-        base = base_of(model)
         try:
-            name, norm = norm_after_layers(base, config.get_text_config(decoder=True).num_hidden_layers)
+            name, norm = norm_after_layers(base_of(model), config.get_text_config(decoder=True).num_hidden_layers)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}; use --source transformers") from None
-        prefixes = (f"{base_name(model)}.{name}.", f"{name}.")
-        stored = _stored(directory, prefixes, set(norm.state_dict()))
+        names, stored = set(norm.state_dict()), dict[str, Tensor]()
+        keys = {prefix + own: own for prefix in (f"{base_name(model)}.{name}.", f"{name}.") for own in names}
+        for path in weight_files(directory):
+            if wanted := keys.keys() & read_header(path).keys():
+                with safe_open(path, "pt") as file:
+                    stored |= {keys[key]: file.get_tensor(key) for key in wanted}
+        if set(stored) != names:
+            raise CheckpointError(f"{directory} lacks the final norm's {', '.join(sorted(names - set(stored)))}")
         self._norm = norm.to_empty(device="cpu").eval().requires_grad_(False)
         self._norm.load_state_dict(stored, assign=True)
         self._dtype = next(iter(stored.values())).dtype
@@ -65,19 +66,6 @@ class FinalNorm:
         """(.., Ht) -> (.., Ht), in the dtype of the norm's weights."""
         normed: Tensor = self._norm(states.cpu().to(self._dtype))
         return normed
-
-
-def _stored(directory: Path, prefixes: tuple[str, ...], names: set[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in weight_files(directory):
-        held = set(read_header(path))
-        wanted = {prefix + name: name for prefix in prefixes for name in names if prefix + name in held}
-        if wanted:
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(key) for key, name in wanted.items()}
-    if set(found) != names:
-        raise CheckpointError(f"{directory} lacks the final norm's {', '.join(sorted(names - set(found)))}")
-    return found
 
 
 ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -105,18 +93,14 @@ class VllmFeatures:
         num_layers: int,
         max_tokens: int,
         batch_tokens: int = 8192,
-        scratch: Path | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Start vLLM.
 
         Args:
-            target: directory or hub id.
             norm: raw states at the last boundary -> LAST_HIDDEN, see `FinalNorm`.
-            num_layers: of the target.
             max_tokens: of the longest document.
             batch_tokens: most tokens of a pass.
-            scratch: where the connector writes, by default a temporary directory; memory-backed is fastest.
             engine_options: more arguments of ``vllm.LLM``, such as tensor_parallel_size; on the CPU they go before
                 `CPU_OPTIONS`.
 
@@ -125,13 +109,12 @@ class VllmFeatures:
             DataError: vLLM does not start.
         """
         self.boundaries = check_boundaries(boundaries, num_layers)
-        self._norm = norm
+        self._norm, self._last = norm, num_layers
         self._ids = sorted({*self.boundaries, num_layers})
-        self._last = num_layers
         vllm = require_vllm()
         on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         transfer = importlib.import_module("vllm.config.kv_transfer").KVTransferConfig
-        self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-", dir=scratch)
+        self._folder = tempfile.TemporaryDirectory(prefix="forerun-vllm-")
         # The prompt, the one token that is generated, and the one speculative slot must fit.
         longest = max_tokens + 2
         options = {
@@ -164,15 +147,10 @@ class VllmFeatures:
 
     @property
     def signals(self) -> tuple[Signal, ...]:
-        """What `documents` gives: the boundaries, then `LAST_HIDDEN`."""
         return (*self.boundaries, LAST_HIDDEN)
 
     def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Signal, Tensor]]:
-        """The states (L, Ht) of whole documents on the CPU.
-
-        Raises:
-            DataError: vLLM stopped, or answered without states, or with those of other tokens or layers.
-        """
+        """The states (L, Ht) of whole documents on the CPU; DataError if vLLM stopped, or answered with others."""
         prompts = [{"prompt_token_ids": list(tokens)} for tokens in documents]
         with _explained("stopped"):
             outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
@@ -206,11 +184,7 @@ class VllmFeatures:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn vLLM's failures into `DataError`; the reason mostly stands in the log of one of its processes.
-
-    Raises:
-        DataError: there was one.
-    """
+    """Turn vLLM's failures into `DataError`; the reason mostly stands in the log of one of its processes."""
     try:
         yield
     except Exception as error:
@@ -220,16 +194,17 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _load(path: Path) -> Mapping[str, Tensor]:
-    """Read and delete what the connector wrote.
-
-    Raises:
-        DataError: nothing was written.
-    """
-    lock = path.with_name(f"{path.name}.lock")
-    if lock.exists():
-        _wait_for_writer(lock)
+    """Read and delete what the connector wrote."""
+    lock, deadline = path.with_name(f"{path.name}.lock"), time.monotonic() + WRITE_TIMEOUT_S
+    while lock.exists() and not _released(lock):
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process with its "
+                "engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use --source transformers"
+            )
+        time.sleep(0.005)
     try:
-        found: Mapping[str, Tensor] = load_file(path)
+        return load_file(path)
     except FileNotFoundError as error:
         raise DataError(
             f"vLLM answered but wrote no states to {path}: its log says why; --source transformers does without it"
@@ -237,37 +212,20 @@ def _load(path: Path) -> Mapping[str, Tensor]:
     finally:
         for file in (path, lock):
             file.unlink(missing_ok=True)
-    return found
 
 
-def _wait_for_writer(lock: Path) -> None:
-    """Wait until vLLM's connector releases the lock that it holds from the prompt's first step on.
-
-    Raises:
-        DataError: it does not.
-    """
-    deadline = time.monotonic() + WRITE_TIMEOUT_S
+def _released(lock: Path) -> bool:
+    """Whether vLLM's connector has released the lock that it holds from the prompt's first step on."""
     with lock.open() as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DataError(
-                        f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process "
-                        "with its engine its connector never does: unset VLLM_ENABLE_V1_MULTIPROCESSING; or use "
-                        "--source transformers"
-                    ) from None
-                time.sleep(0.005)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def require_vllm() -> Any:
-    """The package vllm.
-
-    Raises:
-        ArgumentError: it is not installed.
-    """
+    """The package vllm; ArgumentError if it is not installed."""
     # stdout belongs to the command's result.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:

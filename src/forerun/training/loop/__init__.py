@@ -1,4 +1,1 @@
-"""The training loop for any drafter: data by position, gradients exact for any number of processes, safe checkpoints.
-
-Knows no drafter, no data and no loss: those are the `Batches` and the `Objective` of `forerun.training.batch`.
-"""
+"""The training loop: `trainer.train` takes an objective, data and settings, and knows nothing of drafting."""

@@ -40,17 +40,13 @@ class Progress:
     """How far training has come. Changes with every step."""
 
     step: int = 0
-    """Optimizer steps done."""
     position: int = 0
     """Batches read, which is where the data go on."""
     tokens: int = 0
-    """Tokens seen by all processes, padding not counted."""
     evaluated: int = 0
-    """Step of the last evaluation."""
     best: float | None = None
-    """Best value of the deciding metric so far; higher is better."""
+    """Of the deciding metric; higher is better."""
     best_step: int | None = None
-    """Step of that value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +62,12 @@ class Saved:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A detached, full, contiguous copy on the CPU (or the tensor itself). All processes must call it if sharded."""
+    """A detached, full, contiguous copy on the CPU. All processes must call it if sharded."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.cpu().contiguous()
+    # Views of one storage, which safetensors refuses, become tensors of their own.
+    return tensor.cpu().contiguous().clone()
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -80,8 +77,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            # A copy: views of one storage, which safetensors refuses, become tensors of their own.
-            weights[name] = whole(tensor).clone()
+            weights[name] = whole(tensor)
     return weights
 
 
@@ -92,7 +88,7 @@ def optimizer_tensors(module: nn.Module, optimizers: Optimizers) -> dict[str, Te
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for kind, value in sorted(state.items()):
-                found[f"{names[id(parameter)]}|{kind}"] = whole(value).clone()
+                found[f"{names[id(parameter)]}|{kind}"] = whole(value)
     return found
 
 
@@ -102,48 +98,34 @@ def save(
     optimizers: Optimizers,
     progress: Progress,
     parallel: Parallel,
-    notes: Mapping[str, Any],
+    recipe: Mapping[str, Any],
 ) -> Path:
-    """Write ``output/checkpoint-<step>``, with `notes` (the recipe) in its ``state.json``; all processes must call it.
-
-    Raises:
-        CheckpointError: the disk is full, or refuses; earlier checkpoints are intact.
-    """
+    """Write ``output/checkpoint-<step>``; all processes must call it. CheckpointError if the disk refuses."""
     weights, moments = weights_of(module), optimizer_tensors(module, optimizers)
     states = parallel.collect(capture_random())
-    record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), **notes}
-
-    def fill(folder: Path) -> None:
-        save_file(weights, folder / MODEL, metadata={"format": "pt"})
-        save_file(moments, folder / OPTIMIZER)
-        (folder / RANDOM).write_text(json.dumps(states), encoding="utf-8")
-        (folder / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-    return parallel.on_first(lambda: write_directory(output / f"checkpoint-{progress.step}", fill))
+    record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
+    folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
+    return parallel.on_first(lambda: _write(folder, tensors, {RANDOM: states, STATE: record}))
 
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
-    """Write the weights alone to ``output/best``, with ``best.json``; all processes must call it.
+    """Write the weights alone to ``output/best``, with ``best.json``; as `save`."""
+    weights, record = weights_of(module), {"step": step, "values": dict(values)}
+    return parallel.on_first(lambda: _write(output / BEST, {MODEL: weights}, {"best.json": record}))
 
-    Raises:
-        CheckpointError: the disk is full, or refuses; the former best is intact.
-    """
-    weights = weights_of(module)
 
-    def fill(folder: Path) -> None:
-        save_file(weights, folder / MODEL, metadata={"format": "pt"})
-        record = {"step": step, "values": dict(values)}
-        (folder / "best.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]], records: Mapping[str, Any]) -> Path:
+    def fill(fresh: Path) -> None:
+        for name, held in tensors.items():
+            save_file(held, fresh / name, metadata={"format": "pt"})
+        for name, record in records.items():
+            (fresh / name).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
-    return parallel.on_first(lambda: write_directory(output / BEST, fill))
+    return write_directory(folder, fill)
 
 
 def read(path: Path) -> Saved:
-    """What `path` says about itself; tensors stay on disk.
-
-    Raises:
-        CheckpointError: missing files, broken JSON, or a format that is not ours.
-    """
+    """What `path` says about itself, tensors left alone; CheckpointError if it is incomplete or in another format."""
     try:
         record = json.loads((path / STATE).read_text(encoding="utf-8"))
         states = json.loads((path / RANDOM).read_text(encoding="utf-8"))
@@ -158,21 +140,16 @@ def read(path: Path) -> Saved:
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
-    """Fill `module`, not yet sharded, from a checkpoint or ``best/``.
-
-    Raises:
-        CheckpointError: a missing, unknown or misshapen tensor, by name.
-    """
-    stored = _load(path / MODEL)
-    own = module.state_dict(keep_vars=True)
-    first_name: dict[int, str] = {}
-    for name, tensor in own.items():
-        first_name.setdefault(id(tensor), name)
-    expected = {name: own[name] for name in first_name.values()}
-    _refuse_differences(path / MODEL, expected, stored)
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(stored[name])
+    """Fill `module`, not yet sharded, from a checkpoint or ``best/``; CheckpointError, by name, if tensors differ."""
+    stored, first_names = _load(path / MODEL), dict[int, str]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        first = first_names.setdefault(id(tensor), name)
+        if first in stored:
+            stored[name] = stored[first]
+    try:
+        module.load_state_dict(stored)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path / MODEL} is of another module: {error}") from error
 
 
 def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, parallel: Parallel) -> None:
@@ -196,36 +173,31 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
     for optimizer in optimizers:
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {index: by_parameter.pop(id(p)) for index, p in enumerate(owned) if id(p) in by_parameter}
-        _refuse_other_kinds(path, optimizer, state.values())
+        # Muon's state for AdamW, or the reverse: torch would load it and break at the next step.
+        muon = isinstance(optimizer, torch.optim.Muon)
+        if any(("momentum_buffer" in kinds) != muon for kinds in state.values()):
+            raise CheckpointError(
+                f"{path} was trained with another optimizer than the settings say; set optimizer to the former one, "
+                "or begin a new output directory."
+            )
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     if by_parameter:
         raise CheckpointError(f"{path / OPTIMIZER} holds state of parameters that are frozen now.")
-
-
-def _refuse_other_kinds(path: Path, optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Tensor]]) -> None:
-    """Refuse Muon's state for AdamW, or the reverse: torch would load it and break at the next step."""
-    muon = isinstance(optimizer, torch.optim.Muon)
-    if any(("momentum_buffer" in state) != muon for state in states):
-        raise CheckpointError(
-            f"{path} was trained with another optimizer than the settings say; set optimizer to the former one, "
-            "or begin a new output directory."
-        )
 
 
 def _shared(path: Path, parallel: Parallel) -> dict[str, Tensor]:
     """The first process's tensors on all, so that only its disk needs the file."""
     stored: dict[str, Tensor] = {}
 
-    def describe() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe() -> dict[str, Tensor]:
         stored.update(_load(path / OPTIMIZER))
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
+        return {name: tensor.to("meta") for name, tensor in stored.items()}
 
-    received: dict[str, Tensor] = {}
-    for name, (shape, dtype) in parallel.on_first(describe).items():
-        blank = torch.empty(shape, dtype=dtype, device=parallel.device)
-        tensor = stored[name].to(parallel.device) if parallel.first else blank
-        received[name] = parallel.broadcast(tensor).cpu()
-    return received
+    blanks = parallel.on_first(describe)
+    for name, blank in blanks.items():
+        tensor = stored[name].to(parallel.device) if parallel.first else torch.empty_like(blank, device=parallel.device)
+        stored[name] = parallel.broadcast(tensor).cpu()
+    return stored
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -237,22 +209,10 @@ def _load(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _refuse_differences(path: Path, expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    missing, unknown = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
-    if missing or unknown:
-        raise CheckpointError(f"{path}: missing tensors {missing}, unknown tensors {unknown}; it is of another module.")
-    for name, tensor in expected.items():
-        if tensor.shape != stored[name].shape:
-            shapes = f"{tuple(stored[name].shape)}, the module wants {tuple(tensor.shape)}"
-            raise CheckpointError(f"{path}: {name} has shape {shapes}.")
-
-
 def checkpoints(output: Path) -> list[tuple[int, Path]]:
     """(step, directory) of the complete checkpoints in `output`, oldest first."""
-    if not output.is_dir():
-        return []
-    found = [(CHECKPOINT.fullmatch(path.name), path) for path in output.iterdir() if path.is_dir()]
-    return sorted((int(match.group(1)), path) for match, path in found if match)
+    found = [(CHECKPOINT.fullmatch(path.name), path) for path in output.glob("*/")]
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def latest(output: Path) -> Path | None:
@@ -262,16 +222,21 @@ def latest(output: Path) -> Path | None:
 
 
 def write_directory(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Let `fill` write into a fresh directory that takes the place of `folder`.
-
-    Raises:
-        CheckpointError: the disk is full, or refuses; what was there before is untouched.
-    """
+    """Let `fill` write into a fresh directory that takes the place of `folder`; CheckpointError if the disk refuses."""
     try:
         with written_folder(folder) as fresh:
             fill(fresh)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(_refused(folder, error)) from error
+        previous = latest(folder.parent)
+        kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
+        try:
+            free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free"
+        except OSError:
+            free = "free space unknown"
+        raise CheckpointError(
+            f"Writing {folder} failed: {error} ({free}). Nothing saved before was touched: {kept}. "
+            "Make room or choose another output, then start the same command again: it resumes."
+        ) from error
     return folder
 
 
@@ -282,43 +247,24 @@ def rotate(output: Path, keep: int) -> None:
             remove_folder(path)
 
 
-def _refused(folder: Path, error: Exception) -> str:
-    previous = latest(folder.parent)
-    kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
-    try:
-        free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB free"
-    except OSError:
-        free = "free space unknown"
-    return (
-        f"Writing {folder} failed: {error} ({free}). Nothing saved before was touched: {kept}. "
-        "Make room or choose another output, then start the same command again: it resumes."
-    )
-
-
-def seed_all(seed: int, rank: int, step: int = 0) -> None:
-    """Seed every generator from the three numbers; processes and steps get unrelated streams."""
+def begin_random(states: Sequence[str], seed: int, rank: int, step: int) -> None:
+    """Go on from the state that this rank saved; a rank that had none is seeded, unlike any other at any step."""
+    if rank < len(states):
+        restore_random(states[rank])
+        return
     mixed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
     torch.manual_seed(mixed)
 
 
-def begin_random(states: Sequence[str], seed: int, rank: int, step: int) -> None:
-    """Go on from the state that this rank saved; a rank that had none (more processes than before) is seeded."""
-    if rank < len(states):
-        restore_random(states[rank])
-    else:
-        seed_all(seed, rank, step)
-
-
 def capture_random() -> str:
     """All states as JSON; torch's CUDA state is that of the current device, if CUDA is in use."""
-    version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     states = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": _encode(torch.get_rng_state()),
         "cuda": _encode(torch.cuda.get_rng_state()) if cuda_in_use else None,
     }
@@ -330,8 +276,7 @@ def restore_random(text: str) -> None:
     states = json.loads(text)
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(_decode(states["torch"]))
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_decode(states["cuda"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,6 @@ from forerun.training.batch import FeatureBatch, Objective
 
 Mode = Literal["single", "ddp", "fsdp"]
 Result = TypeVar("Result")
-Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,21 +33,18 @@ class Parallel:
     """Rank and device of this process, and how many there are."""
 
     rank: int = 0
-    """Number of this process, from 0."""
     world: int = 1
     """Processes in all."""
     mode: Mode = "single"
     """"ddp": every process holds all weights; "fsdp": each holds a part (FSDP2)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where this process computes."""
 
     @classmethod
     def from_environment(cls, mode: Mode = "ddp", device: torch.device | str | None = None) -> Parallel:
         """Join the processes that torchrun started; without torchrun, or alone, a single process.
 
         Args:
-            mode: how to spread the module over several processes.
-            device: none: the CUDA device of this process's local rank, else the CPU.
+            device: None: the CUDA device of this process's local rank, else the CPU.
 
         Raises:
             ArgumentError: an unknown mode, or "single" under torchrun with several processes.
@@ -56,7 +52,9 @@ class Parallel:
         if mode not in ("single", "ddp", "fsdp"):
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        own = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        accelerated = torch.cuda.is_available()
+        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if accelerated else torch.device("cpu")
+        own = local if device is None else torch.device(device)
         if world == 1:
             return cls(device=own)
         if mode == "single":
@@ -73,7 +71,6 @@ class Parallel:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
         if self.world > 1:
             dist.barrier()
 
@@ -93,9 +90,9 @@ class Parallel:
         """The first process's value, on all."""
         if self.world == 1:
             return value
-        box: list[Any] = [value]
+        box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
 
     def collect(self, value: str) -> list[str]:
         """Every process's text, by rank, on all."""
@@ -109,7 +106,7 @@ class Parallel:
         """Do `work` on the first process; its result, or its `ForerunError`, reaches all."""
         if self.world == 1:
             return work()
-        result: Result | None = None
+        result: Any = None
         failure: ForerunError | None = None
         if self.first:
             try:
@@ -119,7 +116,7 @@ class Parallel:
         result, failure = self.share((result, failure))
         if failure is not None:
             raise failure
-        return result  # type: ignore[return-value]
+        return result  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with the first process's and return it; same shape and dtype everywhere."""
@@ -128,17 +125,8 @@ class Parallel:
         return tensor
 
 
-def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-
-
 class Forward(nn.Module):
-    """An objective as a module whose forward pass is the loss: DDP and FSDP act around exactly one forward.
-
-    A head that runs its layers several times, or by other methods than ``forward``, is spread all the same.
-    """
+    """An objective as a module whose forward pass is the loss: DDP and FSDP act around exactly one forward."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
@@ -167,9 +155,8 @@ def spread(objective: Objective, parallel: Parallel) -> nn.Module:
     if parallel.mode == "ddp":
         # Buffers are constants (position tables, vocabulary maps). torch 2.13 has renamed the option.
         known = inspect.signature(DistributedDataParallel.__init__).parameters
-        options: dict[str, Any] = {
-            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-        }
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {name: False}
         return DistributedDataParallel(forward, **options)
     frozen = {parameter for parameter in forward.parameters() if not parameter.requires_grad}
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))

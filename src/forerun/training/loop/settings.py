@@ -21,19 +21,11 @@ Natural = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
-MAY_CHANGE = frozenset(
-    {
-        "max_seconds",
-        "gradient_checkpointing",
-        "save_every_s",
-        "save_every_steps",
-        "eval_every_steps",
-        "keep_checkpoints",
-        "log_every_steps",
-    }
-)
-"""What a resumed run may set anew: when something is written, and how memory is saved. The rest decides what is
-trained."""
+MAY_CHANGE = frozenset({
+    "max_seconds", "gradient_checkpointing", "save_every_s", "save_every_steps", "eval_every_steps", "keep_checkpoints",
+    "log_every_steps",
+})  # fmt: skip
+"""What a resumed run may set anew; the rest decides what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,32 +41,27 @@ class TrainSettings:
     epochs: Positive = 1.0
     """Passes over the data; read only where `steps` is none."""
     max_seconds: Positive | None = None
-    """Wall seconds of this run, evaluation included; then it saves and returns. The learning rate follows steps, not
-    time: a run that stops early has not decayed to the end, and goes on where it was when it is resumed."""
+    """Wall seconds of this run, evaluation included; then it saves and returns. The rate follows steps, not time."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """"muon": Muon for the matrices of the layers, AdamW for embeddings, output heads, norms and biases."""
     learning_rate: Positive = 3.0e-4
     """Peak rate of AdamW, per step."""
     muon_learning_rate: Positive = 1.0e-3
     """Peak rate of Muon, per step, scaled to AdamW's size of update (``adjust_lr_fn="match_rms_adamw"``)."""
     muon_momentum: Momentum = 0.95
-    """Share of Muon's momentum kept per step, in [0, 1)."""
     weight_decay: NotNegative = 0.01
     """Decoupled decay, per unit of learning rate, of matrices; none on embeddings, norms and biases."""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
-    """Share of AdamW's first and second moment kept per step, in [0, 1)."""
+    """Shares of AdamW's first and second moment kept per step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
     warmup_steps: Count | None = None
-    """Steps in which the rate rises linearly; none: `warmup_share` of all."""
+    """Steps in which the rate rises linearly; None: `warmup_share` of all."""
     warmup_share: Share = 0.015
-    """Share of all steps, in [0, 1]; read only where `warmup_steps` is none."""
+    """Share of all steps; read only where `warmup_steps` is None."""
     min_rate_share: Share = 0.0
     """Where cosine and linear end, as a share of the peak, in [0, 1]."""
     gradient_clip: NotNegative = 1.0
     """Longest gradient, as Euclidean norm over all parameters; 0: no limit."""
     accumulation: Natural = 1
-    """Batches per optimizer step and process."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations (autocast). Weights, gradients and optimizer state are float32 always."""
     gradient_checkpointing: bool = False
@@ -118,19 +105,12 @@ class TrainSettings:
 
 @functools.cache
 def _adapters() -> dict[str, tuple[TypeAdapter[Any], Any]]:
-    """Of every field of `TrainSettings`: what checks it, and its type."""
     hints = typing.get_type_hints(TrainSettings, include_extras=True)
     return {name: (TypeAdapter(hint, config=STRICT), hint) for name, hint in hints.items()}
 
 
 def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
-    """One of pydantic's errors as a sentence: the key, what is expected, what was given, and the nearest choice.
-
-    Args:
-        found: an entry of ``ValidationError.errors()``.
-        key: whole name of the value.
-        hint: its type.
-    """
+    """One of pydantic's errors (``ValidationError.errors()``) about the value `key` of type `hint`, in words."""
     value, choices = found["input"], found.get("ctx", {}).get("expected", "").split("'")[1::2]
     wanted = found["msg"].replace("Input should be", "must be").replace("Field required", "lacks a value")
     none = ", or none" if type(None) in typing.get_args(hint) else ""

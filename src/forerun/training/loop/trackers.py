@@ -20,20 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.writing import written
 
-PLAIN_EVERY_S = 10.0
-"""Least time between lines where the console is no terminal."""
-
 
 class Tracker(Protocol):
     """Records values by step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` after optimizer step number `step` (from 1); names with "eval/" come from evaluation."""
-        ...
 
     def close(self) -> None:
         """Write out what is held back."""
-        ...
 
 
 class JsonLines(Tracker):
@@ -49,18 +44,15 @@ class JsonLines(Tracker):
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line.
-
-        Raises:
-            CheckpointError: the disk is full, or refuses.
-        """
+        """Append a line; CheckpointError if the disk refuses."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
             self._file.write(json.dumps({"step": step, **finite}) + "\n")
             self._file.flush()
         except OSError as error:
-            message = f"{self._file.name} cannot be written: {error}. Checkpoints are intact; make room and resume."
-            raise CheckpointError(message) from error
+            raise CheckpointError(
+                f"{self._file.name} cannot be written: {error}. Checkpoints are intact; make room and resume."
+            ) from error
 
     def close(self) -> None:
         self._file.close()
@@ -80,38 +72,27 @@ class Bar(Tracker):
         """Of `total` optimizer steps, `step` are done; `console`: none is stderr."""
         self._console = console or Console(stderr=True)
         self._total, self._spoken = total, -math.inf
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, *times, console=self._console, disable=not self._console.is_terminal)
         self._task = self._bar.add_task("training", total=total, completed=step)
         self._bar.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        text = _brief(values)
         if "loss" not in values:
+            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
             self._console.print(f"step {step}: {text}", highlight=False)
-        elif self._console.is_terminal:
+            return
+        rate, speed = values.get("learning_rate", math.nan), values.get("tokens_per_second", math.nan)
+        text = f"loss {values['loss']:.4f}  rate {rate:.2e}  {speed:,.0f} tokens/s"
+        if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description=text)
-        elif time.monotonic() - self._spoken >= PLAIN_EVERY_S or step >= self._total:
+        elif time.monotonic() - self._spoken >= 10 or step >= self._total:
             self._spoken = time.monotonic()
             self._console.print(f"step {step}/{self._total}  {text}", highlight=False)
 
     def close(self) -> None:
         self._bar.stop()
-
-
-def _brief(values: Mapping[str, float]) -> str:
-    if "loss" not in values:
-        return "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
-    return (
-        f"loss {values['loss']:.4f}  rate {values.get('learning_rate', math.nan):.2e}  "
-        f"{values.get('tokens_per_second', math.nan):,.0f} tokens/s"
-    )
 
 
 class TensorBoard(Tracker):
@@ -131,9 +112,9 @@ class TensorBoard(Tracker):
 class Remote(Tracker):
     """wandb, or trackio, which has the same functions."""
 
-    def __init__(self, package: str, project: str, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, package: str, name: str, config: Mapping[str, Any]) -> None:
         self._package = _import(package, package)
-        self._package.init(project=project, name=name, config=dict(config))
+        self._package.init(project="forerun", name=name, config=dict(config))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._package.log(dict(values), step=step)
@@ -154,14 +135,8 @@ def _import(module: str, package: str) -> Any:
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
-def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, project: str = "forerun") -> Tracker:
-    """A tracker by name, for the `trackers` of `train`; open it on the first process only.
-
-    Args:
-        name: one of `TRACKERS`.
-        output: directory of the run; its name becomes the run's, and event files go to ``output/tensorboard``.
-        config: settings shown beside the run.
-        project: of wandb or trackio.
+def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
+    """A tracker by name, for the `trackers` of `train`; `config` is shown beside the run, named as `output` is.
 
     Raises:
         ArgumentError: an unknown name, or its package is not installed.
@@ -171,4 +146,4 @@ def tracker(name: str, output: Path, config: Mapping[str, Any] | None = None, pr
         raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(TRACKERS)}.{hint}")
     if name == "tensorboard":
         return TensorBoard(output / "tensorboard")
-    return Remote(name, project, output.name, config or {})
+    return Remote(name, output.name, config)

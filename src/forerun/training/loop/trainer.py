@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -36,78 +37,38 @@ from forerun.training.loop.update import Sums, backward, build_optimizers, scale
 from forerun.writing import tidy, written
 
 
-def start_from(
-    output: Path,
-    resume: Path | Literal["auto", "never"],
-    recipe: Mapping[str, Any],
-    parallel: Parallel,
-    *,
-    allow_changes: bool = False,
-) -> checkpoint.Saved | None:
-    """The checkpoint to go on from, as the first process sees it, on all; none: begin anew.
+def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) -> checkpoint.Saved | None:
+    """The newest checkpoint, to go on from; None: begin anew. Errors as `train`.
 
     Removes what an earlier run left half-written in `output`. Where evaluation measures something else than before, the
     best value so far is forgotten.
-
-    Raises:
-        ArgumentError: "never", but `output` holds checkpoints; or a path, but `output` holds later ones; or the
-            checkpoint was trained under another recipe.
-        CheckpointError: no such checkpoint, or it is incomplete.
     """
-
-    def look() -> checkpoint.Saved | None:
-        tidy(output)
-        path = _choose(output, resume)
-        if path is None:
-            return None
-        saved = checkpoint.read(path)
-        changed = _changes(saved.recipe, recipe)
-        if changed and not allow_changes:
-            raise ArgumentError(
-                f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
-                "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
-            )
-        if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
-            saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
-        return saved
-
-    return parallel.on_first(look)
+    tidy(output)
+    path = checkpoint.latest(output)
+    if path is None:
+        return None
+    saved = checkpoint.read(path)
+    changed = _changes(saved.recipe, recipe)
+    if changed and not allow_changes:
+        raise ArgumentError(
+            f"{path} was trained under another recipe: {'; '.join(changed.values())}. Give the former values or "
+            "another output directory, or go on under the new recipe with --allow-changes (allow_changes=True)."
+        )
+    if any(key.startswith("evaluation.") or key == "training.best_metric" for key in changed):
+        saved.progress.best, saved.progress.best_step, saved.progress.evaluated = None, None, 0
+    return saved
 
 
 def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
     """Keys of the recipe that differ -> the former and the new value, in words."""
     if former is None:
         return {"": "an older forerun wrote it and did not record its recipe"}
-    keys = [*former, *(key for key in recipe if key not in former)]
-    missing = object()
-    return {
-        key: f"{key} was {_shown(former, key)}, is {_shown(recipe, key)}"
-        for key in keys
-        if former.get(key, missing) != recipe.get(key, missing)
-    }
 
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        return repr(values[key]) if key in values else "not recorded"
 
-def _shown(recipe: Mapping[str, Any], key: str) -> str:
-    return repr(recipe[key]) if key in recipe else "not recorded"
-
-
-def _choose(output: Path, resume: Path | Literal["auto", "never"]) -> Path | None:
-    newest = checkpoint.latest(output)
-    if resume == "auto":
-        return newest
-    if resume == "never":
-        if newest:
-            raise ArgumentError(f"{output} holds {newest.name}, and resume is never; choose another output directory.")
-        return None
-    path = Path(resume)
-    if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint {path}; expected a directory checkpoint-<step>.")
-    if newest and newest.resolve() != path.resolve():
-        raise ArgumentError(
-            f"{output} holds {newest.name}, which is not {path}: two lines of training would mix. Choose another "
-            "output directory to go on from the older checkpoint."
-        )
-    return path
+    pairs = {key: (shown(former, key), shown(recipe, key)) for key in {**former, **recipe}}
+    return {key: f"{key} was {was}, is {now}" for key, (was, now) in pairs.items() if was != now}
 
 
 ECHO_S = 1.0
@@ -115,10 +76,7 @@ ECHO_S = 1.0
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`.
-
-    Outside the main thread signals cannot be handled, and it does nothing.
-    """
+    """While entered (main thread), SIGINT and SIGTERM set `requested`; another one raises `KeyboardInterrupt`."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -131,9 +89,7 @@ class Interrupts:
             self._former = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
@@ -145,19 +101,19 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def rate_factor(step: int, total: int, warmup: int, shape: str, floor: float) -> float:
+def rate_factor(step: int, total: int, settings: TrainSettings) -> float:
     """Factor on the peak learning rate at a step from 0, in (0, 1] for steps below `total`.
 
-    Linear warm-up to 1 at step ``warmup - 1``; then from 1 at step `warmup` to `floor`, a share of the peak, at step
-    `total` (one after the last), on a half cosine or a line, or 1 for ever ("cosine", "linear", "constant").
+    Linear warm-up; then from 1 at its end to `min_rate_share` at step `total`, one after the last.
     """
+    warmup = settings.warmup(total)
     if step < warmup:
         return (step + 1) / warmup
-    if shape == "constant":
+    if settings.schedule == "constant":
         return 1.0
     done = min(1.0, (step - warmup) / max(1, total - warmup))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if shape == "cosine" else 1 - done
-    return floor + (1 - floor) * left
+    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.min_rate_share + (1 - settings.min_rate_share) * left
 
 
 Evaluate = Callable[[int], Mapping[str, float]]
@@ -172,19 +128,15 @@ class TrainResult:
     """"finished": all steps are done; "already_finished": an earlier run had done them all; "interrupted": Ctrl-C or
     SIGTERM; "time": `max_seconds` have passed."""
     steps: int
-    """Optimizer steps done since the very first."""
     tokens: int
-    """Tokens seen, padding not counted."""
     loss: float | None
-    """Nats per counted prediction in the last step of this run that had any; none if none had."""
+    """Nats per counted prediction in the last step of this run that had any."""
     best: float | None
-    """Best value of the deciding metric; none without evaluation."""
     best_step: int | None
-    """Step of it; its weights are in ``output/best``."""
+    """Its weights are in ``output/best``."""
     checkpoint: Path
-    """The checkpoint of the last step. Under FSDP2 the module stays sharded: read the weights from here."""
+    """Of the last step. Under FSDP2 the module stays sharded: read the weights from here."""
     seconds: float
-    """Wall seconds of this run."""
 
     @property
     def interrupted(self) -> bool:
@@ -201,25 +153,20 @@ def train(
     parallel: Parallel | None = None,
     trackers: Sequence[Tracker] = (),
     evaluate: Evaluate | None = None,
-    resume: Path | Literal["auto", "never"] = "auto",
     recipe: Mapping[str, Any] | None = None,
     allow_changes: bool = False,
 ) -> TrainResult:
-    """Train the objective's module in place. Every process of a group must call it with the same arguments.
+    """Train the objective's module in place, on from the newest checkpoint in `output`; all processes must call it.
 
     The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.
 
     Args:
         objective: the loss; its module must be on the device. Trainable parameters are turned into float32.
-        batches: the data, by position.
-        settings: how long and how fast.
         output: directory of ``checkpoint-<step>/``, ``best/``, ``log.jsonl`` and ``run.json``.
-        parallel: none is a single process on the device of the module.
+        parallel: None is a single process on the device of the module.
         trackers: besides ``log.jsonl`` and the console; used by the first process, closed at the end.
         evaluate: optimizer step -> values. All processes call it, with whole parameters and the module in eval mode;
             the first one's values count. Random draws in it do not touch training.
-        resume: "auto": from the newest checkpoint in `output`, if any; "never": refuse if there is one; or the path of
-            a checkpoint.
         recipe: what else decides what is trained, by key, as plain values: data, target, ... It is kept in checkpoints
             beside the settings, and one that was trained under another recipe is refused. Keys that begin with
             ``evaluation.`` say what `evaluate` measures.
@@ -228,15 +175,18 @@ def train(
     Raises:
         NumericError: a loss or gradient is not finite; earlier checkpoints are intact.
         CheckpointError: nothing could be written or read; earlier checkpoints are intact.
-        ArgumentError: nothing to train, `resume` contradicts what `output` holds, or that was trained under another
-            recipe.
+        ArgumentError: nothing to train, or what `output` holds was trained under another recipe.
     """
     began = time.monotonic()
     module = objective.parameters_module()
-    _make_masters(module)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ArgumentError("The objective's module has no trainable parameter; set requires_grad on what shall learn.")
+    for parameter in trainable:
+        parameter.data = parameter.data.float()
     parallel = parallel or Parallel(device=next(module.parameters()).device)
     fixed = json.loads(json.dumps({**(recipe or {}), **settings.fixed()}))
-    start = start_from(output, resume, fixed, parallel, allow_changes=allow_changes)
+    start = parallel.on_first(lambda: start_from(output, fixed, allow_changes=allow_changes))
     if start:
         weights = start.path
         parallel.on_first(lambda: checkpoint.load_weights(weights, module))
@@ -260,30 +210,16 @@ def train(
         began=began,
         saved=start.path if start else None,
     )
-    parallel.on_first(lambda: _record(loop))
+    parallel.on_first(lambda: _write_run(loop))
     if parallel.first:
         step = progress.step
         loop.trackers = [JsonLines(output / "log.jsonl", step), Bar(loop.total, step), *trackers]
     checkpoint.begin_random(start.random if start else [], settings.seed, parallel.rank, progress.step)
     try:
-        reason = loop.run()
+        return loop.run()
     finally:
         for tracker in loop.trackers:
             tracker.close()
-    return loop.result(reason)
-
-
-def _record(loop: _Loop) -> None:
-    record = {"recipe": loop.recipe, "steps": loop.total, "resumed_from": loop.saved}
-    _write_run(loop.output, _describe_run(loop.settings, loop.parallel, record))
-
-
-def _make_masters(module: nn.Module) -> None:
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ArgumentError("The objective's module has no trainable parameter; set requires_grad on what shall learn.")
-    for parameter in trainable:
-        parameter.data = parameter.data.float()
 
 
 @dataclass(kw_only=True)
@@ -310,7 +246,7 @@ class _Loop:
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
 
-    def run(self) -> Reason:
+    def run(self) -> TrainResult:
         """Step until there is a reason to stop."""
         first = self.progress.step
         self.saved_step = first if self.saved else -1
@@ -318,19 +254,17 @@ class _Loop:
         with self.interrupts:
             while True:
                 reason, save_due = self._consult()
-                if reason != "interrupted" and self._evaluation_due():
-                    self._evaluate()
+                due = self.progress.step >= self.total or _due(self.progress.step, self.settings.eval_every_steps)
+                if due and reason != "interrupted" and self.evaluate and self.progress.evaluated != self.progress.step:
+                    self._evaluate(self.evaluate)
                 if reason or save_due:
                     self._save()
                 if reason:
-                    return "already_finished" if reason == "finished" and self.progress.step == first else reason
+                    break
                 self._step()
-
-    def result(self, reason: Reason) -> TrainResult:
-        """How it ended, for the caller of `train`."""
         assert self.saved is not None
         return TrainResult(
-            reason=reason,
+            reason="already_finished" if reason == "finished" and self.progress.step == first else reason,
             steps=self.progress.step,
             tokens=self.progress.tokens,
             loss=self.loss,
@@ -347,8 +281,7 @@ class _Loop:
         old = bool(settings.save_every_s) and now - self.saved_at >= settings.save_every_s
         mine = [self.interrupts.requested, self.parallel.first and late, self.parallel.first and old]
         interrupted, late_votes, old_votes = self.parallel.sums(torch.tensor(mine, dtype=torch.float64))
-        every = settings.save_every_steps
-        save_due = step > 0 and (old_votes > 0 or bool(every and step % every == 0))
+        save_due = step > 0 and (old_votes > 0 or _due(step, settings.save_every_steps))
         if interrupted:
             return "interrupted", save_due
         if step >= self.total:
@@ -361,9 +294,7 @@ class _Loop:
         sums = backward(self.model, self.batches, progress.position, settings, self.parallel)
         if sums.broken:
             raise NumericError(self._not_finite("loss", sums.broken))
-        factor = rate_factor(
-            progress.step, self.total, settings.warmup(self.total), settings.schedule, settings.min_rate_share
-        )
+        factor = rate_factor(progress.step, self.total, settings)
         norm = self._move(sums, factor)
         progress.step += 1
         progress.position += settings.accumulation
@@ -376,7 +307,7 @@ class _Loop:
             self.window = Sums()
 
     def _move(self, sums: Sums, factor: float) -> float:
-        """Move the weights with learning rates at `factor` of their peaks; the norm of the gradient before clipping."""
+        """Move the weights by `factor` of their peak rates; the norm of the gradient before clipping."""
         norm = 0.0
         if sums.weight:  # else no prediction counted, and there is nothing to follow
             # Gradients are means over processes: undone here, together with the division by the weight.
@@ -402,20 +333,13 @@ class _Loop:
             "rate (with --allow-changes), and start again: it resumes."
         )
 
-    def _evaluation_due(self) -> bool:
-        step, every = self.progress.step, self.settings.eval_every_steps
-        if self.evaluate is None or self.progress.evaluated == step:
-            return False
-        return step >= self.total or bool(every and step % every == 0)
-
-    def _evaluate(self) -> None:
+    def _evaluate(self, evaluate: Evaluate) -> None:
         """Evaluate, log, and keep the weights if they are the best so far."""
-        assert self.evaluate is not None
         step = self.progress.step
         self.module.eval()
         try:
             with gathered(self.model), checkpoint.random_preserved():
-                values = {name: float(value) for name, value in self.evaluate(step).items()}
+                values = {name: float(value) for name, value in evaluate(step).items()}
         finally:
             self.module.train()
         values = self.parallel.share(values)
@@ -434,8 +358,9 @@ class _Loop:
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
             return
-        notes = {"recipe": self.recipe}
-        self.saved = checkpoint.save(self.output, self.module, self.optimizers, self.progress, self.parallel, notes)
+        self.saved = checkpoint.save(
+            self.output, self.module, self.optimizers, self.progress, self.parallel, self.recipe
+        )
         self.saved_step, self.saved_at = self.progress.step, time.monotonic()
         if self.parallel.first:
             checkpoint.rotate(self.output, self.settings.keep_checkpoints)
@@ -445,55 +370,51 @@ class _Loop:
             tracker.log(self.progress.step, values)
 
 
-def _describe_run(settings: TrainSettings, parallel: Parallel, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, seed, command, settings, git commit, device and start time (UTC); `extra` is added."""
-    cuda = parallel.device.type == "cuda"
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": sys.argv,
-        "seed": settings.seed,
-        "settings": asdict(settings),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("forerun", "torch", "transformers")},
-        "git_commit": _commit(),
-        "device": torch.cuda.get_device_name(parallel.device) if cuda else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "world": parallel.world,
-        "mode": parallel.mode,
-        **extra,
-    }
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
 
 
-def _write_run(output: Path, run: dict[str, Any]) -> None:
-    """Write ``output/run.json``; the runs that went before in this directory move into "previous".
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-    """
-    path = output / "run.json"
+def _write_run(loop: _Loop) -> None:
+    """Write ``output/run.json``; the runs that went before in this directory move into "previous"."""
+    path, settings, parallel = loop.output / "run.json", loop.settings, loop.parallel
     try:
         former = json.loads(path.read_text(encoding="utf-8"))
         previous = [*former.pop("previous", []), former]
     except (OSError, ValueError, AttributeError):
         previous = []
+    cuda = parallel.device.type == "cuda"
+    packages = ("forerun", "torch", "transformers")
+    run = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "seed": settings.seed,
+        "settings": asdict(settings),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "git_commit": _commit(),
+        "device": torch.cuda.get_device_name(parallel.device) if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world": parallel.world,
+        "mode": parallel.mode,
+        "recipe": loop.recipe,
+        "steps": loop.total,
+        "resumed_from": loop.saved,
+        "previous": previous,
+    }
     try:
         with written(path) as fresh:
-            fresh.write_text(json.dumps({**run, "previous": previous}, indent=1, default=str) + "\n", encoding="utf-8")
+            fresh.write_text(json.dumps(run, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}. Choose another output, or make room.") from error
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _commit() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
+    return None

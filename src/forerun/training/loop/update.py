@@ -27,11 +27,8 @@ class Sums:
     loss: float = 0.0
     """Nats, over all counted predictions."""
     weight: float = 0.0
-    """Counted predictions."""
     tokens: int = 0
-    """Tokens, padding not counted."""
     seconds: float = 0.0
-    """Wall seconds of the steps."""
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     """name -> (sum, count)."""
     broken: list[tuple[int, int]] = field(default_factory=list)
@@ -65,7 +62,7 @@ def backward(model: nn.Module, batches: Batches, position: int, settings: TrainS
         Sums over all processes, the same on each.
     """
     count, device = settings.accumulation, parallel.device
-    finite = torch.ones(parallel.world, count, dtype=torch.float64, device=device)
+    broken = torch.zeros(parallel.world, count, dtype=torch.float64, device=device)
     sums: list[Tensor] = []
     names: list[str] = []
     for micro in range(count):
@@ -78,23 +75,16 @@ def backward(model: nn.Module, batches: Batches, position: int, settings: TrainS
         parts = [loss.detach(), weight, (batch.batch.documents >= 0).sum()]
         parts += [part for name in names for part in metrics[name]]
         sums.append(torch.stack([part.detach().to(device, torch.float64) for part in parts]))
-        finite[parallel.rank, micro] = torch.isfinite(loss.detach())
-    flat = parallel.sums(torch.cat([(1 - finite).flatten(), torch.stack(sums).sum(0)]))
-    flags, (total, weights, tokens, *pairs) = flat[: finite.numel()], flat[finite.numel() :]
-    broken = [divmod(index, count) for index, flag in enumerate(flags) if flag]
+        broken[parallel.rank, micro] = ~torch.isfinite(loss.detach())
+    flat = parallel.sums(torch.cat([broken.flatten(), torch.stack(sums).sum(0)]))
+    flags, (total, weights, tokens, *pairs) = flat[: broken.numel()], flat[broken.numel() :]
     return Sums(
         loss=total,
         weight=weights,
         tokens=int(tokens),
-        metrics={name: (pairs[2 * index], pairs[2 * index + 1]) for index, name in enumerate(names)},
-        broken=[(position + micro, rank) for rank, micro in broken],
+        metrics=dict(zip(names, zip(pairs[::2], pairs[1::2], strict=True), strict=True)),
+        broken=[(position + index % count, index // count) for index, flag in enumerate(flags) if flag],
     )
-
-
-def norm_of(gradients: list[Tensor]) -> float:
-    """Euclidean norm over all gradients, shards of other processes included."""
-    norm = nn.utils.get_total_norm(gradients)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def scale(module: nn.Module, factor: float, clip: float) -> float:
@@ -103,7 +93,8 @@ def scale(module: nn.Module, factor: float, clip: float) -> float:
     Gradients are left alone if the norm is not finite.
     """
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = norm_of(gradients) * factor
+    total = nn.utils.get_total_norm(gradients)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total) * factor
     if math.isfinite(norm):
         shortened = factor * clip / norm if clip and norm > clip else factor
         for gradient in gradients:
@@ -111,27 +102,23 @@ def scale(module: nn.Module, factor: float, clip: float) -> float:
     return norm
 
 
-HEADS = frozenset({"lm_head", "output_head", "wte", "wpe"})
-"""Modules whose matrices are indexed by token or position, beside those with "embed" in their name."""
-
 MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 """Arguments of `torch.optim.Muon`; a group that was loaded holds more."""
 
 
-def indexed_by_token(name: str) -> bool:
-    """True for embeddings and output heads, by the parts of a parameter's dotted name."""
-    parts = name.split(".")
-    return any("embed" in part or part in HEADS for part in parts)
+def embeds(name: str) -> bool:
+    """Whether a parameter is an embedding's, of tokens or positions, by its dotted name."""
+    return any("embed" in part or part in ("wte", "wpe") for part in name.split("."))
 
 
 def moved_by_muon(name: str, parameter: Tensor) -> bool:
-    """True for the two-dimensional matrices of the layers."""
-    return parameter.ndim == 2 and not indexed_by_token(name)
+    """True for the two-dimensional matrices of the layers: neither embeddings nor output heads."""
+    return parameter.ndim == 2 and not embeds(name) and not {"lm_head", "output_head"} & set(name.split("."))
 
 
 def decayed(name: str, parameter: Tensor) -> bool:
     """True for matrices, output heads included; embeddings, norms and biases are not pulled to zero."""
-    return parameter.ndim >= 2 and not any("embed" in part or part in ("wte", "wpe") for part in name.split("."))
+    return parameter.ndim >= 2 and not embeds(name)
 
 
 def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
@@ -153,11 +140,10 @@ def build_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.o
                 adjust_lr_fn="match_rms_adamw",
             )
             optimizers.append(muon)
-    groups = [
-        {"params": [p for name, p in named if decayed(name, p)], "weight_decay": settings.weight_decay},
-        {"params": [p for name, p in named if not decayed(name, p)], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = []
+    for pulled, decay in ((True, settings.weight_decay), (False, 0.0)):
+        members = [parameter for name, parameter in named if decayed(name, parameter) == pulled]
+        groups += [{"params": members, "weight_decay": decay}] if members else []
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True))
     for optimizer in optimizers:
@@ -183,15 +169,10 @@ class WholeMatrixMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        sharded = [
-            (parameter, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, DTensor)
-        ]
-        if not sharded:
+        pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        if not any(isinstance(parameter, DTensor) for parameter, _ in pairs):
             return super().step(closure)  # type: ignore[no-untyped-call]
-        for parameter, group in sharded:
+        for parameter, group in pairs:
             if parameter.grad is not None:
                 self._step_whole(parameter, {name: group[name] for name in MUON_OPTIONS})
         return None

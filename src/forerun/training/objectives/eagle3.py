@@ -34,7 +34,6 @@ class Eagle3Settings(ObjectiveSettings):
     """Weight of step t is decay^t, normalised to sum 1."""
     divergence: Divergence = Divergence.CROSS_ENTROPY
     lk_decay: float = 3.0
-    """Of the KL share of the ``lk`` divergence."""
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
 
@@ -59,7 +58,6 @@ class Unrolled:
     output: Tensor
     """(B, S, H): what the output head reads; entry i predicts token i + 2 + step."""
     counted: Tensor
-    """(B, S) bool: predictions that count."""
 
 
 class Eagle3Objective(Objective):
@@ -125,7 +123,6 @@ class Eagle3Objective(Objective):
         past: list[tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
         """(feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one step; `blocks` by window."""
-        flat = [tensor for step in past for tensor in step]
 
         def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
             own: list[Tensor] = []
@@ -143,6 +140,7 @@ class Eagle3Objective(Objective):
             result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
             return (result.feature, result.output, *own)
 
+        flat = [tensor for step in past for tensor in step]
         if not self.settings.gradient_checkpointing:
             return run(features, *flat)
         found: tuple[Tensor, ...] = checkpoint(run, features, *flat, use_reentrant=False)
@@ -154,8 +152,7 @@ class Eagle3Objective(Objective):
             embedded: Tensor = self.head.embed_tokens(ids)
             return embedded
         with torch.no_grad():
-            frozen: Tensor = self.target.embedding(ids)
-        return frozen
+            return self.target.embedding(ids)  # type: ignore[no-any-return]
 
     def _loss(self, steps: Sequence[Unrolled], weights: Tensor, last: Tensor) -> VocabularyLoss:
         """All steps at once, so that the output head has one gradient: `weights` (T, B, S), `last` (B, S, Ht).
@@ -191,11 +188,10 @@ class Block:
     """Queries that are computed together, and what they see of step 0."""
 
     queries: slice
-    """n of them."""
     keys: slice
-    """m of them: from the first that any of the queries sees to the last."""
+    """From the first that any of the queries sees to the last."""
     hidden: Tensor
-    """(B, n, m) bool: pairs that do not see each other."""
+    """(B, queries, keys) bool: pairs that do not see each other."""
 
 
 def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
@@ -225,16 +221,13 @@ def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:
 def ttt_attention(
     query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[Block]
 ) -> Tensor:
-    """Attention of one unrolled step.
+    """(B, S, heads, D): attention of one unrolled step.
 
     Args:
         query: (B, heads, S, D), rotated.
         key: (B, groups, S, D) of step 0, rotated; value: the same shape.
         own: keys and values of the steps 1..t, shaped like `key`.
         blocks: of the documents, from `blocks_of`.
-
-    Returns:
-        (B, S, heads, D)
     """
     # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
