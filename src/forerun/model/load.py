@@ -112,7 +112,7 @@ it back to the other's."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How to open a checkpoint; named as in transformers' ``from_pretrained``."""
+    """How to open a checkpoint, named as in transformers' ``from_pretrained``, and what is done to the model then."""
 
     dtype: Any = "auto"
     """torch dtype or its name; "auto" is the checkpoint's own."""
@@ -128,6 +128,12 @@ class LoadOptions:
     trust_remote_code: bool = False
     token: str | bool | None = None
     """Hugging Face token; None: ``HF_TOKEN`` or the one that is stored."""
+    self_check: bool = True
+    """Compare small trees with plain forwards first, which may shorten the context; see `model.self_check`."""
+    repack: bool | None = None
+    """Make the modules faster in place (`kernels.accelerate`); None: only those that were loaded here."""
+    compile: bool = False
+    """Compile the forward; takes a while at each new shape."""
 
     @property
     def hub(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch import Tensor
 from forerun.core.tree import TokenTree
 from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Scored
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.masks import WINDOWS
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
@@ -187,28 +186,8 @@ def _jumps(model: Any) -> str | None:
     return None
 
 
-class Scoring(Protocol):
-    """What loading and the self-check need of a `Target`."""
-
-    model: Any
-    max_length: int
-    device: torch.device
-    dtype: torch.dtype
-    cache: SlotCache
-
-    def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None) -> None: ...
-
-    def prefill(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, all_logits: bool = False) -> Scored: ...
-
-    def score(self, rows: Sequence[int], trees: Sequence[TokenTree]) -> Scored: ...
-
-    def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None: ...
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None: ...
-
-
-def check(target: Scoring, expected: Expected) -> int | None:
-    """Score the check's trees with `target`, whose rows must be free and at least two with ``expected.slots`` slots.
+def check(target: Any, expected: Expected) -> int | None:
+    """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
 
     Returns:
         tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
@@ -239,11 +218,11 @@ def check(target: Scoring, expected: Expected) -> int | None:
     return beyond
 
 
-def _warn_of_limit(target: Scoring, limit: int, why: str) -> None:
+def _warn_of_limit(target: Any, limit: int, why: str) -> None:
     _log.warning("The context is limited to %d of %d tokens: %s", limit, target.max_length, why)
 
 
-def _complaint(target: Scoring, expected: Reference, named: str) -> str | None:
+def _complaint(target: Any, expected: Reference, named: str) -> str | None:
     """What `target` says other than expected; `named` are the sizes that it passes."""
     with refusing(target.model):
         worst = _errors(target, expected)
@@ -269,7 +248,7 @@ def _complaint(target: Scoring, expected: Reference, named: str) -> str | None:
     return None
 
 
-def _errors(target: Scoring, expected: Reference) -> dict[str, float]:
+def _errors(target: Any, expected: Reference) -> dict[str, float]:
     """Worst error of each phase."""
     rows = [0, 1]
     start = expected.start

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from forerun.model.layers import (
 from forerun.model.load import LoadOptions
 from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat, Pass, running
-from forerun.model.prepare import Sizes, Speed, default_slots, prepare
+from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import Recordings, recordable
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Signal
@@ -149,31 +148,17 @@ class Target:
         *,
         rows: int = 1,
         slots: int | None = None,
-        dtype: Any = "auto",
-        device: Any = None,
-        device_map: Any = None,
-        tp_plan: Any = None,
-        adapter: str | Path | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        token: str | bool | None = None,
-        self_check: bool = True,
-        repack: bool | None = None,
-        compile: bool = False,
         reserve_bytes: int = 0,
-    ) -> Target:
+        **loading: Any,
+    ) -> Self:
         """Open a directory or hub id, or wrap a transformers model that is already loaded.
 
         Args:
             model: a loaded model is left alone: nothing is moved or repacked unless `repack` is True.
             rows: sequences that the cache holds.
-            slots: tokens of a row, drafted ones included; default: the context, at most `DEFAULT_SLOTS`.
-            self_check: compare small trees with plain forwards first, which may shorten `max_length`; see `self_check`.
-            repack: make the modules faster in place (`kernels.accelerate`); default: only what was loaded here.
-            compile: compile the step; takes a while at each new shape.
+            slots: tokens of a row, drafted ones included; default: see `default_slots`.
             reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
-
-        The other arguments are those of transformers' ``from_pretrained``; `adapter` is a PEFT adapter.
+            loading: fields of `LoadOptions`.
 
         Raises:
             CheckpointError: missing, corrupt, gated, or not what its configuration announces.
@@ -181,19 +166,7 @@ class Target:
             OutOfMemoryError: weights and cache do not fit; says how much was needed and what to lower.
             ArgumentError: an argument is out of range or makes no sense for a loaded model.
         """
-        options = LoadOptions(
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            tp_plan=tp_plan,
-            adapter=adapter,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            token=token,
-        )
-        sizes = Sizes(rows=rows, slots=slots, reserve=reserve_bytes)
-        speed = Speed(repack=repack, compile=compile)
-        return prepare(cls, model, options, sizes, speed, check=self_check)
+        return prepare(cls, model, LoadOptions(**loading), rows=rows, slots=slots, reserve=reserve_bytes)
 
     @torch.inference_mode()
     def prefill(

@@ -362,7 +362,6 @@ def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
     model = resolved(config.model)
     slots = setup.slots + _extra(config)
     loaded = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model))
-    assert isinstance(loaded, DraftTarget)
     check_vocabulary(setup, model, loaded.vocab_size)
     loaded.speak(setup.target.vocab_size)
     return loaded
