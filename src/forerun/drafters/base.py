@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.types import Budget, DraftKind, Signal, Verdict
+from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,6 +94,30 @@ class DraftContext:
             cache_salts=pick(self.cache_salts),
             adapt=pick(self.adapt),
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class Drafted(Proposal):
+    """A draft that its drafter adds nodes to, each with its estimated acceptance."""
+
+    tree: TokenTree
+    start: int
+    """Committed tokens when it was made."""
+
+    @classmethod
+    def below(cls, tree: TokenTree, start: int, acceptance: Acceptance) -> Drafted:
+        """A draft in `tree`, which is of its root alone or made of what `evidence` will say."""
+        return cls(tree=tree, start=start, acceptance=acceptance, tokens=tree.tokens, parents=tree.parents)
+
+    def add(self, token: int, parent: int, evidence: Evidence, drawn: Drawn = Drawn.DETERMINISTIC) -> int:
+        """Add a token below `parent` and return its node; a deterministic one that is there already stays as it is."""
+        node = self.tree.add(token, parent, drawn=drawn, confidence=self.acceptance.estimate(*evidence))
+        self.evidence.setdefault(node, evidence)
+        return node
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Compare the draft with `tokens`, the whole text by now."""
+        self.learn(tokens[self.start :])
 
 
 def check_least(method: str, config: object, **least: int) -> None:

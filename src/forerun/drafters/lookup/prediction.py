@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying import Copied, by_match
+from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
-
-# Where an answer stands in a text that was predicted for it, found again after every edit.
-
 
 _LONGEST = 4
 """Longest string searched for, tokens."""
@@ -98,7 +95,7 @@ class _Row:
     read: int
     """How many of the row's tokens the alignment knows."""
     acceptance: Acceptance
-    drafted: Copied | None = None
+    drafted: Drafted | None = None
 
 
 class PredictionDrafter(Drafter):
@@ -131,7 +128,7 @@ class PredictionDrafter(Drafter):
             if row is None or row.read > known:
                 row = self._rows[row_id] = self._new(context, index)
             if row.drafted is not None:
-                row.drafted.learn(tokens)
+                row.drafted.follow(tokens)
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -165,14 +162,14 @@ class PredictionDrafter(Drafter):
             row.alignment.advance(token)
         row.read = max(row.read, len(tokens))
 
-    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Copied | None:
+    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Drafted | None:
         alignment = row.alignment
         if alignment.position is None:
             return None
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Copied(tree, row.read, row.acceptance), 0
+        drafted, parent = Drafted.below(tree, row.read, row.acceptance), 0
         source = "edited" if alignment.edited else "prediction"
         for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
             parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))

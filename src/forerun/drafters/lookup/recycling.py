@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
@@ -32,9 +32,6 @@ from forerun.writing import written
 
 if TYPE_CHECKING:
     from forerun.core.step import Scores
-
-# The matrix of likely successors of every token, in memory and in a file.
-
 
 log = logging.getLogger(__name__)
 
@@ -284,15 +281,6 @@ class _Memory:
     """That the matrix learned from."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Drafted(Proposal):
-    """A row's last draft, to be compared with what the text goes on with."""
-
-    end: int
-    """Committed tokens when it was made."""
-    tree: TokenTree
-
-
 class RecyclingDrafter(Drafter):
     """Drafts a tree of the successors that the target last thought likely after each token."""
 
@@ -325,7 +313,7 @@ class RecyclingDrafter(Drafter):
             self._new_memory, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
         )
         self._steps = self._saved = 0
-        self._rows: dict[int, _Drafted] = {}
+        self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
         # Text is learned from until the process ends; the callback must not keep the drafter alive.
         self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
@@ -350,7 +338,7 @@ class RecyclingDrafter(Drafter):
         for index, (row_id, tokens, fresh) in enumerate(entries):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.learn(tokens[drafted.end :])
+                drafted.follow(tokens)
             # Where the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
@@ -408,10 +396,10 @@ class RecyclingDrafter(Drafter):
         found = [acceptance.estimate(place, float(prior)) for place, prior in np.ndenumerate(self._prior)]
         return np.array(found).reshape(self._prior.shape)
 
-    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted:
+    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors, acceptance, tree = memory.matrix.successors, memory.acceptance, TokenTree(tokens[-1])
-        drafted = _Drafted(acceptance=acceptance, tokens=tree.tokens, parents=tree.parents, end=len(tokens), tree=tree)
+        successors = memory.matrix.successors
+        drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
         placed = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
             if level > depth or parent not in placed:
@@ -420,6 +408,5 @@ class RecyclingDrafter(Drafter):
             token = int(successors[last, rank])
             if token >= 0:
                 evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
-                node = tree.add(token, above, confidence=acceptance.estimate(*evidence))
-                drafted.evidence[node], placed[entry] = evidence, (node, token)
+                placed[entry] = drafted.add(token, above, evidence), token
         return drafted

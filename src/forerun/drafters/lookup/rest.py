@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
+from forerun.drafters.lookup.copying import SHARES
 from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
 from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget
-
-# Many continuations merged into one trie, of which the most frequent nodes are kept.
-
 
 _LOW = 2**32 - 1
 _FEW = 24
@@ -120,10 +118,6 @@ def _merge_few(rows: list[list[int]], owner: list[int], found: _Nodes) -> None:
             return
 
 
-_SHARES = 10
-"""Bins of a node's share of its parent's continuations."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestConfig:
     """Options of `rest`."""
@@ -150,14 +144,6 @@ class RestConfig:
             )
 
 
-@dataclass(kw_only=True, slots=True)
-class _Drafted(Proposal):
-    """A row's last draft, to be compared with what the text goes on with."""
-
-    end: int
-    """Committed tokens when it was made."""
-
-
 class RestDrafter(Drafter):
     """Looks the text's last words up in a datastore and drafts what most often followed them."""
 
@@ -175,34 +161,31 @@ class RestDrafter(Drafter):
         self.store = Datastore.open(config.datastore)
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
-        self._rows: dict[int, _Drafted] = {}
+        self._rows: dict[int, Drafted] = {}
         self._estimates = PerDomain(Acceptance)
 
     def extend(self, context: DraftContext) -> None:
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             drafted = self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.learn(tokens[drafted.end :])
+                drafted.follow(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
+            self._rows.pop(row_id, None)
             acceptance = self._estimates.of(context.salt(index))
             drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
-            if drafted is None:
-                self._rows.pop(row_id, None)
-            else:
-                self._rows[row_id] = drafted
-                confidence = [acceptance.estimate(*drafted.evidence[node]) for node in range(1, len(drafted.tokens))]
-                trees[index] = TokenTree.of(tokens[-1], drafted.tokens[1:], drafted.parents[1:], confidence)
+            if drafted is not None:
+                self._rows[row_id], trees[index] = drafted, drafted.tree
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id in rows:
             self._rows.pop(row_id, None)
 
-    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> _Drafted | None:
+    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> Drafted | None:
         length = min(self.config.num_speculative_tokens, depth)
         if nodes < 1 or length < 1:
             return None
@@ -211,26 +194,20 @@ class RestDrafter(Drafter):
             return None
         found = self.store.continuations(match, length, self.config.max_hits)
         trie = merge(found, nodes)
-        evidence = {node + 1: _evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))}
-        return _Drafted(
-            acceptance=acceptance,
-            tokens=[tokens[-1], *trie.tokens],
-            parents=[-1, *trie.parents],
-            evidence=evidence,
-            end=len(tokens),
-        )
+        evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
+        confidence = [acceptance.estimate(*one) for one in evidence]
+        tree = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
+        drafted = Drafted.below(tree, len(tokens), acceptance)
+        drafted.evidence = dict(enumerate(evidence, start=1))
+        return drafted
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     """Of entry `node` of a trie: by the length of the match, the parent's continuations and the node's share of them.
 
     One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says.
-
-    Args:
-        match: tokens that matched.
-        hits: continuations that were read.
     """
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
-    key = match.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)
+    key = match.bit_length(), min(total.bit_length(), 8), min(SHARES * count // total, SHARES - 1)
     return Evidence(key, count / (total + 1))

@@ -8,14 +8,14 @@ submitted and not only probed. Deterministic at every temperature.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.types import Budget, DraftKind, Verdict
 
@@ -121,39 +121,36 @@ class JacobiConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class WindowRow:
+    """What a drafter with a window knows of one row."""
+
+    window: Window
     acceptance: Acceptance
-    """By position in the chain."""
-    window: Window = field(default_factory=lambda: Window(level=2))
-    guessed: Proposal | None = None
-    """The last chain, until the target has spoken."""
+    guessed: Drafted | None = None
+    """The last guesses, until the target has spoken."""
 
 
-class JacobiDrafter(Drafter):
-    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
+RowOf = TypeVar("RowOf", bound=WindowRow)
 
-    name = "jacobi"
-    Config = JacobiConfig
 
-    def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
-        self.config = config
-        self._rows: dict[int, _Row] = {}
+class WindowDrafter(Drafter, Generic[RowOf]):
+    """The base of drafters with a window, which every pass of the target refines; a method says how a row begins."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, RowOf] = {}
         self._estimates = PerDomain(Acceptance)
 
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return DraftKind(chain=True)
+    def _new(self, salt: str | None) -> RowOf:
+        raise NotImplementedError
 
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
-        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
-            row, tree, parent = self._row(context, index), trees[index], 0
-            length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
-            row.window.fit(tokens, length + 1)
-            row.guessed = Proposal(acceptance=row.acceptance, tokens=tree.tokens, parents=tree.parents)
-            for position, column in enumerate(row.window.columns[1:]):
-                parent = tree.add(column[0], parent, confidence=row.acceptance.estimate(position, _PRIOR))
-                row.guessed.evidence[parent] = Evidence(position, _PRIOR)
-        return trees
+    def _row(self, context: DraftContext, index: int) -> RowOf:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            self._rows[row_id] = self._new(context.salt(index))
+        return self._rows[row_id]
+
+    def _collect(self, row: RowOf, new: Sequence[int]) -> None:
+        """Columns have just grown by the `new` tokens, see `Window.read`."""
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
@@ -163,6 +160,7 @@ class JacobiDrafter(Drafter):
             row.guessed.learn(tokens[-emitted:])
             row.guessed = None
             new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
+            self._collect(row, new)
             row.window.roll(new, emitted)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -172,8 +170,30 @@ class JacobiDrafter(Drafter):
             elif row_id in self._rows:
                 self._rows[row_id].guessed = None
 
-    def _row(self, context: DraftContext, index: int) -> _Row:
-        row_id = context.rows[index]
-        if row_id not in self._rows:
-            self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
-        return self._rows[row_id]
+
+class JacobiDrafter(WindowDrafter[WindowRow]):
+    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
+
+    name = "jacobi"
+    Config = JacobiConfig
+
+    def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
+        super().__init__()
+        self.config = config
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
+            row, parent = self._row(context, index), 0
+            length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
+            row.window.fit(tokens, length + 1)
+            row.guessed = Drafted.below(trees[index], len(tokens), row.acceptance)
+            for position, column in enumerate(row.window.columns[1:]):
+                parent = row.guessed.add(column[0], parent, Evidence(position, _PRIOR))
+        return trees
+
+    def _new(self, salt: str | None) -> WindowRow:
+        return WindowRow(window=Window(level=2), acceptance=self._estimates.of(salt))
