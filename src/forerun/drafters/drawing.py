@@ -2,7 +2,7 @@
 
 Shared by every drafter whose distribution is known at a node before its children are drawn. What is recorded is what
 was drawn from. `Draws` draws a whole level at once from numbers that were made before the first level, so that levels
-follow each other without a wait for the host and may be one recording. `grow` draws the same node by node, where
+follow each other without a wait for the host and may be one recording. `HostDraws` draws the same node by node, where
 processors look at each node's path.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache, partial
-from typing import ParamSpec, TypeVar
+from functools import cached_property, lru_cache
+from typing import ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -133,15 +133,13 @@ class Shape:
         """(N,) depth of each node."""
         return tuple(depth for depth, level in enumerate(self.levels) for _ in level)
 
-    def paths(self, depth: int) -> tuple[int, ...]:
-        """(F * depth) for each node of a level, the nodes from the root's child down to it."""
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child down to `node`; none for the root."""
         found = list[int]()
-        for node in self.levels[depth]:
-            path = [node] if node else []
-            while len(path) < depth:
-                path.insert(0, self.parents[path[0]])
-            found += path
-        return tuple(found)
+        while node:
+            found.append(node)
+            node = self.parents[node]
+        return found[::-1]
 
     def chosen(self, depth: int) -> list[int] | None:
         """Which of ``widths[depth]`` children of every node of a level there are; None where all are."""
@@ -209,13 +207,18 @@ class Children:
 
     def only(self, chosen: Sequence[int]) -> Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
+        index = constant(tuple(chosen), self.tokens.device)
 
         def pick(values: Tensor) -> Tensor:
-            return values.flatten(1).index_select(1, constant(tuple(chosen), values.device)).unsqueeze(-1)
+            return values.flatten(1).index_select(1, index).unsqueeze(-1)
 
-        valid = None if self.valid is None else pick(self.valid)
-        tokens, drawn, confidence = pick(self.tokens), pick(self.drawn), pick(self.confidence)
-        return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, probs=self.probs)
+        return Children(
+            tokens=pick(self.tokens),
+            drawn=pick(self.drawn),
+            confidence=pick(self.confidence),
+            valid=None if self.valid is None else pick(self.valid),
+            probs=self.probs,
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -239,13 +242,9 @@ Pick = Callable[[Tensor, range], Tensor]
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
-    """`count` children of every node; those beyond the support of its distribution are not valid.
+    """`count` children of every node, drawn from `probs` (B, F, V); those beyond its support are not valid.
 
-    Args:
-        probs: (B, F, V) what the drafter expects after each node.
-        count: at least 1.
-        draw: never AUTO.
-        pick: draws the sampled ones.
+    `draw` is never AUTO; `pick` draws the sampled ones.
     """
     if draw is Draw.DETERMINISTIC:
         return _packed([_top(probs, count)], None)
@@ -287,8 +286,7 @@ def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
 def _top(probs: Tensor, count: int) -> _Drawn:
     """The likeliest tokens; zeros where there are fewer."""
     best = probs.topk(min(count, probs.shape[-1]), dim=-1)
-    missing = count - best.indices.shape[-1]
-    tokens, chances = pad(best.indices, (0, missing)), pad(best.values, (0, missing))
+    tokens, chances = (pad(values, (0, count - values.shape[-1])) for values in (best.indices, best.values))
     return tokens, chances, chances > 0, Drawn.DETERMINISTIC
 
 
@@ -296,58 +294,57 @@ def _renormalised(rest: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
 
 
-def grow(
-    logits: Tensor,
-    count: int,
-    growers: Sequence[Grower],
-    level: range,
-    paths: Callable[[int, int], list[int]],
-    vocabulary: DraftVocabulary | None = None,
-) -> Children:
-    """Children of every node of a level, drawn node by node on the host.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostDraws:
+    """How B rows draw a tree of one shape, node by node on the host; used as `Draws` are."""
 
-    Args:
-        logits: (B, F, V) raw, over the target's vocabulary, or (B, F, V') over `vocabulary`.
-        count: C, children per node.
-        growers: (B,) one per row.
-        level: the F node ids.
-        paths: (row, node) -> tokens from the root's child to the node; called only where a processor needs them.
-        vocabulary: of the drafter, where it is not the target's.
-    """
-    if vocabulary is not None:
-        logits = vocabulary.spread(logits)
-    blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
-    none = _packed([_top(blank, count)], None)
-    found = [
-        [
-            attempt(none, _children, logits[row, place], count, grower, node, partial(paths, row, node))
-            for place, node in enumerate(level)
+    shape: Shape
+    growers: Sequence[Grower]
+    """(B,)"""
+    key: ClassVar[None] = None
+    """It reads values on the host, and so is never recorded."""
+    tensors: ClassVar[tuple[Tensor, ...]] = ()
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> HostDraws:
+        """The same: there are none."""
+        return self
+
+    def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
+        """As `Draws.children`."""
+        if vocabulary is not None:
+            logits = vocabulary.spread(logits)
+        blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
+        none = _packed([_top(blank, self.shape.widths[depth])], None)
+        found = [
+            [
+                attempt(none, self._of_node, logits[row, place], grower, node, ids[row])
+                for place, node in enumerate(self.shape.levels[depth])
+            ]
+            for row, grower in enumerate(self.growers)
         ]
-        for row, grower in enumerate(growers)
-    ]
 
-    def joined(values: Callable[[Children], Tensor]) -> Tensor:
-        return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
+        def joined(values: Callable[[Children], Tensor]) -> Tensor:
+            return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
 
-    sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in growers)
-    return Children(
-        tokens=joined(lambda node: node.tokens),
-        drawn=joined(lambda node: node.drawn),
-        confidence=joined(lambda node: node.confidence),
-        valid=joined(Children.validity),
-        probs=joined(lambda node: blank if node.probs is None else node.probs) if sampled else None,
-    )
+        sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in self.growers)
+        return Children(
+            tokens=joined(lambda node: node.tokens),
+            drawn=joined(lambda node: node.drawn),
+            confidence=joined(lambda node: node.confidence),
+            valid=joined(Children.validity),
+            probs=joined(lambda node: blank if node.probs is None else node.probs) if sampled else None,
+        )
 
-
-def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Children:
-    """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
-    sampler, draw = grower.sampler, grower.draw
-    output = [] if sampler.neutral else [*grower.output, *path()]
-    try:
-        probs = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.probs(logits, output)
-    except NumericError:
-        probs, draw = torch.full_like(logits, torch.nan), Draw.DETERMINISTIC
-    return children_of(probs.view(1, 1, -1), count, draw, on_host(lambda probs, i: grower.rng.drafted(probs, node, i)))
+    def _of_node(self, logits: Tensor, grower: Grower, node: int, ids: Tensor) -> Children:
+        """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
+        sampler, draw, path = grower.sampler, grower.draw, self.shape.path(node)
+        output = [] if sampler.neutral else [*grower.output, *(int(ids[above - 1]) for above in path)]
+        try:
+            probs = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.probs(logits, output)
+        except NumericError:
+            probs, draw = torch.full_like(logits, torch.nan), Draw.DETERMINISTIC
+        pick = on_host(lambda probs, index: grower.rng.drafted(probs, node, index))
+        return children_of(probs.view(1, 1, -1), self.shape.widths[len(path)], draw, pick)
 
 
 def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
@@ -466,7 +463,8 @@ class Draws:
     def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
         batch, width, size = logits.shape
         values = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        paths = ids.index_select(1, constant(tuple(node - 1 for node in self.shape.paths(depth)), ids.device))
+        above = tuple(one - 1 for node in self.shape.levels[depth] for one in self.shape.path(node))
+        paths = ids.index_select(1, constant(above, ids.device))
         first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size
         drafted = (first + paths.view(batch, width, depth)).flatten()
         depths = torch.full((1, width), depth, dtype=torch.int64, device=ids.device)
@@ -495,11 +493,9 @@ class Draws:
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
         size = probs.shape[1] * count
         uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
-
-        def pick(rest: Tensor, indices: range) -> Tensor:
-            return quantiles(rest, uniforms[..., indices.start : indices.stop])
-
-        return children_of(probs, count, self.draw, pick)
+        return children_of(
+            probs, count, self.draw, lambda rest, which: quantiles(rest, uniforms[..., which.start : which.stop])
+        )
 
     def _probs(self, logits: Tensor) -> Tensor:
         """(B, F, V) float32."""

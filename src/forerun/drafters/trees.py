@@ -19,7 +19,7 @@ from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
 from forerun.drafters.base import DraftContext, changed, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, Shape, grow, kind_of, resolve
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, kind_of, resolve
 from forerun.errors import ArgumentError, NumericError, nearest
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
@@ -127,43 +127,26 @@ class FixedTree:
 
     def grow(
         self,
-        context: DraftContext,
-        active: Sequence[int],
+        draws: Draws | HostDraws,
         nodes: int,
         logits: Tensor,
         descend: Descend,
         vocabulary: DraftVocabulary | None = None,
         *,
-        draws: Draws | None = None,
         enough: Enough | None = None,
     ) -> Grown:
-        """The first `nodes` nodes of the shape for the active rows.
+        """The first `nodes` nodes of the shape for the rows of `draws`.
 
         Args:
-            active: rows of the context, B of them.
             logits: (B, 1, V) after the roots.
             descend: the model, one level further.
             vocabulary: the model's, where it is not the target's.
-            draws: those of the active rows, see `draws`; None draws node by node on the host.
             enough: asked after every level whether the tree ends there.
         """
-        growers = [] if draws is not None else self._growers(context, active)
         grown, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
-
-        def path(row: int, node: int) -> list[int]:
-            found = list[int]()
-            while node:
-                found.append(int(ids[row, node - 1]))
-                node = self.shape.parents[node]
-            return found[::-1]
-
-        for depth, count in enumerate(self.shape.widths):
-            level, chosen = self.shape.levels[depth], self.shape.chosen(depth)
-            if draws is not None:
-                children = draws.children(logits, depth, ids, vocabulary)
-            else:
-                children = grow(logits, count, growers, level, path, vocabulary)
+        for depth in range(len(self.shape.widths)):
+            children, chosen = draws.children(logits, depth, ids, vocabulary), self.shape.chosen(depth)
             grown.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
@@ -179,10 +162,11 @@ class FixedTree:
         vocabulary: int,
         *,
         recorded: bool = False,
-    ) -> Draws | None:
-        """How the active rows draw where `grow` need read no value on the host; see `Draws.of`."""
-        sorts = recorded or device.type != "cpu"
-        return Draws.of(self._growers(context, active), self.shape, device, vocabulary=vocabulary, sorts=sorts)
+    ) -> Draws | HostDraws:
+        """How the active rows of the context draw: without reading a value on the host where `Draws.of` can."""
+        growers, sorts = [self._grower(context, index) for index in active], recorded or device.type != "cpu"
+        draws = Draws.of(growers, self.shape, device, vocabulary=vocabulary, sorts=sorts)
+        return HostDraws(shape=self.shape, growers=growers) if draws is None else draws
 
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
@@ -219,9 +203,6 @@ class FixedTree:
                 assert grown.probs is not None
                 tree.set_probs(ids[parent], grown.probs[place, parent], row.masses[parent])
         return submitted
-
-    def _growers(self, context: DraftContext, active: Sequence[int]) -> list[Grower]:
-        return [self._grower(context, index) for index in active]
 
     def _grower(self, context: DraftContext, index: int) -> Grower:
         sampler = context.samplers[index]

@@ -248,7 +248,7 @@ class DraftModelDrafter(Drafter):
         first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
         size = first.shape[-1] if self._shared is None else self._shared.size
         draws = self._tree.draws(context, active, first.device, size)
-        return self._tree.grow(context, active, most, first, descend, self._shared, draws=draws, enough=ending.enough)
+        return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
 
     def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""

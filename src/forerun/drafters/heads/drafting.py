@@ -211,14 +211,12 @@ class HeadDrafter(Drafter):
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
         def grow(logits: Tensor, *numbers: Tensor) -> Grown:
-            given = None if draws is None else draws.with_tensors(numbers)
-            return tree.grow(context, active, max(within), logits, descend, self._vocabulary, draws=given)
+            return tree.grow(draws.with_tensors(numbers), max(within), logits, descend, self._vocabulary)
 
         rows = [context.rows[index] for index in active]
-        key = None if draws is None else (max(within), tree is self.sampled, draws.key)
-        numbers = () if draws is None else draws.tensors
+        key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)
         levels = tree.shape.depths[max(within)]
-        grown = self.runner.unroll(rows, _size(tree), grow, *numbers, levels=levels, key=key)
+        grown = self.runner.unroll(rows, _size(tree), grow, *draws.tensors, levels=levels, key=key)
         cuts = tree.cut(context, active, grown, [within[index] for index in active])
         for index, cut in zip(active, cuts, strict=True):
             trees[index], self._rows[context.rows[index]].submitted = cut

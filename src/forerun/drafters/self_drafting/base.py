@@ -93,4 +93,4 @@ class SelfDrafter(Drafter):
 
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
-        return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)
+        return self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)
