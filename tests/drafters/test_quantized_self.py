@@ -130,7 +130,7 @@ def test_transposed_linears_and_packed_ones_are_known() -> None:
     plain = copy.deepcopy(model()).to(torch.bfloat16)
     packed = Target.load(copy.deepcopy(plain), slots=32, repack=True)
     left, right = (rounded_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
-    assert isinstance(right, Int8Linear) and torch.equal(left.int8_weight, right.int8_weight)
+    assert isinstance(right, Int8Linear) and torch.equal(left.rounded, right.rounded)
 
 
 def test_a_model_without_plain_linears_is_refused() -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -37,8 +37,7 @@ _ROUNDING = 1e-4
 """By how much a confidence, a quotient of probabilities in float32, may exceed 1."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
+class Checked(NamedTuple):
     """What became of one row's tree."""
 
     tree: TokenTree
@@ -56,11 +55,9 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
     """
     try:
         sound = _sound(tree, root, target)
-    except InvalidDraftError as wrong:
-        return Checked(tree=TokenTree(root).seal(), error=wrong)
     except Exception as broken:
         unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
-        return Checked(tree=TokenTree(root).seal(), error=unreadable)
+        return Checked(TokenTree(root).seal(), broken if isinstance(broken, InvalidDraftError) else unreadable)
     kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
     error = None
     if len(kept) < sound.size:
@@ -71,7 +68,7 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
         if not 0 <= confidence <= 1 + _ROUNDING:
             error = error or InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")
             sound.confidence[node] = 0.0
-    return Checked(tree=sound.seal(), error=error)
+    return Checked(sound.seal(), error)
 
 
 def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:

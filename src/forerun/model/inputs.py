@@ -31,18 +31,6 @@ def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return sees, sees.sum(-1) - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
-    """The integers of a pass that is recorded."""
-
-    tensors: Sequence[Tensor]
-    """On the device: lengths (B,), sees (B, N, M), query positions (B, N), node positions (B, M), slots (B, N) and
-    token ids (B, N). B and N are powers of two, row b of the cache is row b.
-    """
-    width: int
-    """Slots that are read."""
-
-
 def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tensor:
     """(B', ..) -> (B, ..): each row at its own place, `rest` elsewhere."""
     spread = values.new_full((batch, *values.shape[1:]), rest)
@@ -148,35 +136,39 @@ class Frame:
     dtype: torch.dtype
     """Of the masks."""
 
-    def recorded(self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device) -> Packed:
-        """The same for a recording: sizes are powers of two, and every row stands at its own place in the cache.
+    def recorded(
+        self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device
+    ) -> tuple[list[Tensor], int]:
+        """What `enter` takes, the tensors on the device: sizes are powers of two, and every row stands at its own place
+        in the cache.
 
         So one recording serves all rows and texts of about these sizes, and nothing of the cache is copied. The places
         of other rows, and nodes that are not there, are padding: written to the dump slot, looking at slot 0 alone.
         """
         batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
-        count, start = nodes.start + size, nodes.start
-        width = wide(max(committed) + count, self.cache.slots)
-        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        missing = count - nodes.ids.shape[1]
-        positions = _filled((lengths + nodes.depths).clamp(max=self.max_length - 1), missing)
-        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
-        sees = pad(nodes.sees & nodes.real.unsqueeze(2), (0, missing, 0, missing))[:, start:]
-        host = [
-            lengths.squeeze(1),
-            sees,
-            positions[:, start:],
-            positions,
-            _filled(slots, missing, self.cache.dump)[:, start:],
-        ]
-        host = [_spread(part, rows, batch, self.cache.dump if part is host[-1] else 0) for part in host]
-        ids = _filled(nodes.ids, missing)[:, start:]
+        width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
+        *others, slots = self._structure(committed, nodes, missing, missing)
+        host = [*(_spread(part, rows, batch, 0) for part in others), _spread(slots, rows, batch, self.cache.dump)]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            tensors = sent([*host, _spread(ids, rows, batch, 0)], device)
-        else:
-            *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], device)
-            tensors = [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)]
-        return Packed(tensors=tensors, width=width)
+            return sent([*host, _spread(ids, rows, batch, 0)], device), width
+        *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], device)
+        return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
+
+    def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
+        """Lengths (B,), sees (B, N, M), query positions (B, N), node positions (B, M) and slots (B, N) of a pass: N
+        counts `missing` nodes of padding, M `unseen` ones."""
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
+        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
+        return [
+            lengths.squeeze(1),
+            pad(sees, (0, unseen, 0, missing)) if missing else sees,
+            _filled(positions[:, nodes.start :], missing),
+            _filled(positions, unseen),
+            _filled(slots[:, nodes.start :], missing, self.cache.dump),
+        ]
 
     def enter(self, tensors: Sequence[Tensor], width: int) -> dict[str, Any]:
         """Keyword arguments for the base model's forward, from what was packed for a recording."""
@@ -204,21 +196,9 @@ class Frame:
         tokens alone, as one sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`.
         """
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
-        missing = size - nodes.fresh
-        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        used = max(committed) + nodes.start + size
+        missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=device.type == "cpu")
-        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
-        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
-        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
-        host = [
-            lengths.squeeze(1),
-            sees if not missing else pad(sees, (0, 0, 0, missing)),
-            _filled(positions[:, nodes.start :], missing),
-            positions,
-            _filled(slots[:, nodes.start :], missing, self.cache.dump),
-            torch.tensor(rows, dtype=torch.int64),
-        ]
+        host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
         ids = _filled(nodes.ids[:, nodes.start :], missing)
         there = sent([*host, ids] if ids.device.type == "cpu" else host, device)
         lengths, sees, query_positions, positions, places, index = there[:6]

@@ -382,18 +382,18 @@ class Target:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
         self._note_passes(rows, nodes)
         frame = self._frame()
-        packed = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
+        packed, width = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
         wanted = sorted(signals)
 
         def work(*tensors: Tensor) -> list[Tensor]:
-            inputs = frame.enter(tensors, packed.width)
+            inputs = frame.enter(tensors, width)
             with captured(self._layers, signals) as caught, running(Pass()), attention_kernels(self.device):
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 
-        key = packed.width, tuple(wanted), *(tensor.shape for tensor in packed.tensors)
+        key = width, tuple(wanted), *(tensor.shape for tensor in packed)
         with self._turn:
-            found = self.recordings.run(key, work, *packed.tensors)
+            found = self.recordings.run(key, work, *packed)
         self._note_run(rows, nodes)
         index = sent_ints(rows, self.device)  # copies: what a recording returns lives until the next call
         logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]

@@ -17,14 +17,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.core.acceptance import Acceptance, Evidence, by_draft_prob
+from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Group, Row, context_for, step
 from forerun.core.tree import TokenTree, graft
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, changed, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, changed, check_least
 from forerun.drafters.combined.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import NumericError
 from forerun.model import Scored, Target
@@ -149,7 +148,7 @@ class _Row:
 
     text: int = 0
     chain: list[int] = field(default_factory=list)
-    submitted: Submitted | None = None
+    submitted: Drafted | None = None
     sampler: tuple[Sampler, Sampler] | None = None
     """The request's, and what it is in here."""
 
@@ -310,8 +309,9 @@ class CascadeDrafter(Drafter):
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
         """The chain as a tree, each sampled token with the distribution that it was drawn from."""
-        state, acceptance = self._rows[row.cache_row], self._estimates.of(row.cache_salt)
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        state = self._rows[row.cache_row]
+        state.chain = row.chain
+        state.submitted = submitted = Drafted.below(tree, row.begun, self._estimates.of(row.cache_salt))
         for position, token in enumerate(row.chain):
             probs = row.probs.get(position)
             if probs is None:
@@ -319,9 +319,7 @@ class CascadeDrafter(Drafter):
             else:
                 drawn, prob = Drawn.IID, float(probs.max())
                 tree.set_probs(position, probs)
-            evidence = submitted.evidence[position + 1] = by_draft_prob(drawn, 0, prob)
-            tree.add(token, position, drawn=drawn, confidence=acceptance.estimate(*evidence))
-        state.chain, state.submitted = row.chain, submitted
+            submitted.add(token, position, by_draft_prob(drawn, 0, prob), drawn)
 
     def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TokenTree, int, int]]) -> None:
         """Hang what the inner drafter expects behind each chain below its end, within (nodes, depth) of the row."""
@@ -335,15 +333,13 @@ class CascadeDrafter(Drafter):
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
         tails = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
         for tail, row, (tree, _, _) in zip(tails, rows, grown, strict=True):
-            end, evidence, acceptance = tree.size, dict[int, Evidence](), self._estimates.of(row.cache_salt)
+            end, submitted = tree.size, self._rows[row.cache_row].submitted
+            assert submitted is not None, "its chain was submitted"
             graft(tree, tail, end, since=end)
             for node in range(end + 1, tree.size + 1):
                 # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
-                evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
-                tree.confidence[node] = acceptance.estimate(*evidence[node])
-            submitted = self._rows[row.cache_row].submitted
-            if submitted is not None:
-                submitted.evidence.update(evidence)
+                evidence = submitted.evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
+                tree.confidence[node] = submitted.acceptance.estimate(*evidence)
 
 
 def _batches(rows: Sequence[InnerRow], missing: Sequence[int]) -> list[list[InnerRow]]:

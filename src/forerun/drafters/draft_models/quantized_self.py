@@ -9,7 +9,6 @@ experts) are shared as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,63 +46,66 @@ class QuantizedSelfConfig(TreeOptions):
             raise ArgumentError(f"quantized_self: bits is 8 or 4, got {self.bits}")
 
 
-class Int8Linear(nn.Module):
-    """A linear layer whose weight is int8 with one scale for each output.
+class _Rounded(nn.Module):
+    """A linear layer with a rounded weight.
 
     Args:
         weight: (out, in) of the layer it stands for; read, not kept.
         bias: (out,) shared with that layer, or None.
     """
 
-    int8_weight: Tensor
+    rounded: Tensor
     scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        largest = weight.detach().float().abs().amax(1, keepdim=True)
-        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
-        # By the scale as it is stored: its own rounding then costs nothing more.
-        whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
-        self.register_buffer("int8_weight", whole.to(torch.int8), persistent=False)
-        self.register_buffer("scales", scales.squeeze(1), persistent=False)
         self.shared_bias = bias
-        self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        rounded, scales = self.round(weight)
+        self.register_buffer("rounded", rounded, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight (out, in) as it is kept, and its scales."""
+        raise NotImplementedError
+
+    def product(self, rows: Tensor) -> Tensor:
+        """(M, in) -> (M, out), without the bias."""
+        raise NotImplementedError
 
     def forward(self, states: Tensor) -> Tensor:
         """(.., in) -> (.., out)."""
-        rows = states.reshape(-1, self.in_features)
-        if self._kernel and rows.shape[0] <= KERNEL_ROWS:
-            result = torch._weight_int8pack_mm(rows.contiguous(), self.int8_weight, self.scales)
-        else:
-            result = functional.linear(rows, self.int8_weight.to(rows.dtype)) * self.scales
+        result = self.product(states.reshape(-1, self.in_features))
         if self.shared_bias is not None:
             result = result + self.shared_bias
         return result.view(*states.shape[:-1], self.out_features)
 
     def nbytes(self) -> int:
         """Bytes of weight and scales; the bias belongs to the target."""
-        return self.int8_weight.nbytes + self.scales.nbytes
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+        return self.rounded.nbytes + self.scales.nbytes
 
 
-class Int4Linear(nn.Module):
-    """A linear layer whose weight is 4 bits wide, two to a byte in the layout of torch's CPU kernel.
+class Int8Linear(_Rounded):
+    """A linear layer whose weight is int8 with one scale for each output."""
 
-    Args:
-        weight: (out, in) of the layer it stands for; read, not kept. `suits` says which are possible.
-        bias: (out,) shared with that layer, or None.
-    """
+    def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        largest = weight.detach().float().abs().amax(1, keepdim=True)
+        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
+        # By the scale as it is stored: its own rounding then costs nothing more.
+        whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
+        return whole.to(torch.int8), scales.squeeze(1)
 
-    int4_weight: Tensor
-    scales: Tensor
+    def product(self, rows: Tensor) -> Tensor:
+        if self._kernel and rows.shape[0] <= KERNEL_ROWS:
+            return torch._weight_int8pack_mm(rows.contiguous(), self.rounded, self.scales)
+        return functional.linear(rows, self.rounded.to(rows.dtype)) * self.scales
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+
+class Int4Linear(_Rounded):
+    """A linear layer whose weight is 4 bits wide, two to a byte in the layout of torch's CPU kernel; see `suits`."""
+
+    def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         self.group = next(size for size in GROUPS if self.in_features % size == 0)
         groups = weight.detach().float().view(self.out_features, -1, self.group)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -111,31 +113,18 @@ class Int4Linear(nn.Module):
         whole = ((groups - low) / scales).round().clamp(0, 15).to(torch.int32).flatten(1)
         # The kernel computes (whole - 8) * scale + offset.
         pairs = torch.cat([scales, low + 8 * scales], dim=2).transpose(0, 1).to(weight.dtype).contiguous()
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1)
-        self.register_buffer("int4_weight", packed, persistent=False)
-        self.register_buffer("scales", pairs, persistent=False)
-        self.shared_bias = bias
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1), pairs
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
         """Whether the kernel takes a layer of this shape."""
         return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
 
-    def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
-        rows = states.reshape(-1, self.in_features).contiguous()
-        result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.int4_weight, self.group, self.scales)
-        if self.shared_bias is not None:
-            result = result + self.shared_bias
-        return result.view(*states.shape[:-1], self.out_features)
-
-    def nbytes(self) -> int:
-        """Bytes of weight, scales and offsets; the bias belongs to the target."""
-        return self.int4_weight.nbytes + self.scales.nbytes
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=4, group={self.group}"
+    def product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows.contiguous(), self.rounded, self.group, self.scales
+        )
+        return product
 
 
 class QuantizedSelfDrafter(DraftModelDrafter):
@@ -156,7 +145,8 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
     def memory_bytes(self) -> int:
         """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""
-        return sum(layer.nbytes() for layer in _rounded_layers(self.model.model)) + self.model.cache.nbytes()
+        layers = (layer for layer in self.model.model.modules() if isinstance(layer, _Rounded))
+        return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
 
 
 def rounded_twin(model: Any, bits: int = 8) -> Any:
@@ -209,7 +199,3 @@ def _weight(module: nn.Module) -> Tensor | None:
         transposed: Tensor = module.weight.T  # type: ignore[assignment]
         return transposed
     return None
-
-
-def _rounded_layers(model: nn.Module) -> Iterator[Int8Linear | Int4Linear]:
-    return (module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear))

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_models.draft_model import run_missing
 from forerun.drafters.draft_models.token_bytes import (
@@ -32,7 +32,6 @@ from forerun.drafters.draft_models.token_bytes import (
     starts_character,
     whole_characters,
 )
-from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
@@ -167,7 +166,7 @@ class _Row:
     alignment: TextAlignment
     held: list[int] = field(default_factory=list)
     """Draft tokens in the cache: committed text, and behind it what was drafted last."""
-    submitted: Submitted | None = None
+    submitted: Drafted | None = None
 
     def common(self, ids: Sequence[int]) -> int:
         """How many tokens of the text as it is now stand in the cache; its last one is always run again."""
@@ -328,13 +327,11 @@ class SlemDrafter(Drafter):
         if found is None:
             return
         spans, confidences, length = found
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=text.acceptance)
+        text.row.submitted = Drafted.below(tree, len(text.tokens), text.acceptance)
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended
-            evidence = submitted.evidence[node + 1] = by_draft_prob(Drawn.DETERMINISTIC, int(last), raw)
-            tree.add(span.id, node, confidence=text.acceptance.estimate(*evidence))
-        text.row.submitted = submitted
+            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), raw))
 
     def _translate(self, text: _Written) -> tuple[list[Span], list[float], int] | None:
         """The target's tokens of what was written, a raw confidence for each, and the length of the text in bytes."""

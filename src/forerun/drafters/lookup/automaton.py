@@ -69,11 +69,6 @@ class SuffixAutomaton:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text."""
-        for token in tokens:
-            self._append(token)
-
     def step(self, state: int, token: int) -> int:
         """The state after `token`, NONE where the text does not go on like this."""
         end = self._end[state]
@@ -162,24 +157,26 @@ class SuffixAutomaton:
         self._next.append(self._edges[state])
         self._edges[state] = len(self._targets) - 1
 
-    def _append(self, token: int) -> None:
-        self.tokens.append(token)
-        made = self._new(len(self.tokens), len(self.tokens))
-        self._first[self._last] = made
-        if token != SEPARATOR:
-            self._best[self._last] = made
-        state = self._link[self._last]
-        while state != NONE:
-            target = self.step(state, token)
-            if target != NONE:
-                if self._length[target] != self._length[state] + 1:
-                    target = self._split(state, target, token)
-                self._link[made] = target
-                break
-            self._add_edge(state, token, made)
-            state = self._link[state]
-        self._last = made
-        self._tally(token)
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self.tokens.append(token)
+            made = self._new(len(self.tokens), len(self.tokens))
+            self._first[self._last] = made
+            if token != SEPARATOR:
+                self._best[self._last] = made
+            state = self._link[self._last]
+            while state != NONE:
+                target = self.step(state, token)
+                if target != NONE:
+                    if self._length[target] != self._length[state] + 1:
+                        target = self._split(state, target, token)
+                    self._link[made] = target
+                    break
+                self._add_edge(state, token, made)
+                state = self._link[state]
+            self._last = made
+            self._tally(token)
 
     def _split(self, state: int, target: int, token: int) -> int:
         """A state of its own for those strings of `target` that are suffixes of the text: these occur once more."""
@@ -283,13 +280,12 @@ class OutputStore:
     def waiting(self) -> int:
         """Tokens that are not yet in an index."""
         rest = 0 if self._reading is None else len(self._reading) - self._read
-        return rest + sum(len(output) for output in self._waiting)
+        return rest + sum(map(len, self._waiting))
 
     @property
     def held(self) -> int:
         """Tokens of all outputs, those that wait included."""
-        rest = 0 if self._reading is None else len(self._reading) - self._read
-        return sum(map(len, self.generations)) + rest + sum(map(len, self._waiting))
+        return sum(map(len, self.generations)) + self.waiting
 
     def add(self, output: Sequence[int]) -> None:
         """Take in an output; of one longer than half the store, only the end."""

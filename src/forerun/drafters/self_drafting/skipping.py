@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,12 +223,11 @@ class Search:
         self.space = space
         self.trials: list[Trial] = []
         self._random = np.random.default_rng(seed)
-        self._starts = _starts(space, self._random)
-
-    @property
-    def best(self) -> Trial | None:
-        """The best so far; None before the first."""
-        return max(self.trials, key=lambda trial: trial.value, default=None)
+        count = len(space.allowed)
+        sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
+        starts = [evenly(space.allowed, size) for size in sizes]
+        starts += [space.random(self._random) for _ in range(_RANDOM_STARTS)]
+        self._starts = list(dict.fromkeys(starts))
 
     def ask(self) -> SkipSet | None:
         """What to value next; None if every subset was."""
@@ -239,13 +238,6 @@ class Search:
     def tell(self, skip: SkipSet, value: float) -> None:
         """A subset's value."""
         self.trials.append(Trial(skip, value))
-
-
-def _starts(space: Space, random: np.random.Generator) -> list[SkipSet]:
-    count = len(space.allowed)
-    sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
-    even = [evenly(space.allowed, size) for size in sizes]
-    return list(dict.fromkeys([*even, *(space.random(random) for _ in range(_RANDOM_STARTS))]))
 
 
 def _pool(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> list[SkipSet]:
@@ -295,21 +287,8 @@ class SkipFile:
     """Every set that was tried, in order."""
 
     def write(self, path: Path) -> None:
-        """Write the file; it is whole or not there.
-
-        Raises:
-            DataError: it cannot be written.
-        """
-        body = {
-            "format": FORMAT,
-            "model": self.model,
-            "num_layers": self.num_layers,
-            "structure": self.structure,
-            "skip": names(self.skip),
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "measured": dict(self.measured),
-            "trace": self.trace,
-        }
+        """Write the file; it is whole or not there. DataError if it cannot be written."""
+        body = {"format": FORMAT, **asdict(self), "skip": names(self.skip)}
         try:
             with written(path) as fresh:
                 fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -330,19 +309,10 @@ class SkipFile:
             raise DataError(f"cannot read the skipped sub-layers from {path}: {error}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
+        known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         try:
-            return cls(
-                model=str(body["model"]),
-                num_layers=int(body["num_layers"]),
-                structure=str(body["structure"]),
-                skip=parse(body["skip"], int(body["num_layers"])),
-                num_speculative_tokens=int(body["num_speculative_tokens"]),
-                measured=body.get("measured", {}),
-                trace=body.get("trace", []),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise
+            return cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+        except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
 
     def check(self, target: Target, path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 
@@ -62,13 +62,8 @@ class Worth:
 
     def record(self) -> dict[str, object]:
         """As it stands in the file."""
-        return {
-            "skip": names(self.skip),
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "ms_per_token": round(self.ms_per_token, 4),
-            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "draft_ms": round(self.draft_ms, 4),
-        }
+        rounded = {name: round(value, 4) for name, value in asdict(self).items() if name != "skip"}
+        return {"skip": names(self.skip), **rounded}
 
 
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
