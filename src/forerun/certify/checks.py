@@ -44,8 +44,8 @@ class Plan:
     max_tokens: int = 96
     """Tokens of each greedy answer."""
     detect: float = 0.1
-    """Total variation from the target's distribution that each chi-square test is to detect; the number of answers
-    drawn follows from it."""
+    """Total variation from the target's distribution that each chi-square test is to detect; sets how many answers are
+    drawn."""
     power: float = 0.99
     """Probability with which it does."""
     sample_tokens: int = 5
@@ -133,13 +133,11 @@ class Setting:
 def chi_square_check(
     llm: LLM, reference: Reference, prompt: Sequence[int], setting: Setting, plan: Plan, tests: int
 ) -> tuple[Check, set[str]]:
-    """Draw speculative answers to `prompt` and compare them with the exact distribution; one of `tests` tests.
+    """Draw speculative answers to `prompt` and compare them with the exact distribution; one of `tests` tests. Also the
+    names of the rules that verified drafts.
 
     Where the engine decides how much to draft, it decides as if drafts were free: a policy that drafts nothing in such
     short answers, which is often right, would leave nothing to compare.
-
-    Returns:
-        The check, and the names of the rules that verified drafts.
     """
     params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
     level = plan.family_error / tests
@@ -179,11 +177,9 @@ def chi_square_check(
 
 
 def draws_for(freedom: int, level: float, plan: Plan) -> int:
-    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`.
-
-    The chi-square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the
-    noncentrality of its distribution (Cauchy-Schwarz).
-    """
+    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`. The chi-
+    square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality
+    of its distribution (Cauchy-Schwarz)."""
     freedom = max(freedom, 1)
     critical = _smallest(lambda value: survival(value, freedom) <= level)
     wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= plan.power)
@@ -214,11 +210,9 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
 def exact_cells(
     reference: Reference, prompt: Sequence[int], params: SamplingParams, plan: Plan
 ) -> dict[Outcome, float]:
-    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`.
-
-    The likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the
-    cell of its own beginning. They sum to 1.
-    """
+    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
+    likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
+    of its own beginning. They sum to 1."""
     cells: dict[Outcome, float] = {REST: 1.0}
     going = [REST]
     while going and len(cells) < plan.cells:
@@ -306,11 +300,9 @@ Tokens = list[int]
 def greedy_checks(
     llm: LLM, reference: Reference, prompts: Sequence[Tokens], plan: Plan
 ) -> tuple[list[Check], set[str]]:
-    """Greedy equality and equality of log-probabilities, and the names of the rules that verified.
-
-    One pass of transformers over prompt and answer shows at every position which token is its own greedy one, as far as
-    the answer had not yet parted from its own.
-    """
+    """Greedy equality and equality of log-probabilities, and the names of the rules that verified. One pass of
+    transformers over prompt and answer shows at every position which token is its own greedy one, as far as the answer
+    had not yet parted from its own."""
     params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False)
     answers = _answers(llm, prompts, params)
     stats, parted, worst, compared = SpeculationStats(), list[Difference](), 0.0, 0
@@ -331,9 +323,7 @@ def greedy_checks(
 
 def seed_check(llm: LLM, prompts: Sequence[Tokens], plan: Plan, temperature: float) -> tuple[Check | None, set[str]]:
     """With deterministic drafts, sampled text equals plain decoding's for the same seed; None where drafts are sampled.
-
-    Also the names of the rules that verified.
-    """
+    Also the names of the rules that verified."""
     params = SamplingParams(
         temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
     )
@@ -432,7 +422,8 @@ def certify(
     *,
     reference: Reference | None = None,
 ) -> Report:
-    """Prove, as far as a run can, that `llm`'s speculation changes nothing.
+    """Prove, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
+    no tokenizer, or there are no prompts.
 
     Args:
         llm: configured with the drafter to examine.
@@ -440,9 +431,6 @@ def certify(
         plan: how much to check.
         progress: is told what is being done.
         reference: the target as transformers runs it; None loads its checkpoint a second time.
-
-    Raises:
-        ArgumentError: the model has no drafter or no tokenizer, or there are no prompts.
     """
     plan = plan or Plan()
     if llm.speculative is None:

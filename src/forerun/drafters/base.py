@@ -173,20 +173,16 @@ class DrafterSetup:
 
 
 class Drafter:
-    """The base of every drafter: does nothing, so that a method overrides only what it needs.
-
-    A drafter takes ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
-    """
+    """The base of every drafter: does nothing, so that a method overrides only what it needs. It takes ``(config,
+    setup)``, where ``config`` is an instance of its `Config` dataclass."""
 
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
     """Frozen dataclass of the method's options; each field documented with its unit."""
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """What `propose` may return for a request with these sampling parameters; decides the verification rule.
-
-        The default, deterministic trees, is lossless for every drafter; one that samples accepts more if it says so.
-        """
+        """What `propose` may return for a request with these sampling parameters; decides the verification rule. The
+        default, deterministic trees, is lossless for every drafter; one that samples accepts more if it says so."""
         return DraftKind()
 
     @property
@@ -221,9 +217,7 @@ class Drafter:
     @property
     def trainable(self) -> Any:
         """The causal LM whose weights online adaptation may exchange between steps; None: there is nothing to train.
-
-        Such a drafter computes a row anew that is truncated to 0 and then extended by less than the whole text.
-        """
+        Such a drafter computes a row anew that is truncated to 0 and then extended by less than the whole text."""
         return None
 
     def extend(self, context: DraftContext) -> None:
@@ -234,12 +228,8 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        """Learn and count from what the target said; changes no draft that was already made.
-
-        Args:
-            scores: of the context's rows, in their order; ``scores.trees[i]`` is the tree that was really scored, which
-                may hold fewer nodes than were proposed.
-        """
+        """Learn and count from what the target said; changes no draft that was already made. ``scores.trees[i]`` is the
+        tree of row i that was really scored, which may hold fewer nodes than were proposed."""
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrink to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
@@ -261,10 +251,8 @@ class Seeds:
     """Shows sampled requests that have a seed as if they were greedy: what is drafted for them is deterministic.
 
     What drafters learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show
-    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's.
-
-    Args:
-        hide: off, every context is shown as it is.
+    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's. Without `hide` every
+    context is shown as it is.
     """
 
     def __init__(self, *, hide: bool) -> None:

@@ -22,8 +22,7 @@ class PerDomain(Generic[T]):
     Args:
         make: a memory that knows nothing yet.
         most: domains kept.
-        size: of a memory, in any unit.
-        most_size: of all memories together, in that unit; the last one used stays whatever its size.
+        size: of a memory, in any unit; all together at most `most_size`, but the last one used stays whatever its size.
     """
 
     def __init__(

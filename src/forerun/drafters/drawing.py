@@ -82,11 +82,8 @@ class Shape:
 
     @classmethod
     def of(cls, parents: Sequence[int]) -> Shape:
-        """The tree with these parents of node 1, 2, ..., 0 the root.
-
-        Raises:
-            ArgumentError: a parent does not come before its child, or the nodes are not numbered level by level.
-        """
+        """The tree with these parents of node 1, 2, ..., 0 the root. ArgumentError: nodes are not numbered level by
+        level."""
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
                 raise ArgumentError(
@@ -193,13 +190,12 @@ class Children:
     drawn: Tensor
     """(B, F, C) uint8"""
     confidence: Tensor
-    """(B, F, C) float32: of a deterministic node its probability; of a drawn one a figure that does not depend on its
+    """(B, F, C) float32: the probability of a deterministic node; of a drawn one a figure that is independent of its
     value."""
     valid: Tensor | None
     """(B, F, C) bool: False where the distribution had no further token; None where all are good."""
     probs: Tensor | None
-    """(B, F, V) of each parent, the distribution that its sampled children were drawn from; None where all are
-    deterministic."""
+    """(B, F, V) what each parent's sampled children were drawn from; None where all are deterministic."""
 
     def validity(self) -> Tensor:
         """`valid`, whether or not it is all True."""
@@ -242,10 +238,8 @@ Pick = Callable[[Tensor, range], Tensor]
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
-    """`count` children of every node, drawn from `probs` (B, F, V); those beyond its support are not valid.
-
-    `draw` is never AUTO; `pick` draws the sampled ones.
-    """
+    """`count` children of every node, drawn from `probs` (B, F, V) as `draw` says, which is never AUTO; `pick` draws
+    the sampled ones. Those beyond a distribution's support are not valid."""
     if draw is Draw.DETERMINISTIC:
         return _packed([_top(probs, count)], None)
     if draw is Draw.IID:
@@ -358,11 +352,8 @@ def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
 
 
 def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """What `work` gives, which applies one row's own processors, or `instead` where it raises.
-
-    The target meets the same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has
-    none. The other rows have no part in it.
-    """
+    """What `work` gives, which applies one row's own processors, or `instead` where it raises. The target meets the
+    same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has none."""
     try:
         return work(*arguments, **keywords)
     except BaseException as error:
@@ -396,10 +387,8 @@ class Draws:
         cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
     ) -> Draws | None:
         """None where the host has to look at every node: a user's own processors, or an rng of another kind.
-
-        `vocabulary`: the target's size. `sorts`: filter all distributions of a level at once; on a CPU it is faster one
-        by one.
-        """
+        `vocabulary` is the target's size; with `sorts` all distributions of a level are filtered at once, which a CPU
+        does faster one by one."""
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
@@ -448,10 +437,8 @@ class Draws:
         return replace(self, numbers=tensors[:count], processing=processing)
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As many children of every node at `depth` as any has there, from raw logits (B, F, V).
-
-        `ids`: (B, K) tokens of all nodes so far.
-        """
+        """As many children of every node at `depth` as any has there, from raw logits (B, F, V) and the tokens `ids`
+        (B, K) of all nodes so far."""
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
         wide = logits if vocabulary is None else vocabulary.spread(logits)

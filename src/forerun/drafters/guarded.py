@@ -50,8 +50,8 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
     """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
 
     Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
-    neither what a node holds decides whether it is among them, nor what was drawn after it. To leave out the whole tree
-    for what was drawn last would bias sampled ones.
+    neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
+    ones.
     """
     try:
         sound = _sound(tree, root, target)
@@ -72,12 +72,8 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
 
 
 def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
-    """A copy of the tree.
-
-    Raises:
-        InvalidDraftError: it is none, or holds what no tree may hold.
-        Exception: of any kind, where its columns are something else.
-    """
+    """A copy of the tree. InvalidDraftError: it is none, or holds what no tree may hold; any other: its columns are no
+    lists."""
     if not isinstance(tree, TokenTree):
         raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
     made = TokenTree(root)
@@ -154,13 +150,8 @@ T = TypeVar("T")
 
 
 class Guarded(Drafter):
-    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside tried.
-
-    Args:
-        drafter: what is inside. What it says of itself (`depth`, `requires`, `watches`, ...) is asked once.
-        method: its name in messages.
-        setup: what it was built from.
-    """
+    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside tried. What that
+    says of itself (`depth`, `requires`, `watches`, ...) is asked once; `method` is its name in messages."""
 
     name = "guarded"
 

@@ -1,7 +1,5 @@
-"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic tree.
-
-Shared by every drafter that runs a model once per level; the logits come from a function.
-"""
+"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic tree. Shared by every
+drafter that runs a model once per level; the logits come from a function."""
 
 from __future__ import annotations
 
@@ -31,10 +29,8 @@ Enough = Callable[[int, Children], bool]
 
 
 class Limits:
-    """How many nodes each of B rows may submit while its tree grows level by level.
-
-    A node that was grown is never taken back, so whether it is submitted does not depend on its value.
-    """
+    """How many nodes each of B rows may submit while its tree grows level by level. A node that was grown is never
+    taken back, so whether it is submitted does not depend on its value."""
 
     def __init__(self, levels: Sequence[range], nodes: Sequence[int]) -> None:
         self.nodes = list(nodes)
@@ -135,14 +131,8 @@ class FixedTree:
         *,
         enough: Enough | None = None,
     ) -> Grown:
-        """The first `nodes` nodes of the shape for the rows of `draws`.
-
-        Args:
-            logits: (B, 1, V) after the roots.
-            descend: the model, one level further.
-            vocabulary: the model's, where it is not the target's.
-            enough: asked after every level whether the tree ends there.
-        """
+        """The first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1, V) after the roots.
+        `descend` is the model, one level further; `enough` is asked after every level whether the tree ends there."""
         grown, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
         for depth in range(len(self.shape.widths)):
@@ -374,11 +364,7 @@ class DynamicTree:
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
     ) -> tuple[TokenTree, Submitted]:
-        """One row's tree: the likeliest of its candidates that its budget allows.
-
-        Args:
-            salt: the row's isolation domain.
-        """
+        """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
         tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
         submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         for found in sorted([found for found in grown if found.depth <= depth][:nodes]):

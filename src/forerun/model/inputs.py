@@ -87,13 +87,12 @@ class Nodes:
     def of_levels(
         cls, roots: Sequence[int], ids: Tensor, parents: Sequence[int], *, counts: Sequence[int], start: int
     ) -> Nodes:
-        """Trees of one shape that grow level by level, on their device.
+        """Trees of one shape that grow level by level, on their device; nodes before `start` have been run.
 
         Args:
             ids: (B, K) tokens of the nodes so far.
             parents: (K + 1,) or more, of each node, the root's first.
             counts: (B,) drafted nodes of each row; the rest is padding.
-            start: nodes before this one have been run.
         """
         size = ids.shape[1]
         wide = np.broadcast_to(np.array(parents[1 : size + 1], np.int64), (len(roots), size))

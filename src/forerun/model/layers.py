@@ -48,10 +48,8 @@ class Plan:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A copy that shares every parameter and submodule, whose children may be replaced without touching the original.
-
-    A forward that accelerate or a compiler put on the instance is dropped: it would call the original.
-    """
+    """A copy that shares every parameter and submodule, whose children may be replaced without touching the original. A
+    forward that accelerate or a compiler put on the instance is dropped: it would call the original."""
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
@@ -71,10 +69,7 @@ def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
 
 def base_name(model: Any) -> str:
     """The child of a causal LM that is the model without its output head: as its class says, else the one that embeds.
-
-    Raises:
-        UnsupportedModelError: there is none, or there are several.
-    """
+    UnsupportedModelError: there is none, or there are several."""
     prefix = str(model.base_model_prefix)
     if isinstance(model._modules.get(prefix), nn.Module):
         return prefix
@@ -103,10 +98,7 @@ def turn_of(base: nn.Module) -> threading.RLock:
 
 def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """Dotted name and list of the decoder layers: the one ModuleList of that length, nearest to the input embedding.
-
-    Raises:
-        UnsupportedModelError: none has that length, or several that lie equally near.
-    """
+    UnsupportedModelError: none has that length, or several that lie equally near."""
     lists = {
         name: module
         for name, module in base.named_modules()
@@ -131,10 +123,7 @@ def _embeds(part: nn.Module, whole: Any) -> bool:
 
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
     """Dotted name and module of the final norm: the one child behind the `count` layers whose weights are all vectors.
-
-    Raises:
-        UnsupportedModelError: there is none, or there are several.
-    """
+    UnsupportedModelError: there is none, or there are several."""
     owner, _, last = layers_of(base, count)[0].rpartition(".")
     children = list(base.get_submodule(owner).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]

@@ -33,11 +33,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
-    """Tensor name -> dtype, shape and offsets.
-
-    Raises:
-        CheckpointError: the file is truncated or no safetensors file.
-    """
+    """Tensor name -> dtype, shape and offsets. CheckpointError: the file is truncated or no safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -59,11 +55,8 @@ def read_header(path: Path) -> Mapping[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights.
-
-    Raises:
-        CheckpointError: there are none, the index is broken, or it names files that are not there.
-    """
+    """The files that hold a checkpoint's weights. CheckpointError: there are none, or the index is broken or names
+    others."""
     if (directory / INDEX).is_file():
         files = listed_files(directory)
         absent = [file.name for file in files if not file.is_file()]
@@ -80,11 +73,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that a sharded checkpoint's index names, whether they are there or not.
-
-    Raises:
-        CheckpointError: the index is broken.
-    """
+    """The files that a sharded checkpoint names, whether they are there or not. CheckpointError: its index is broken."""
     index = directory / INDEX
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -106,8 +95,8 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
 # --- models ---
 
 _ONE_LOADS = threading.Lock()
-"""While transformers loads, torch's default dtype is the model's, for all threads; of two loads at once, one would set
-it back to the other's."""
+"""While transformers loads, torch's default dtype is the model's, for all threads: two loads would set back each
+other's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,11 +130,8 @@ class LoadOptions:
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
-        """Where the model goes if no map says otherwise.
-
-        Raises:
-            ArgumentError: no such device, or this machine or this torch has none.
-        """
+        """Where the model goes if no map says otherwise. ArgumentError: no such device, or this machine or this torch
+        has none."""
         if self.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
             return torch.device("cpu") if found is None else torch.device(found.type, 0)
@@ -214,11 +200,8 @@ def _calm(quiet: bool) -> Iterator[None]:
 
 
 def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
-    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar.
-
-    Raises:
-        CheckpointError: unreadable, or its tensors are not the ones that its configuration announces.
-    """
+    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar. CheckpointError: unreadable, or
+    its tensors are not the ones that its configuration announces."""
     from transformers import AutoModelForCausalLM
 
     placed = options.device_map
@@ -255,10 +238,7 @@ def _parallel(tp_plan: Any) -> dict[str, Any]:
 
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
     """Bytes that the weights will take: from the headers of the files, or from the configuration if they are not here.
-
-    Raises:
-        CheckpointError: a weight file is missing, truncated or corrupt.
-    """
+    CheckpointError: a weight file is missing, truncated or corrupt."""
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
@@ -300,12 +280,8 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:
-    """The model with a PEFT adapter's layers in place, not merged.
-
-    Raises:
-        CheckpointError: no adapter there, it lacks tensors, or belongs to another model.
-        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
-    """
+    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: no adapter there, it lacks tensors,
+    or belongs to another model. Other errors as `without_wrapper`."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -324,11 +300,8 @@ def attach_adapter(model: Any, options: LoadOptions) -> Any:
 
 
 def without_wrapper(model: Any) -> Any:
-    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is.
-
-    Raises:
-        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
-    """
+    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is. UnsupportedModelError:
+    the adapter adds virtual tokens instead of changing weights."""
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
@@ -391,10 +364,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
-
-    Raises:
-        CheckpointError: none can be loaded from the directory or hub id.
-    """
+    CheckpointError: none can be loaded from the directory or hub id."""
     if tokenizer is False:
         return None
     if tokenizer is not None and not isinstance(tokenizer, str | Path):

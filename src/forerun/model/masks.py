@@ -1,7 +1,7 @@
 """Attention masks for a block of tokens behind each row's committed ones: additive, in the model's dtype.
 
-Additive floats are the one form that every attention implementation of transformers reads right (facts sheet,
-section 1). A sliding window is a difference of positions, not of slots: siblings of a tree share a position.
+Additive floats are the one form that every attention implementation of transformers reads right. A sliding window is a
+difference of positions, not of slots: siblings of a tree share a position.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ class MaskStyle:
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
-        """Read the style from a text configuration.
-
-        Raises:
-            UnsupportedModelError: a layer type is none of these, or layers of one type differ in size.
-        """
+        """Read the style from a text configuration. UnsupportedModelError: a layer type is none of these, or layers of
+        one type differ in size."""
         listed = getattr(config, "layer_types", None)
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())
@@ -81,10 +78,8 @@ class Block:
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
-    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers.
-
-    A padding query, one that sees no node, looks at slot 0 alone.
-    """
+    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers. A padding
+    query, one that sees no node, looks at slot 0 alone."""
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)

@@ -39,10 +39,7 @@ def prove(target: Target, boundary: int) -> None:
 
 def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits.
-
-    Raises:
-        UnsupportedModelError: the model's layers cannot be run in part, or the parts do not make the whole.
-    """
+    UnsupportedModelError: the layers cannot be run in part, or the parts do not make the whole."""
     name = type(target.model).__name__
     try:
         worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)

@@ -1,7 +1,5 @@
-"""From a name or a loaded model to a `Target` that has been checked: plan memory, load, repack, prove.
-
-Order matters: the reference of the self-check is run before anything is repacked.
-"""
+"""From a name or a loaded model to a `Target` that has been checked: plan memory, load, repack, prove. Order matters:
+the reference of the self-check is run before anything is repacked."""
 
 from __future__ import annotations
 
@@ -202,10 +200,8 @@ def _leave_alone(model: Any, options: LoadOptions) -> None:
 
 
 def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
-    """Slots of a row; fewer than the default where memory is short. Raises OutOfMemoryError.
-
-    Without a `device` the model goes on several: transformers decides what fits where, and nothing is checked before.
-    """
+    """Slots of a row; fewer than the default where memory is short, else OutOfMemoryError. Without a `device` the model
+    goes on several: transformers decides what fits where, and nothing is checked before."""
     slots = sizes.slots if sizes.slots is not None else default_slots(context_length(config))
     if device is None:
         return slots

@@ -31,11 +31,7 @@ times..."""
 
 
 class Recordings:
-    """The recordings of one device. Where recording fails, work runs as it comes from then on.
-
-    Args:
-        record: how; None runs all work as it comes.
-    """
+    """The recordings of one device, made by `record`; where that is None, or has failed, work runs as it comes."""
 
     def __init__(self, record: Record | None) -> None:
         self._record = record
@@ -55,11 +51,8 @@ class Recordings:
         return len(self._known)
 
     def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
-        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes.
-
-        Args:
-            key: None for work that reads a value on the host: it is never recorded.
-        """
+        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes. Without a
+        key, for work that reads a value on the host, it is never recorded."""
         if self._record is None or key is None:
             return work(*inputs)
         if key not in self._known:

@@ -38,14 +38,9 @@ class Begun:
 
 
 def usable(resumes: Sequence[Resume | None], writes: Sequence[int], signals: Set[Signal]) -> Begun | None:
-    """What of `resumes` still holds: rows whose slots were written since, and those at another boundary than the
-    first, run anew.
-
-    None where a state below the boundary is asked for, which only a whole pass sees.
-
-    Args:
-        writes: (B,) passes over each row up to now.
-    """
+    """What of `resumes` still holds: rows whose slots were written since, by the passes `writes` (B,) over each row up
+    to now, and those at another boundary than the first, run anew. None where a state below the boundary is asked for,
+    which only a whole pass sees."""
     good = [one for one, now in zip(resumes, writes, strict=False) if one is not None and one.stamp == now]
     if not good or any(signal != LAST_HIDDEN and signal < good[0].boundary for signal in signals):
         return None

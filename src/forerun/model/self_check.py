@@ -188,9 +188,7 @@ def _jumps(model: Any) -> str | None:
 
 def check(target: Any, expected: Expected) -> int | None:
     """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
-
-    Returns:
-        tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
+    Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
 
     Raises:
         UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way.

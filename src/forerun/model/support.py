@@ -36,15 +36,8 @@ def text_config(model: Any) -> Any:
 
 
 def refuse_config(config: Any, model_class: Any = None) -> None:
-    """Refuse what cannot be verified, before any weight is loaded.
-
-    Args:
-        config: of the whole model.
-        model_class: that of a model which is loaded already; None: what transformers would load.
-
-    Raises:
-        UnsupportedModelError: an encoder-decoder, no causal LM, or recurrent state.
-    """
+    """Raise UnsupportedModelError for an encoder-decoder, what is no causal LM, or recurrent state, before any weight
+    is loaded. `model_class` is that of a model which is loaded already; None: what transformers would load."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -73,9 +66,7 @@ def refuse_stateful(model_class: Any, kind: str) -> None:
 
 def named_sizes(config: Any) -> dict[str, int]:
     """Key -> tokens: the windows, chunks, blocks and top-k that a text configuration names, its own parts included.
-
-    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more.
-    """
+    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more."""
     named = dict(_integers(config.to_dict()))
     sizes = {
         key: value
@@ -164,12 +155,8 @@ def name_of(model: Any) -> str:
 
 @contextmanager
 def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
-    """While open, whatever a model's own code raises becomes an UnsupportedModelError that says what is missing.
-
-    Args:
-        model: a causal LM.
-        plainly: it runs without a cache and a mask, so that nothing of forerun's can be missing.
-    """
+    """While open, whatever a model's own code raises becomes an UnsupportedModelError that says what is missing;
+    `plainly` it runs without a cache and a mask, so that nothing of forerun's can be missing."""
     try:
         yield
     except (ForerunError, torch.OutOfMemoryError):
@@ -186,12 +173,8 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
 
 @torch.inference_mode()
 def obstacle(model: Any, error: Exception | None = None) -> str | None:
-    """What of a mask, positions and a cache `model` does not follow; None where that is not what is wrong.
-
-    Args:
-        model: a causal LM whose plain forward works.
-        error: what it raised under forerun.
-    """
+    """What of a mask, positions and a cache `model`, whose plain forward works, does not follow; None where that is not
+    what is wrong. `error` is what it raised under forerun."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SlotCache):
         return f"its layers ask the KV cache for {error.name!r}, for a state that forerun cannot roll back"
     steps = torch.arange(4).unsqueeze(0)

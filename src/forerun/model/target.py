@@ -44,13 +44,8 @@ from forerun.types import LAST_HIDDEN, Signal
 
 
 class Gathered:
-    """Collects the passes of one prefill.
-
-    Args:
-        counts: tokens of each sequence.
-        head: states (.., H) -> logits (.., V).
-        all_logits: of every token; else of each sequence's last.
-    """
+    """Collects the passes of one prefill of `counts` tokens a sequence; with `all_logits` those of every token, else of
+    each sequence's last, from `head`, states (.., H) -> logits (.., V)."""
 
     def __init__(self, counts: Sequence[int], head: Callable[[Tensor], Tensor], *, all_logits: bool) -> None:
         self._counts, self._head, self._all_logits = counts, head, all_logits
@@ -98,12 +93,8 @@ class Target:
     """A causal LM with a cache of `rows` x `slots` tokens."""
 
     def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a loaded model without checking it; most callers want `load`.
-
-        Raises:
-            UnsupportedModelError: the model cannot be driven as a token tree.
-            ArgumentError: rows or slots are below 1.
-        """
+        """Wrap a loaded model without checking it; most callers want `load`. UnsupportedModelError: it cannot be driven
+        as a token tree."""
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
         refuse_stateful(type(model), model.config.model_type)
@@ -181,7 +172,7 @@ class Target:
 
         Returns:
             logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; signals (B, M, H), left
-            aligned, M the longest chunk.
+                aligned, M the longest chunk.
 
         Raises:
             ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
@@ -207,16 +198,11 @@ class Target:
         *,
         signals: Set[Signal] = frozenset(),
     ) -> Scored:
-        """One forward pass over each row's tree.
+        """One forward pass over each row's tree: logits (B, N - start, V) and signals (B, N - start, H).
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
-        tree's `resume` has begun is completed: the logits are those of a whole pass.
-
-        Args:
-            trees: (B,), or what is packed already: of it the nodes from `Nodes.start` on are run.
-
-        Returns:
-            logits (B, N - start, V) and signals (B, N - start, H).
+        tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
+        from `Nodes.start` on are run.
 
         Raises:
             ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
@@ -248,7 +234,7 @@ class Target:
 
         Returns:
             (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
-            logits. Skipped attention writes no keys; run these layers in full before committing.
+                logits. Skipped attention writes no keys; run these layers in full before committing.
 
         Raises:
             ArgumentError: the plan does not fit the model, or states are missing or misshapen.
@@ -271,13 +257,8 @@ class Target:
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the root and the accepted path (node ids) of each row: gathered into place.
-
-        Lengths grow by 1 + len(path).
-
-        Raises:
-            ArgumentError: a path names a node that was not run in this step, or does not rise.
-        """
+        """Keep the root and the accepted path (node ids) of each row, gathered into place: lengths grow by 1 +
+        len(path). ArgumentError: a path names a node that was not run in this step, or does not rise."""
         for row, path in zip(rows, paths, strict=True):
             ran = self._ran.get(row, 0)
             if list(path) != sorted(set(path)) or (path and not 1 <= path[0] <= path[-1] < ran) or ran == 0:
@@ -289,10 +270,8 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it.
-
-        What stands behind them stays in the slots until it is overwritten or `clear` is called.
-        """
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. What stands behind them stays
+        in the slots until it is overwritten or `clear` is called."""
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")

@@ -1,24 +1,13 @@
 """What is assumed where nothing was measured: acceptance by kind of text, and costs of passes by the roofline.
 
 Every figure has its source. Acceptance: published figures of trained heads on large chat models. They are a beginning,
-not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all of them by a measurement. Tokens per pass
-of a trained head (EAGLE-3 class) drafting a chain at temperature 0:
+not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all of them by a measurement.
 
-| text | tokens per pass | K | source |
-|---|---|---|---|
-| chat | 2.60 | 3 | vLLM's test of acceptance lengths: Llama-3.1-8B, EAGLE-3, MT-Bench (serving-engines sheet, 3) |
-| code | 3.10 | 4 | Ling-Flash-2.0, EAGLE-3, HumanEval (serving-engines sheet, 3) |
-| math | 3.41 | 4 | the same, GSM8K |
-| creative | 2.09 | 4 | code times 0.91 / 1.35, the speed-ups of one MTP head on one Mac (llama.cpp; same sheet) |
-| translation, summary | 1.76, 2.35 | 3 | chat times EAGLE-3's speed-ups on Spec-Bench, 2.36 and 3.14 over 3.48 |
-| qa, rag | 2.20, 2.08 | 3 | the same, 2.94 and 2.78 over 3.48 (Vicuna-13B; algorithms sheet, 12.1) |
+Temperature 1 leaves 0.92 of the tokens per pass at 0: mean of 4.50/4.78, 3.17/3.46, 2.46/2.76 (LK losses, K = 7);
+between them a line, above 1 as at 1.
 
-Temperature 1 leaves 0.92 of the tokens per pass at 0: mean of 4.50/4.78, 3.17/3.46, 2.46/2.76 (LK losses, K = 7;
-training sheet, 8.6); between them a line, above 1 as at 1.
-
-The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the pass (algorithms
-sheet, section 1.4). Left out, because no figure holds for all: launches, the traffic between tensor-parallel devices,
-the output head.
+The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the pass. Left out,
+because no figure holds for all: launches, the traffic between tensor-parallel devices, the output head.
 """
 
 from __future__ import annotations
@@ -76,11 +65,7 @@ HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3
 
 
 def text_named(name: str) -> Text:
-    """A kind of text.
-
-    Raises:
-        ArgumentError: there are no figures for it; the message names the nearest.
-    """
+    """A kind of text; an ArgumentError names the nearest where there are no figures for it."""
     key = name.lower()
     if key not in TEXTS:
         raise ArgumentError(f"no figures for text {name!r}; there are {', '.join(TEXTS)}.{nearest(key, TEXTS)}")
@@ -148,11 +133,8 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "b
 
 
 def device_named(name: str) -> Device:
-    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``.
-
-    Raises:
-        ArgumentError: it is not in the table; the message names the nearest.
-    """
+    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``. An
+    ArgumentError names the nearest where it is not in the table."""
     key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
     for prefix in ("nvidia", "amd", "geforce", "rtx", "instinct"):
         key = key.removeprefix(prefix)
@@ -168,11 +150,7 @@ def device_named(name: str) -> Device:
 
 
 def dtype_named(name: str) -> str:
-    """One of `BYTES`, from its usual names.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """One of `BYTES`, from its usual names, else an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
         known = [*_ALIASES, *BYTES]

@@ -26,11 +26,8 @@ UserPrompt = str | Sequence[Mapping[str, Any]]
 
 
 def read_prompts(path: Path) -> list[UserPrompt]:
-    """The prompts of a file, empty lines left out.
-
-    Raises:
-        DataError: it cannot be read, holds none, or a line of JSON has neither ``prompt`` nor ``messages``.
-    """
+    """The prompts of a file, empty lines left out. DataError: it cannot be read, holds none, or a line of JSON has
+    neither ``prompt`` nor ``messages``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -139,11 +136,8 @@ class Answers:
     def of(
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
     ) -> Answers:
-        """Token ids and resolved parameters; conversations go through the chat template.
-
-        Raises:
-            ArgumentError: no prompt, or one that leaves no room for an answer.
-        """
+        """Token ids and resolved parameters; conversations go through the chat template. ArgumentError: no prompt, or
+        one that leaves no room for an answer."""
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
         reader = PromptReader(
@@ -159,11 +153,8 @@ class Answers:
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell: Tell) -> Measured:
-    """Let one drafter help with the answers; its text is the target's own, whatever is drafted.
-
-    Raises:
-        ForerunError: the drafter cannot be built, or no row of the target is free.
-    """
+    """Let one drafter help with the answers; its text is the target's own, whatever is drafted. ForerunError: the
+    drafter cannot be built, or no row of the target is free."""
     target = llm.target
     drafter = build(
         config.method,

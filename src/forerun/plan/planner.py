@@ -1,7 +1,5 @@
-"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict.
-
-Knows formulas and costs; does not know where they came from, and prints nothing.
-"""
+"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict. Knows
+formulas and costs; does not know where they came from, and prints nothing."""
 
 from __future__ import annotations
 
@@ -94,11 +92,7 @@ class Plan:
 
 
 def plan(load: Load, *, k: int | None = None) -> Plan:
-    """Look at every draft length and at every batch.
-
-    Raises:
-        ArgumentError: `k` is below 1.
-    """
+    """Look at every draft length and at every batch. ArgumentError: `k` is below 1."""
     if k is not None and k < 1:
         raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {k}")
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
@@ -153,12 +147,8 @@ class Verdict:
 
 
 def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> Verdict:
-    """The verdict at the best draft length.
-
-    Args:
-        drafter: that was measured, where one was.
-        text: the kind of text, for the methods that published figures favour.
-    """
+    """The verdict at the best draft length of the `drafter` that was measured, or of the methods that published figures
+    favour for a kind of `text`."""
     best = found.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k} at batch {load.rows}"
     if found.unbounded:

@@ -98,9 +98,8 @@ def try_drafter(
     rule: str | None = None,
     seconds: float | None = None,
 ) -> Trial:
-    """Answer the prompts one after the other on a free row, which is free again afterwards.
-
-    The drafter learns from what it sees, as in use; it must know nothing of the row.
+    """Answer the prompts one after the other on a free row, which is free again afterwards. The drafter learns from
+    what it sees, as in use; it must know nothing of the row. ArgumentError: no row is free, or a prompt does not fit.
 
     Args:
         drafter: None decodes plainly.
@@ -108,9 +107,6 @@ def try_drafter(
         depths: most levels of a draft; the steps take turns.
         stop_ids: tokens that end an answer.
         seconds: stop after this long.
-
-    Raises:
-        ArgumentError: no row is free, or a prompt does not fit.
     """
     [row_id] = free_rows(target, 1)
     deadline = time.perf_counter() + (seconds or float("inf"))
@@ -204,6 +200,7 @@ def measure_draft(
     seconds: float = SECONDS,
 ) -> DraftCost:
     """Let a drafter continue `text` on a free row, at full depth and at depth 1 in turns, and fit a line.
+    ArgumentError: no row is free, or the text does not fit beside the answer.
 
     What it does when it is shown accepted tokens (its share of the commit) counts, the target's pass does not, and the
     first step, in which it may catch up with the whole text, does not either. One row.
@@ -214,9 +211,6 @@ def measure_draft(
         depth: levels of a full draft.
         steps: that are timed.
         seconds: stop after this long.
-
-    Raises:
-        ArgumentError: no row is free, or the text does not fit beside the answer.
     """
     if depth < 1 or steps < 4:
         raise ArgumentError(f"a drafter is timed over at least 4 steps of depth 1 or more, got {steps} and {depth}")

@@ -36,11 +36,9 @@ from forerun.types import Budget, DraftKind, Drawn, Signal
 
 
 class InnerRng(Rng):
-    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it.
-
-    So a cascade proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the
-    inner drafter draws comes from the next stream.
-    """
+    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it. So a cascade
+    proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the inner drafter
+    draws comes from the next stream."""
 
     def __init__(self, row: InnerRow) -> None:
         self._row, self._offset = row, len(row.tokens) - row.begun
@@ -233,10 +231,8 @@ class CascadeDrafter(Drafter):
         self._shrink(row_id, state, agreed, len(tokens))
 
     def _shrink(self, row_id: int, state: _Row, agreed: int, length: int) -> None:
-        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step.
-
-        An inner drafter that reads hidden states wants that of the token before the first new one, so this runs again.
-        """
+        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step. An inner
+        drafter that reads hidden states wants that of the token before the first new one, so this runs again."""
         kept = agreed - 1 if self._inner.requires else agreed
         kept = max(0, min(self.model.lengths[row_id], kept, length - 1))
         self.model.truncate([row_id], [kept])

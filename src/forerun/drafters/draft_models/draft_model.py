@@ -57,11 +57,7 @@ ENTROPY_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopping:
-    """One rule with its threshold.
-
-    Raises:
-        ArgumentError: an unknown rule, or a threshold out of its range.
-    """
+    """One rule with its threshold. ArgumentError: the threshold is out of its range."""
 
     rule: Stop = Stop.NEVER
     threshold: float | None = None
@@ -94,11 +90,7 @@ class Stopping:
 
 
 def stopping_named(rule: str, threshold: float | None) -> Stopping:
-    """The rule of that name.
-
-    Raises:
-        ArgumentError: there is none, or the threshold is out of its range.
-    """
+    """The rule of that name. ArgumentError: there is none, or the threshold is out of its range."""
     known = [kind.value for kind in Stop]
     if rule not in known:
         raise ArgumentError(f"stop is one of {', '.join(known)}, got {rule!r}.{nearest(rule, known)}")
@@ -303,14 +295,8 @@ class DraftModelDrafter(Drafter):
 
 
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
-    """Cut the rows' caches to `cached` tokens and run what is missing behind them.
-
-    Args:
-        missing: at least one token for each row.
-
-    Returns:
-        (B, 1, V) logits after the last token of each row.
-    """
+    """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one token for each row), and
+    return the logits (B, 1, V) after the last token of each."""
     model.truncate(rows, cached)
     rest = list(missing)
     for index, (row, text) in enumerate(zip(rows, missing, strict=True)):

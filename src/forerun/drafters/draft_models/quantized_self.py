@@ -2,9 +2,8 @@
 
 The idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305) with plain rounding of the weights alone: the linear
 layers of the decoder get 8 bits with one scale for each output channel, or 4 bits with scale and offset for each group
-of inputs; embeddings, norms and output head are shared with the target, whose weights are only read. The twin has a
-key-value cache of its own and drafts as `draft_model` does. Experts kept in one tensor (mixtures of
-experts) are shared as they are.
+of inputs; embeddings, norms, output head and experts kept in one tensor are shared with the target, whose weights are
+only read. The twin has a key-value cache of its own and drafts as `draft_model` does.
 """
 
 from __future__ import annotations
@@ -47,12 +46,8 @@ class QuantizedSelfConfig(TreeOptions):
 
 
 class _Rounded(nn.Module):
-    """A linear layer with a rounded weight.
-
-    Args:
-        weight: (out, in) of the layer it stands for; read, not kept.
-        bias: (out,) shared with that layer, or None.
-    """
+    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,) or
+    None."""
 
     rounded: Tensor
     scales: Tensor
@@ -152,9 +147,8 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 def rounded_twin(model: Any, bits: int = 8) -> Any:
     """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
 
-    Raises:
-        UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run; or
-            4 bits are asked for where torch has no kernel.
+    UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run; or 4
+    bits are asked for where torch has no kernel.
     """
     if bits == 4 and model.device.type != "cpu":
         raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")

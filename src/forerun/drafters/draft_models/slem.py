@@ -2,10 +2,9 @@
 
 arXiv 2502.05202 (transformers' universal assisted generation). The draft model continues the text greedily in its own
 tokens; the target's tokenizer reads the end of the committed text together with the drafted one, and what follows the
-border is proposed: a chain, deterministic, so no distribution is needed. If a token of the target would lie across the
-border, the target has already decided against it and the row drafts nothing in that step. The other way round, the
-draft model reads the committed text, tokenised again near its end; what of that is in its cache is not run again. Knows
-no rule.
+border is proposed: a deterministic chain. If a token of the target would lie across the border, the target has already
+decided against it and the row drafts nothing in that step. The other way round, the draft model reads the committed
+text, tokenised again near its end; what of that is in its cache is not run again.
 """
 
 from __future__ import annotations
@@ -131,11 +130,8 @@ class TextAlignment:
             back *= 2
 
     def _splice(self, start: int, *, words: bool) -> bool:
-        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place.
-
-        Args:
-            words: old and new tokens must meet where a word begins: tokenizers hardly look farther back than that.
-        """
+        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place: with
+        `words`, where a word begins, since tokenizers hardly look farther back than that."""
         base = self._ends[start - 1] if start else 0
         spans = self.encoder.encode(bytes(self.data[base:]), opening=not start)
         meeting = 0

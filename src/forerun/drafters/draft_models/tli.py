@@ -42,12 +42,8 @@ class Intersection:
 
     @classmethod
     def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
-        """What both spell.
-
-        Args:
-            target_size: token ids of the target's embedding; a tokenizer may hold more.
-            draft_size: the same of the draft model.
-        """
+        """What both spell; `target_size` and `draft_size` are the token ids of the embeddings, a tokenizer may hold
+        more."""
         pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
         taken = set[int]()
         for ours, theirs in target.counterparts(draft).items():
@@ -60,14 +56,8 @@ class Intersection:
 
 
 def require(shared: Intersection, least: float, target: TokenBytes, draft: TokenBytes) -> None:
-    """Refuse vocabularies that have too little in common.
-
-    Args:
-        least: below 1 a share of the smaller vocabulary, else a number of tokens.
-
-    Raises:
-        VocabularyMismatchError: naming both tokenizers, what they share and what was asked for.
-    """
+    """Raise VocabularyMismatchError where too little is shared; `least` is below 1 a share of the smaller vocabulary,
+    else a number of tokens."""
     smaller = min(len(target), len(draft))
     needed = max(1, round(least * smaller) if least < 1 else round(least))
     if len(shared) >= needed:
@@ -161,12 +151,9 @@ class PrunedHead(OutputHead):
 
 @torch.inference_mode()
 def prune_head(target: Target, ids: Tensor) -> int | None:
-    """Let `target` compute the logits of these token ids only, in their order; the model itself is not changed.
-
-    Returns:
-        bytes of the copied rows; None, with nothing changed, where the head is no linear layer, or where the model does
-        more with its logits than what it does to each of them alone.
-    """
+    """Let `target` compute the logits of these token ids only, in their order; the model itself is not changed. Returns
+    the bytes of the copied rows; None, with nothing changed, where the head is no linear layer, or where the model does
+    more with its logits than what it does to each of them alone."""
     output = target.model.get_output_embeddings()
     name = next((name for name, child in target.model._modules.items() if child is output), None)
     if name is None or not (type(output) is nn.Linear or isinstance(output, PackedLinear)):

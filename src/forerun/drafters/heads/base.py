@@ -1,7 +1,4 @@
-"""Base classes of draft heads and of their configurations.
-
-Training and drafting run the same module.
-"""
+"""Base classes of draft heads and of their configurations. Training and drafting run the same module."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ class HeadConfig:
     boundaries: tuple[Signal, ...]
     """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the file it came from that mean nothing to drafting (names, versions), or of which nothing is known;
-    written back."""
+    """Keys of the file it came from that mean nothing to drafting (names, versions) or are unknown; written back."""
 
     @property
     def kind(self) -> str:
@@ -63,17 +59,9 @@ class HeadConfig:
     def for_target(
         cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
     ) -> Self:
-        """The shape of a head for a transformers causal LM.
-
-        Args:
-            kind: name of the head's kind.
-            model: the target.
-            draft_vocab_size: tokens that the head can propose; None is all of them.
-            options: fields of `OPTIONS` that shall differ from what follows from the target.
-
-        Raises:
-            ArgumentError: an unknown option (naming the nearest), or one that does not fit the target.
-        """
+        """The shape of a head for a transformers causal LM `model`, with `options` (fields of `OPTIONS`) that shall
+        differ from what follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not
+        fit the target."""
         config, given = model.config.get_text_config(), dict(options or {})
         for name in given:
             if name not in cls.OPTIONS:
@@ -115,7 +103,6 @@ class Head(nn.Module):
             model: the target, a transformers causal LM.
             config: from `HeadConfig.for_target`.
             token_ids: (Vd,) the target's ids that the head can propose; needed if the vocabulary is reduced.
-            seed: of what starts at random.
         """
         if config.reduced_vocabulary and token_ids is None:
             raise ArgumentError(f"a draft vocabulary of {config.draft_vocab_size} tokens needs to know which ones")
@@ -169,10 +156,8 @@ class Advanced:
 
 
 class SequentialHead(Head):
-    """Drafts level by level over keys and values of its own: each level reads the features of the one before.
-
-    Entry i reads the embedding of token i + 1 and the feature of token i at position i, and predicts token i + 2.
-    """
+    """Drafts level by level over keys and values of its own: each level reads the features of the one before. Entry i
+    reads the embedding of token i + 1 and the feature of token i at position i, and predicts token i + 2."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -197,10 +182,8 @@ class SequentialHead(Head):
 
 
 class ParallelHead(Head):
-    """Drafts all depths from one state: what depth k holds does not depend on the tokens drafted above it.
-
-    From the state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the target's own.
-    """
+    """Drafts all depths from one state: what depth k holds does not depend on the tokens drafted above it. From the
+    state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the target's own."""
 
     def states(self, features: Tensor, depths: int) -> Tensor:
         """(.., H) from `fuse` -> (.., depths, H), what the output heads of the first depths read."""

@@ -1,8 +1,5 @@
-"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
-
-The head is fed with the target's features as tokens are committed, so a proposal starts at the root's children with no
-catching up.
-"""
+"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree. The head is fed with the
+target's features as tokens are committed, so a proposal starts at the root's children with no catching up."""
 
 from __future__ import annotations
 
@@ -60,8 +57,8 @@ class HeadDrafterConfig:
     stop_below: float = 0.0
     """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
     draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``; of a dynamic tree one of the
-    first two."""
+    """``auto``, ``deterministic``, ``iid``, ``without_replacement``, ``greedy_k``; of a dynamic tree one of the first
+    two."""
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     repack: bool = True

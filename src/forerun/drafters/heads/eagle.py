@@ -248,11 +248,8 @@ class EagleConfig(HeadConfig):
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice for a target of that many layers: after 2 layers, half, and all but 3; distinct, in 1..n.
-
-    Raises:
-        ArgumentError: the target has fewer than three layers.
-    """
+    """EAGLE-3's choice for a target of that many layers, at least 3: after 2 layers, half, and all but 3; distinct, in
+    1..n."""
     if num_layers < 3:
         raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
     chosen: list[int] = []
@@ -492,10 +489,7 @@ class EagleHead(SequentialHead):
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
     """Llama's rotary embedding in float32 whatever the head is turned into: in bfloat16 far positions fall together.
-
-    Raises:
-        KeyError, TypeError, ValueError: a parameter of `EagleConfig.rope_scaling` is missing or makes no sense.
-    """
+    Raises KeyError, TypeError or ValueError where a parameter of `EagleConfig.rope_scaling` makes no sense."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(_rotary_config(config))

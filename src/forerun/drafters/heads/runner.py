@@ -1,7 +1,5 @@
 """Runs a draft head: feeds it the target's hidden states as tokens are committed, and drafts trees level by level.
-
-Both ways to draft look alike from outside: `unroll` gives the logits after the roots, `descend` those of a further
-level. All levels stay on the device and may be one recording there.
+`unroll` gives the logits after the roots, `descend` those of a further level; all may be one recording on the device.
 """
 
 from __future__ import annotations
@@ -76,12 +74,8 @@ class HeadRunner:
         self.lengths[row] = min(self.lengths[row], length)
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
-        """Append entries: ``tokens[b][i]`` follows the token whose feature is ``signals[boundary][b, i]``.
-
-        Args:
-            tokens: (B,) at least one token each.
-            signals: boundary -> (B, F, Ht), left aligned.
-        """
+        """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
+        ``signals[boundary][b, i]``, (B, F, Ht), left aligned."""
         raise NotImplementedError
 
     def unroll(
@@ -93,7 +87,8 @@ class HeadRunner:
         levels: int | None = None,
         key: Hashable | None = None,
     ) -> Tree:
-        """Draft trees from the roots of `rows`.
+        """Draft trees from the roots of `rows`; returns what `grow` made, which of a recording lives until the next
+        call.
 
         Args:
             run: most nodes of a row that `grow` lets the head run.
@@ -102,9 +97,6 @@ class HeadRunner:
             numbers: what differs from call to call under one key, on the device.
             levels: of the tree, at most; None: as many as the head drafts.
             key: what `grow` does, so that it can be recorded; None where it reads values on the host.
-
-        Returns:
-            what `grow` made. Of a recording it lives until the next call.
         """
         count, recorded = len(rows), key is not None and self.recordings.active
         if recorded:
@@ -169,11 +161,9 @@ class ParallelRunner(HeadRunner):
 
 
 class SequentialRunner(HeadRunner):
-    """Level by level over a row-and-slot cache of the head's own.
-
-    Entry i of a row stands in slot i. Behind the committed entries stand the drafted nodes, which read the head's own
-    features; the target's take their place as soon as they are known.
-    """
+    """Level by level over a row-and-slot cache of the head's own. Entry i of a row stands in slot i. Behind the
+    committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon
+    as they are known."""
 
     head: SequentialHead
     _frontier: _Frontier | None

@@ -28,12 +28,10 @@ class SuffixAutomaton:
     """All substrings of a text, one state for those that end at the same positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
-    strings of at most `depth` tokens. Flat arrays of 32 bits hold the states; of each state the transition along its
-    first occurrence is one of these numbers and its token is read from the text, so that only branchings need an entry
-    in the one dictionary of transitions. Measured on source code: about 110 bytes per token; at most about 450.
-
-    Args:
-        depth: longest string whose occurrences are counted, tokens, at least 2.
+    strings of at most `depth` tokens, at least 2. Flat arrays of 32 bits hold the states; of each state the transition
+    along its first occurrence is one of these numbers and its token is read from the text, so that only branchings need
+    an entry in the one dictionary of transitions. Measured on source code: about 110 bytes per token; at most about
+    450.
     """
 
     def __init__(self, depth: int) -> None:
@@ -117,10 +115,8 @@ class SuffixAutomaton:
         return state == ROOT or self._length[self._link[state]] + 2 <= self.depth
 
     def likeliest(self, state: int) -> int:
-        """The state after the most frequent next token, the most recent of equals; NONE where nothing follows.
-
-        Where the state is not `counted`: after the next token of its first occurrence.
-        """
+        """The state after the most frequent next token, the most recent of equals; NONE where nothing follows. Where
+        the state is not `counted`: after the next token of its first occurrence."""
         return self._best[state]
 
     def following(self, state: int, most: int) -> list[int]:
@@ -217,12 +213,9 @@ class SuffixAutomaton:
             self._elect(before if self.counted(before) else link[before], after)
 
     def _elect(self, before: int, after: int) -> None:
-        """For each suffix that stood before the new token: does this token now follow it most often?
-
-        Args:
-            before: state of the longest such suffix whose continuations are counted.
-            after: state of the longest suffix that is counted and ends with the new token.
-        """
+        """For each suffix that stood before the new token: does this token now follow it most often? `before` is the
+        state of the longest such suffix whose continuations are counted, `after` that of the longest counted one that
+        ends with the token."""
         link, length, count, best = self._link, self._length, self._count, self._best
         while before != NONE:
             size = length[link[before]] + 2 if before != ROOT else 1
@@ -255,16 +248,11 @@ class Cursor:
 
 
 class OutputStore:
-    """Outputs of requests that have ended, in one index of bounded size.
+    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`.
 
     SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs enter the younger; when
-    that is full, the older one is dropped and the younger takes its place.
-    An output waits until `digest` has room for it, so that a long one does not hold up a step.
-
-    Args:
-        depth: longest string whose occurrences are counted, tokens.
-        tokens: most tokens held, those that wait not counted.
-        requests: most outputs held.
+    that is full, the older one is dropped and the younger takes its place. An output waits until `digest` has room for
+    it, so that a long one does not hold up a step.
     """
 
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:

@@ -12,12 +12,7 @@ SHARES = 10
 
 
 def by_match(source: str, matched: int, share: float = 1.0) -> Evidence:
-    """Evidence of a copied token.
-
-    Args:
-        source: where it was copied from, e.g. the request's own text or that of earlier requests.
-        matched: tokens before it that are the same here and there, those drafted above it included.
-        share: in 0..1, of the positions with these tokens before that go on with this one.
-    """
+    """Evidence of a token copied from `source`, before which `matched` tokens are the same here and there, those
+    drafted above it included; of the positions with these tokens before, the `share` in 0..1 goes on with it."""
     bucket = matched if matched <= 8 else 9 if matched < 16 else 10 if matched < 32 else 11
     return Evidence((source, bucket, min(int(share * SHARES), SHARES - 1)), _PRIOR[bucket] * share)

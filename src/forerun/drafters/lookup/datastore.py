@@ -72,16 +72,8 @@ class Manifest:
     """Name and sha256 of each data file."""
 
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:
-        """Refuse token ids that mean something else to the target.
-
-        Args:
-            given: the target's tokenizer; None where the engine works on token ids alone: then sizes must do.
-            vocabulary: token ids of the target are below this.
-            where: the directory, for the message.
-
-        Raises:
-            VocabularyMismatchError: another tokenizer, or token ids that the target does not have.
-        """
+        """Raise VocabularyMismatchError where token ids mean something else to the target, whose ids are below
+        `vocabulary`. `given` is its tokenizer; None where the engine works on token ids alone: then sizes must do."""
         own = self.tokenizer
         if given is not None and given.vocabulary != own.vocabulary:
             raise VocabularyMismatchError(
@@ -97,11 +89,7 @@ class Manifest:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Read ``manifest.json`` and compare the lengths of the files with it.
-
-    Raises:
-        DataError: no datastore, another version, a manifest that is damaged, or files that are missing or cut short.
-    """
+    """Read ``manifest.json``. DataError: no datastore, another version, a damaged manifest, or files cut short."""
     value = KIND.read(folder)
     files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
     tokenizer = TokenizerIdentity(**value["tokenizer"])
@@ -154,11 +142,8 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:
-        """Open a directory that `forerun datastore build` wrote.
-
-        Raises:
-            DataError: no datastore, another version, an empty one, or files cut short.
-        """
+        """Open a directory that `forerun datastore build` wrote. DataError: there is none, another version, or it is
+        damaged."""
         folder = Path(folder).expanduser()
         manifest = _read_manifest(folder)
         # Plain arrays: indexing a `np.memmap` costs several times more.
@@ -186,10 +171,8 @@ class Datastore:
         return Match(length=length, start=start, stop=stop) if length >= shortest else None
 
     def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
-        """Those of the places ``start:stop`` that have `token` `back` tokens before them.
-
-        All of them match ``back - 1`` tokens, none a separator, so the index stays within the file.
-        """
+        """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
+        1`` tokens, none a separator, so the index stays within the file."""
         tokens, places = self.tokens, self.places
 
         def before(place: int) -> int:
@@ -201,13 +184,8 @@ class Datastore:
         return left, bisect_right(places, token, left, stop, key=before)
 
     def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
-        """What followed: (H, length) uint32, ended early by a separator where a document ends.
-
-        Args:
-            match: of this datastore.
-            length: tokens of each continuation.
-            most: largest H; of more places every so manieth is taken, spread evenly over all.
-        """
+        """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
+        places every so manieth is taken, spread evenly over all."""
         if match.hits > most:
             chosen = self.places[match.start + np.arange(most) * match.hits // most]
         else:

@@ -103,9 +103,7 @@ class PredictionDrafter(Drafter):
 
     Until the answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
     `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
-
-    Raises:
-        ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
+    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
     """
 
     name = "prediction"

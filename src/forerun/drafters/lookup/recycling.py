@@ -197,12 +197,8 @@ class RankedNode(NamedTuple):
 
 
 def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
-    """Nodes of the best tree, at most `most`, that yields most tokens for its time.
-
-    Args:
-        rates: (depth, ranks), see `best_tree`.
-        pass_ms: of a pass with so many drafted nodes.
-    """
+    """Nodes of the best tree for `rates`, at most `most`, that yields most tokens for its time, the `pass_ms` of its
+    nodes."""
     tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
     for count, node in enumerate(best_tree(rates, most), start=1):
         above = alive[node.parent] if node.parent >= 0 else 1.0
@@ -213,11 +209,8 @@ def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: in
 
 
 def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
-    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer.
-
-    Every beginning of it is the best tree of its size. A node comes after its parent, and after its siblings of
-    smaller rank.
-    """
+    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer. Every
+    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank."""
     falling = np.argsort(-rates, axis=1, kind="stable")
     tree = list[RankedNode]()
     # (-probability, order of entry, place in the falling order, parent, probability of the parent)
@@ -288,13 +281,7 @@ class RecyclingDrafter(Drafter):
     Config = RecyclingConfig
 
     def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
-        """Make an empty matrix, or read the one that was kept.
-
-        Raises:
-            ArgumentError: `top_k` beyond the vocabulary, another one than the file's, or no place for the file.
-            DataError: a file that is no matrix.
-            VocabularyMismatchError: a file of another tokenizer.
-        """
+        """Make an empty matrix, or read the one that was kept; errors as `SuccessorMatrix.open`."""
         self.config = config
         size = setup.target.vocab_size
         if config.top_k > size:

@@ -74,13 +74,9 @@ class _Nodes:
 
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
-    """The `nodes` most frequent nodes of the trie of some continuations.
-
-    Args:
-        continuations: (H, D), each ended early by a `SEPARATOR`.
-        nodes: most nodes to keep, at least 1. Of equally frequent ones the shallower is kept, then the one whose
-            parent, then whose token is the smaller.
-    """
+    """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
+    `SEPARATOR`. Of equally frequent ones the shallower is kept, then the one whose parent, then whose token is the
+    smaller."""
     found = _Nodes(nodes)
     alive = continuations.astype(np.int64)
     owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
@@ -151,12 +147,7 @@ class RestDrafter(Drafter):
     Config = RestConfig
 
     def __init__(self, config: RestConfig, setup: DrafterSetup) -> None:
-        """Open the datastore.
-
-        Raises:
-            DataError: no datastore there, or a damaged one.
-            VocabularyMismatchError: built with another tokenizer than the target's.
-        """
+        """Open the datastore. DataError: none there, or damaged. VocabularyMismatchError: of another tokenizer."""
         self.config = config
         self.store = Datastore.open(config.datastore)
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
@@ -204,9 +195,7 @@ class RestDrafter(Drafter):
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     """Of entry `node` of a trie: by the length of the match, the parent's continuations and the node's share of them.
-
-    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says.
-    """
+    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says."""
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
     key = match.bit_length(), min(total.bit_length(), 8), min(SHARES * count // total, SHARES - 1)

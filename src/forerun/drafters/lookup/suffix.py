@@ -265,11 +265,8 @@ class SuffixDrafter(Drafter):
 
 
 def _share(automaton: SuffixAutomaton, state: int, token: int, ends: set[int]) -> float:
-    """How often `token` follows the state's strings, blended with how often it follows ever shorter ones.
-
-    A long string that was met once says little by itself; the shorter ones tell whether it could have gone on
-    otherwise.
-    """
+    """How often `token` follows the state's strings, blended with how often it follows ever shorter ones. A long string
+    that was met once says little by itself; the shorter ones tell whether it could have gone on otherwise."""
     states = list[int]()
     while state != ROOT and len(states) < _BACKED_OFF:
         states.append(state)

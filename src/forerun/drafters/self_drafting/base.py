@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 
 class _Thresholds(Limits):
-    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there.
-
-    The figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`).
-    """
+    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there. The
+    figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
 
     def __init__(self, levels: Sequence[range], nodes: Sequence[int], below: Sequence[float | None]) -> None:
         super().__init__(levels, nodes)

@@ -119,11 +119,7 @@ class ExitHead:
     """An output head that was trained for the exit: a norm like the target's final one, then a matrix."""
 
     def __init__(self, path: Path, target: Target) -> None:
-        """Read the file.
-
-        Raises:
-            CheckpointError: it is missing, broken, or holds other tensors than ``lm_head.weight`` and ``norm.weight``.
-        """
+        """Read the file. CheckpointError: it is missing, broken, or holds other tensors than it should."""
         if not path.is_file():
             raise CheckpointError(f"early_exit: there is no file {path}; head is a safetensors file")
         shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}

@@ -29,10 +29,7 @@ class Window:
     Element (r, j) stands r + j positions after the last committed token, which is element (0, 0). Row 0, the oldest, is
     a chain; column j, its rows 1 and up, hangs from row 0's element j. As a token tree that is the published mask: an
     element of row r >= 1 sees the text, row 0 up to column j, and its own column up to itself. One row (N = 2) is plain
-    Jacobi decoding.
-
-    Args:
-        level: N >= 2, the length of the n-grams that columns grow into.
+    Jacobi decoding. `level` is N >= 2, the length of the n-grams that columns grow into.
     """
 
     def __init__(self, level: int) -> None:
@@ -47,11 +44,8 @@ class Window:
         return max(0, min((nodes + 1) // self._rows, depth - self._rows + 2))
 
     def fit(self, tokens: Sequence[int], width: int) -> None:
-        """Make it `width` columns that start at the text's last token.
-
-        Columns that fell behind the text are dropped, and new ones begin as copies of the text, read from its
-        beginning on: a guess, as every beginning of a Jacobi iteration is, and one that needs no randomness.
-        """
+        """Make it `width` columns that start at the text's last token. Columns that fell behind the text are dropped,
+        and new ones begin as copies of the text, read from its beginning on: a guess that needs no randomness."""
         late = len(tokens) - self._base
         self.columns = self.columns[late:width] if late >= 0 else []
         while len(self.columns) < width:
@@ -72,11 +66,8 @@ class Window:
                 parent = tree.add(token, parent, probe=True)
 
     def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
-        """The token that each column goes on with, left to right, up to the first column that was not scored.
-
-        Args:
-            choose: node -> the target's choice after it.
-        """
+        """The token that each column goes on with by `choose`, the target's choice after a node, left to right, up to
+        the first column that was not scored."""
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
             below = tree.child(head, column[0]) if index else head
@@ -93,11 +84,8 @@ class Window:
         """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows.
 
         Row r + 1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further
-        one passes a column. Columns that `new` does not reach are dropped.
-
-        Args:
-            new: as `read` gave it; empty if the window was not scored, and then the next `fit` drops what is late.
-            emitted: tokens that the step committed, at least 1.
+        one passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the
+        window was not scored and the next `fit` drops what is late.
         """
         if new:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]

@@ -29,9 +29,7 @@ Gram = tuple[int, ...]
 
 class Pool:
     """The n-grams that a request has come across: at most `per_key` continuations of each of at most `keys` tokens.
-
-    Both bounds forget what was added longest ago; adding a continuation again makes it new again.
-    """
+    Both bounds forget what was added longest ago; adding a continuation again makes it new again."""
 
     def __init__(self, per_key: int, keys: int) -> None:
         self._per_key, self._keys = per_key, keys

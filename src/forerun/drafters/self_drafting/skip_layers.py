@@ -87,17 +87,14 @@ def _upper_bound(mean: Floats, spread: Floats, _best: float) -> Floats:
 
 
 class OnlineSearch:
-    """Which set drafts the coming step; learns from how it did.
+    """Which set drafts the coming step; learns from how it did. ArgumentError: with the first and the last layer kept
+    there are not enough sub-layers to choose from.
 
     Args:
         layers: of the model.
         ratio: share of all sub-layers that is skipped, 0..1.
         window: drafted nodes over which a candidate is judged.
         patience: candidates in a row that may fail before the search ends.
-        seed: of the proposals.
-
-    Raises:
-        ArgumentError: with the first and the last layer kept there are not enough sub-layers to choose from.
     """
 
     def __init__(
@@ -239,14 +236,8 @@ class Threshold:
     """Running accepted / drafted, 0..1."""
 
     def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
-        """Learn from one step.
-
-        Args:
-            accepted: depth of the accepted path.
-            drafted: depth of the drafted tree, at least 1.
-            wanted: accepted / drafted to aim at.
-            whole: drafting was not stopped, so that a lower threshold would change nothing.
-        """
+        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens, where `wanted` is the share to
+        aim at. With `whole` drafting was not stopped, so that a lower threshold would change nothing."""
         self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
         step = 0.0 if whole else -_STEP
         if self.acceptance < wanted:
@@ -326,10 +317,8 @@ class SkipLayersDrafter(SelfDrafter):
 
 
 def agreement(scores: Scores, index: int) -> tuple[int, int]:
-    """(nodes at which the draft's likeliest token was the target's, nodes that have children) of one row's tree.
-
-    Counts every node, whether or not it was accepted: the target was asked at all of them.
-    """
+    """(nodes at which the draft's likeliest token was the target's, nodes that have children) of one row's tree,
+    accepted or not: the target was asked at all of them."""
     tree, probs = scores.trees[index], scores.row(index)
     right = judged = 0
     for node, children in enumerate(tree.children):

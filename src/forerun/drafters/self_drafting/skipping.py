@@ -39,11 +39,8 @@ def names(skip: Iterable[Sublayer]) -> list[str]:
 
 
 def parse(given: Iterable[str], layers: int) -> SkipSet:
-    """The set behind names such as ``"3.attn"``.
-
-    Raises:
-        ArgumentError: a name means no sub-layer of a model with so many layers, or nothing or everything is named.
-    """
+    """The set behind names such as ``"3.attn"``. ArgumentError: there is no such sub-layer, or nothing or everything is
+    named."""
     known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
     for name in chosen:
@@ -82,12 +79,8 @@ class GaussianProcess:
     """A small Gaussian process over subsets, which are vectors of 0 and 1.
 
     Their likeness is a mixture of the share of entries in which they agree (effects that add up) and an exponential of
-    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
-
-    Args:
-        points: (n, d) of 0 and 1.
-        values: (n,) larger is better.
-        noise: variance of an observation, relative to the variance of `values`.
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few. Of `points` (n, d) the `values`
+    (n,) are known, with a variance of `noise` relative to that of all values.
     """
 
     def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:
@@ -297,12 +290,7 @@ class SkipFile:
 
     @classmethod
     def read(cls, path: Path) -> SkipFile:
-        """The file at `path`.
-
-        Raises:
-            DataError: it is missing, no JSON, or not what the tuner writes.
-            ArgumentError: it names sub-layers that its model does not have.
-        """
+        """The file at `path`. DataError: it is missing, no JSON, or not what the tuner writes."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

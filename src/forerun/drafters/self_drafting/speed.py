@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def shared_block(target: Target) -> int:
-    """How many layers the block has that a target repeats.
-
-    Raises:
-        UnsupportedModelError: there is none: each layer has weights of its own.
-    """
+    """How many layers the block has that a target repeats; UnsupportedModelError where each has weights of its own."""
     count = target.num_layers
     types = getattr(target.config, "layer_types", None) or [None] * count
     storages = [
@@ -101,15 +97,12 @@ class Pipeline:
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
-        """One pass: each of the last F nodes of a chain goes through its block; they rise by one.
+        """One pass: each of the last F nodes of a chain goes through its block; (B, F, H) behind their blocks.
 
         Args:
             nodes: the chains so far, from the first of the F on.
             states: (B, F or F - 1, H) before their blocks; without those of the last node it enters the model now.
             blocks: (F,) which of the model's `depth` blocks each node runs next.
-
-        Returns:
-            (B, F, H) behind their blocks.
         """
         target, count, batch = self.target, len(blocks), len(rows)
         size = target._nodes(rows, nodes).ids.shape[1]

@@ -67,11 +67,8 @@ class Worth:
 
 
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
-    """The set at the length of the chain that makes a token cheapest.
-
-    Args:
-        accepted: drafted tokens that were accepted in each step, of chains as long as `costs` knows scoring passes for.
-    """
+    """The set at the length of the chain that makes a token cheapest. `accepted` are the drafted tokens that were
+    accepted in each step, of chains as long as `costs` knows scoring passes for."""
     draft_ms = costs.draft_ms(skip, layers)
     found = []
     for length in range(1, len(costs.verify_ms)):
@@ -97,10 +94,6 @@ class Probe:
         length: of the drafted chains.
         tokens: to decode for each prompt.
         params: resolved sampling parameters.
-
-    Raises:
-        ArgumentError: prompt and answer exceed the context or the row's slots.
-        UnsupportedModelError: the model's sub-layers cannot be skipped.
     """
 
     def __init__(
@@ -117,11 +110,8 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """How many drafted tokens were accepted in each step when `skip` drafts.
-
-        Raises:
-            ForerunError: nothing was drafted.
-        """
+        """How many drafted tokens were accepted in each step when `skip` drafts; ForerunError where nothing was
+        drafted."""
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
         ends = [len(row.tokens) + self._tokens for row in rows]
@@ -233,18 +223,15 @@ def tune(
     seed: int = 0,
     progress: Callable[[Worth, Worth], None] = lambda _tried, _best: None,
 ) -> Tuned:
-    """Try sets until their number or the time is used up, every set has been tried, or Ctrl-C.
+    """Try sets until their number or the time is used up, every set has been tried, or Ctrl-C, which is raised only
+    before the first set was measured.
 
     Args:
         probe: measures a set.
         layers: of the model.
         iterations: sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
         budget_s: seconds; a set that was begun is finished.
-        seed: of the search.
         progress: told the set just tried and the best one after each trial.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C before the first set was measured.
     """
     start = time.perf_counter()
     most = math.inf if iterations is None and budget_s is not None else iterations or ITERATIONS

@@ -53,11 +53,8 @@ def version() -> str:
 
 
 def compiled_library(name: str, loader: Loader = ctypes.CDLL) -> ctypes.CDLL | None:
-    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once.
-
-    Args:
-        loader: ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it.
-    """
+    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once. The `loader`
+    ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it."""
     with _ONE_BUILDS:
         return _known(name, loader)
 
@@ -75,12 +72,8 @@ def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
 
 
 def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
-    """The kernel from the cache, compiled first where it is not there yet.
-
-    Raises:
-        OSError: no compiler, or nothing can be written.
-        subprocess.SubprocessError: the compiler failed.
-    """
+    """The kernel from the cache, compiled first where it is not there yet. OSError: no compiler, or nothing can be
+    written; SubprocessError: the compiler failed."""
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     try:
         return _open(path, loader)
@@ -100,11 +93,8 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
 
 
 def _open(path: Path, loader: Loader) -> ctypes.CDLL:
-    """The library in a file of ours that nobody else can write to: code that others wrote would run as us.
-
-    Raises:
-        OSError: there is none, or somebody else's.
-    """
+    """The library in a file of ours that nobody else can write to: code that others wrote would run as us. OSError:
+    none there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
@@ -168,18 +158,14 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
-    """Attention where `takes_attention` says so; a row's bits depend on what that row sees alone.
+    """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone.
 
     Args:
         query: (B, heads, N, D)
         key: (R, kv_heads, W, D)
         value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
-        scale: of the scores.
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
-
-    Returns:
-        (B, N, heads, D')
 
     Raises:
         ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
@@ -280,11 +266,8 @@ def takes_states(states: Tensor) -> bool:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,).
-
-    Raises:
-        ArgumentError: the sizes differ, or are no multiples of `LANES`.
-    """
+    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,). ArgumentError: the sizes
+    differ, or are no multiples of `LANES`."""
     size = states.shape[-1]
     if weight.shape != (size,) or size % LANES:
         raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")
@@ -297,11 +280,8 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size).
-
-    Raises:
-        ArgumentError: the size is no multiple of `LANES`.
-    """
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: the size is no multiple of
+    `LANES`."""
     size = both.shape[-1] // 2
     if both.shape[-1] % (2 * LANES):
         raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
@@ -312,10 +292,8 @@ def silu_and_mul(both: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor) -> list[list[int]]:
-    """(B, N) ids of the largest of (B, N, V) on a CPU, the first of equals; -1 where there is NaN.
-
-    Our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
-    """
+    """(B, N) ids of the largest of (B, N, V) on a CPU, the first of equals; -1 where there is NaN. Our own kernel finds
+    those of bf16, numpy the others: torch takes three to six times as long."""
     batch, nodes, width = logits.shape
     if takes_states(logits):
         ids = (ctypes.c_int64 * (batch * nodes))()
@@ -353,16 +331,13 @@ class Heads:
 def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
-    """Normalise and rotate queries and keys, write keys and values to the cache.
+    """Normalise and rotate queries and keys, write keys and values to the cache; returns the queries (.., queries, D).
 
     Args:
         states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
         angles: cosines and sines (.., D) of the M tokens, contiguous, halves paired as in Llama.
         stores: keys and values (rows, slots, keys, D), contiguous.
         places: (M,) int64, index into (rows * slots).
-
-    Returns:
-        the queries (.., queries, D)
 
     Raises:
         ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.

@@ -267,14 +267,8 @@ class Weights:
 
 @torch.no_grad()
 def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
-    """The values of `state` as `model` would hold them: its dtypes, its devices, its layouts. Changes nothing.
-
-    Args:
-        state: as the ``state_dict`` of the plain model, any floating dtype.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-    """
+    """The values of `state`, a plain model's ``state_dict`` in any floating dtype, as `model` would hold them: its
+    dtypes, its devices, its layouts. Changes nothing. CheckpointError: a tensor is missing or has another shape."""
     parameters = tuple(
         (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
         for name, own in model.named_parameters()
