@@ -110,8 +110,7 @@ REST: Outcome = ()
 """The cell of everything that has no cell of its own."""
 IMPOSSIBLE = 1e-12
 """Probability below which a cell counts as outside the distribution: one answer there is a failure."""
-_TOGETHER = 1024
-"""Answers asked for at once."""
+_TOGETHER = 1024  # Answers asked for at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +176,8 @@ def chi_square_check(
 
 
 def draws_for(freedom: int, level: float, plan: Plan) -> int:
-    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`. The chi-
-    square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality
+    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`. The
+    chi-square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality
     of its distribution (Cauchy-Schwarz)."""
     freedom = max(freedom, 1)
     critical = _smallest(lambda value: survival(value, freedom) <= level)
@@ -408,8 +407,7 @@ NUCLEUS = 0.9
 class _Subject:
     llm: LLM
     reference: Reference
-    prompts: list[list[int]]
-    """Token ids, as long as the plan wants them."""
+    prompts: list[list[int]]  # Token ids, as long as the plan wants them
     plan: Plan
     progress: Progress
 

@@ -76,12 +76,9 @@ LOGPROB_TOLERANCE = {"float32": 5e-4, "float64": 5e-4, "bfloat16": 0.25, "float1
 class Difference:
     """Where two answers to one prompt part."""
 
-    prompt: int
-    """Index of the prompt."""
-    position: int
-    """Index of the first token that differs."""
-    plain: int | None
-    """Plain decoding's token; None where it had ended."""
+    prompt: int  # Index of the prompt
+    position: int  # Index of the first token that differs
+    plain: int | None  # Plain decoding's token; None where it had ended
     speculative: int | None
     gap: float
     """From the best log-probability there to the worse of the two, nats; infinite for an unlikely token."""

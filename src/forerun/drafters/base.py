@@ -101,8 +101,7 @@ class Drafted(Proposal):
     """A draft that its drafter adds nodes to, each with its estimated acceptance."""
 
     tree: TokenTree
-    start: int
-    """Committed tokens when it was made."""
+    start: int  # Committed tokens when it was made
 
     @classmethod
     def below(cls, tree: TokenTree, start: int, acceptance: Acceptance) -> Drafted:

@@ -25,12 +25,9 @@ _MOST_STATES = 512
 
 @dataclass(slots=True)
 class _Row:
-    shown: int = 0
-    """Tokens that the drafter has been shown."""
-    asked: bool = False
-    """A proposal is outstanding."""
-    states: dict[Signal, list[Tensor]] = field(default_factory=dict)
-    """Put aside: (F, H) per signal and call."""
+    shown: int = 0  # Tokens that the drafter has been shown
+    asked: bool = False  # A proposal is outstanding
+    states: dict[Signal, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per signal and call
 
     def held(self) -> int:
         """States put aside, in tokens."""
@@ -44,8 +41,7 @@ class Deferred(Drafter):
         """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.drafter = drafter
         self._seeds = Seeds(hide=reproducible)
-        self.idle = False
-        """It is not asked for the time being, and does not watch."""
+        self.idle = False  # It is not asked for the time being, and does not watch
         self._rows: dict[int, _Row] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:

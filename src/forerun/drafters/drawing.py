@@ -68,8 +68,7 @@ def kind_of(draw: Draw, *, chain: bool) -> DraftKind:
 class Shape:
     """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings side by side."""
 
-    counts: tuple[int, ...]
-    """(N,) children of every node, the root's first; nodes behind the last entry have none."""
+    counts: tuple[int, ...]  # (N,) children of every node, the root's first; nodes behind the last entry have none
 
     @classmethod
     def regular(cls, children: Sequence[int]) -> Shape:
@@ -156,10 +155,8 @@ class Shape:
 class DraftVocabulary:
     """A drafter's own, smaller vocabulary."""
 
-    token_ids: Tensor
-    """(V',) int64, the target's id of each entry."""
-    size: int
-    """V, of the target."""
+    token_ids: Tensor  # (V',) int64, the target's id of each entry
+    size: int  # V, of the target
 
     def spread(self, logits: Tensor) -> Tensor:
         """(.., V') -> (.., V): tokens that the drafter lacks are impossible."""
@@ -172,23 +169,18 @@ class DraftVocabulary:
 class Grower:
     """How one row draws."""
 
-    draw: Draw
-    """Never AUTO."""
-    sampler: Sampler
-    """Of the request, so that draft and target distributions see the same processors."""
+    draw: Draw  # Never AUTO
+    sampler: Sampler  # Of the request, so that draft and target distributions see the same processors
     rng: Rng
-    output: Sequence[int]
-    """The row's output so far, root included; may be empty where `sampler.neutral`."""
+    output: Sequence[int]  # The row's output so far, root included; may be empty where `sampler.neutral`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Children:
     """The children of a level: F parent nodes in each of B rows, C children each."""
 
-    tokens: Tensor
-    """(B, F, C) int64"""
-    drawn: Tensor
-    """(B, F, C) uint8"""
+    tokens: Tensor  # (B, F, C) int64
+    drawn: Tensor  # (B, F, C) uint8
     confidence: Tensor
     """(B, F, C) float32: the probability of a deterministic node; of a drawn one a figure that is independent of its
     value."""
@@ -293,10 +285,8 @@ class HostDraws:
     """How B rows draw a tree of one shape, node by node on the host; used as `Draws` are."""
 
     shape: Shape
-    growers: Sequence[Grower]
-    """(B,)"""
-    key: ClassVar[None] = None
-    """It reads values on the host, and so is never recorded."""
+    growers: Sequence[Grower]  # (B,)
+    key: ClassVar[None] = None  # It reads values on the host, and so is never recorded
     tensors: ClassVar[tuple[Tensor, ...]] = ()
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> HostDraws:
@@ -367,12 +357,9 @@ class Draws:
     """How B rows draw a tree of one shape: the same course whatever the numbers are."""
 
     shape: Shape
-    draw: Draw
-    """Of the rows above temperature 0; never AUTO. The others take the likeliest tokens."""
-    greedy: bool
-    """Whether there are rows at temperature 0."""
-    filters: bool
-    """Whether a row asks for top-k, top-p or min-p."""
+    draw: Draw  # Of the rows above temperature 0; never AUTO. The others take the likeliest tokens
+    greedy: bool  # Whether there are rows at temperature 0
+    filters: bool  # Whether a row asks for top-k, top-p or min-p
     one_by_one: Sequence[SamplingParams]
     """(B,) where each distribution is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]

@@ -33,17 +33,14 @@ if TYPE_CHECKING:
 
 # What a tree must be before anybody works with it.
 
-_ROUNDING = 1e-4
-"""By how much a confidence, a quotient of probabilities in float32, may exceed 1."""
+_ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
 
 
 class Checked(NamedTuple):
     """What became of one row's tree."""
 
-    tree: TokenTree
-    """What of it may be submitted, read-only."""
-    error: InvalidDraftError | None = None
-    """What was wrong with the rest."""
+    tree: TokenTree  # What of it may be submitted, read-only
+    error: InvalidDraftError | None = None  # What was wrong with the rest
 
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
@@ -157,14 +154,11 @@ class Guarded(Drafter):
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup) -> None:
         self.drafter, self.method = drafter, method
-        self.failed = False
-        """It failed since this was last set to False."""
+        self.failed = False  # It failed since this was last set to False
         self._target, self._failures = setup.target, setup.failures
         self._closed = set[int]()
-        self._useless = False
-        """It cannot say what it needs: it is asked for nothing."""
-        self._owed = 0
-        """Failures that belong to no row; the next one that it is asked for counts them."""
+        self._useless = False  # It cannot say what it needs: it is asked for nothing
+        self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
         self._depth = self._told("depth", _depth, None)
         self._requires = self._told("requires", self._signals, frozenset[Signal]())
         self._watches = self._told("watches", _flag, otherwise=False)

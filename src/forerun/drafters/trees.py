@@ -33,8 +33,7 @@ class Limits:
     taken back, so whether it is submitted does not depend on its value."""
 
     def __init__(self, levels: Sequence[range], nodes: Sequence[int]) -> None:
-        self.nodes = list(nodes)
-        """(B,) from the first node on."""
+        self.nodes = list(nodes)  # (B,) from the first node on
         self._levels = levels
 
     def stopped(self, children: Children) -> Sequence[bool]:
@@ -65,8 +64,7 @@ class _Row(NamedTuple):
 class Grown(Children):
     """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children` has (B, F, C)."""
 
-    run: int
-    """Nodes that the model has run, from the first."""
+    run: int  # Nodes that the model has run, from the first
 
     def fetch(self) -> list[_Row]:
         """(B,) all but the probs, in one transfer. Not kept: a recording gives the same object with other numbers."""
@@ -81,8 +79,7 @@ class Grown(Children):
 class Submitted(Proposal):
     """A proposal of a model that ran some of its nodes; numbered as it was grown."""
 
-    run: int = 0
-    """Nodes whose keys stand behind the root's; 0: the root is still committed."""
+    run: int = 0  # Nodes whose keys stand behind the root's; 0: the root is still committed
 
     def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
         """The longest path among the nodes that were run which holds a beginning of `committed`."""
@@ -306,18 +303,12 @@ class Candidate(NamedTuple):
 class Expanded:
     """The likeliest nodes of every row, best first."""
 
-    order: Tensor
-    """(B, n) entry of each node in the pool: parents come before children."""
-    tokens: Tensor
-    """(B, n) the target's token ids."""
-    parents: Tensor
-    """(B, n) entry of the parent in the pool, plus one; 0 is the root."""
-    probabilities: Tensor
-    """(B, n) of the token after its parent, by the drafter."""
-    depths: Tensor
-    """(B, n) from 1."""
-    ranks: Tensor
-    """(B, n) among its siblings, likeliest 0."""
+    order: Tensor  # (B, n) entry of each node in the pool: parents come before children
+    tokens: Tensor  # (B, n) the target's token ids
+    parents: Tensor  # (B, n) entry of the parent in the pool, plus one; 0 is the root
+    probabilities: Tensor  # (B, n) of the token after its parent, by the drafter
+    depths: Tensor  # (B, n) from 1
+    ranks: Tensor  # (B, n) among its siblings, likeliest 0
 
     def fetch(self) -> list[list[Candidate]]:
         """(B, n) in one transfer."""
@@ -330,12 +321,9 @@ class Expanded:
 class DynamicTree:
     """How wide, how deep and how large; what a probability is worth is learned while decoding."""
 
-    depth: int
-    """Most tokens on a path."""
-    top_k: int
-    """Nodes expanded per level, and children looked at per node."""
-    nodes: int
-    """Nodes kept, root not counted."""
+    depth: int  # Most tokens on a path
+    top_k: int  # Nodes expanded per level, and children looked at per node
+    nodes: int  # Nodes kept, root not counted
     stop_below: float = 0.0
     """Grow no deeper once every open path is less likely than this; 0 never asks (asking waits for the device)."""
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))

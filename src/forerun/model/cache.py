@@ -21,19 +21,14 @@ from forerun.model.padding import Flat
 class _Window:
     """Where the tokens of the pass that is about to run go, and what their layers may look at; on one device."""
 
-    flat: Tensor
-    """(M,) int64 index into (rows * slots): where each token is written."""
-    rows: Tensor
-    """(B,) int64 rows to read."""
-    scattered: bool
-    """Else they are `count` rows from `first` on."""
-    select: bool
-    """Whether `read` selects scattered ones; else all rows are read."""
+    flat: Tensor  # (M,) int64 index into (rows * slots): where each token is written
+    rows: Tensor  # (B,) int64 rows to read
+    scattered: bool  # Else they are `count` rows from `first` on
+    select: bool  # Whether `read` selects scattered ones; else all rows are read
     first: int
     count: int
     width: int
-    before: int
-    """Slots before the tokens of the pass, in the longest row."""
+    before: int  # Slots before the tokens of the pass, in the longest row
 
     def read(self, store: Tensor) -> Tensor:
         """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
@@ -58,10 +53,8 @@ class SlotCache:
     def __init__(self, rows: int, slots: int) -> None:
         self.rows = rows
         self.slots = slots
-        self.dump = slots
-        """The slot behind the last: padding is written there and nothing reads it."""
-        self._touched = [0] * rows
-        """Slots of each row that passes may have written to since they were last zero."""
+        self.dump = slots  # The slot behind the last: padding is written there and nothing reads it
+        self._touched = [0] * rows  # Slots of each row that passes may have written to since they were last zero
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)

@@ -47,18 +47,12 @@ def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
 class Nodes:
     """The tokens of a pass on the host: a batch of trees, packed. A piece of a prompt is a chain."""
 
-    ids: Tensor
-    """(B, N) int64; on the device where they were drafted there. All else is on the host."""
-    depths: Tensor
-    """(B, N) int64, positions behind the row's committed tokens."""
-    sees: Tensor
-    """(B, N, N) bool: who looks at whom."""
-    real: Tensor
-    """(B, N) bool; the rest is padding."""
-    start: int
-    """Nodes before this one were run earlier in the step; they are seen, not run."""
-    resume: Sequence[Resume | None] = ()
-    """(B,) what the first nodes of each row have already run through; or empty."""
+    ids: Tensor  # (B, N) int64; on the device where they were drafted there. All else is on the host
+    depths: Tensor  # (B, N) int64, positions behind the row's committed tokens
+    sees: Tensor  # (B, N, N) bool: who looks at whom
+    real: Tensor  # (B, N) bool; the rest is padding
+    start: int  # Nodes before this one were run earlier in the step; they are seen, not run
+    resume: Sequence[Resume | None] = ()  # (B,) what the first nodes of each row have already run through; or empty
 
     @classmethod
     def of_prompt(cls, pieces: Sequence[Sequence[int]], least: int = 0) -> Nodes:
@@ -130,10 +124,8 @@ class Frame:
     cache: SlotCache
     style: MaskStyle
     buckets: Buckets
-    max_length: int
-    """Positions that the model was made for."""
-    dtype: torch.dtype
-    """Of the masks."""
+    max_length: int  # Positions that the model was made for
+    dtype: torch.dtype  # Of the masks
 
     def recorded(
         self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device

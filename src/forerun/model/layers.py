@@ -274,8 +274,7 @@ class _Nothing(nn.Module):
 
     def __init__(self, extras: int | None) -> None:
         super().__init__()
-        self.extras = extras
-        """Further members of the answer where it is a tuple; None where it is a bare tensor."""
+        self.extras = extras  # Further members of the answer where it is a tuple; None where it is a bare tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])

@@ -73,7 +73,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that a sharded checkpoint names, whether they are there or not. CheckpointError: its index is broken."""
+    """The files that a sharded checkpoint names, there or not. CheckpointError: the index is broken."""
     index = directory / INDEX
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

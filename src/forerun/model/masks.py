@@ -26,10 +26,8 @@ class MaskStyle:
 
     types: tuple[str, ...]
     """Layer types present, `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict, one as a bare tensor."""
-    window: int | None
-    """Positions that a sliding layer looks back, itself included."""
-    chunk: int | None = None
-    """Positions of a chunk; a chunked layer looks at tokens of its own chunk."""
+    window: int | None  # Positions that a sliding layer looks back, itself included
+    chunk: int | None = None  # Positions of a chunk; a chunked layer looks at tokens of its own chunk
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
@@ -67,14 +65,10 @@ class MaskStyle:
 class Block:
     """The tokens of one pass (queries) and the nodes that stand behind each row's committed tokens (keys)."""
 
-    lengths: Tensor
-    """(B,) int64 committed tokens."""
-    sees: Tensor
-    """(B, N, M) bool: query n may look at node m. Node m stands in slot ``lengths + m``."""
-    query_positions: Tensor
-    """(B, N) int64"""
-    node_positions: Tensor
-    """(B, M) int64"""
+    lengths: Tensor  # (B,) int64 committed tokens
+    sees: Tensor  # (B, N, M) bool: query n may look at node m. Node m stands in slot ``lengths + m``
+    query_positions: Tensor  # (B, N) int64
+    node_positions: Tensor  # (B, M) int64
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:

@@ -62,8 +62,7 @@ WORTH = 16
 class Flat:
     """Where the M real tokens of a pass stand among its B rows of N."""
 
-    kept: Tensor
-    """(M,) int64 index into B * N, rising."""
+    kept: Tensor  # (M,) int64 index into B * N, rising
     rows: int
     nodes: int
 
@@ -90,12 +89,9 @@ class Flat:
 class Pass:
     """What the attention of all layers has to know of one pass."""
 
-    flat: Flat | None = None
-    """How its tokens stand; None: as a rectangle."""
-    rows: Tensor | None = None
-    """(B,) rows that attention selects among those of the cache; None: it is handed theirs."""
-    cache: Any = None
-    """Of a compiled pass, whose graph holds none."""
+    flat: Flat | None = None  # How its tokens stand; None: as a rectangle
+    rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
+    cache: Any = None  # Of a compiled pass, whose graph holds none
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeated(self, mask: Tensor, times: int) -> Tensor:

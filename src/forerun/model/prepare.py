@@ -30,14 +30,10 @@ class MemoryPlan:
 
     rows: int
     slots: int
-    weights: int
-    """0 where they are loaded already."""
-    token: int
-    """KV cache per token, all layers."""
-    probs: int
-    """Logits and probabilities of one step."""
-    reserve: int = 0
-    """For the drafter."""
+    weights: int  # 0 where they are loaded already
+    token: int  # KV cache per token, all layers
+    probs: int  # Logits and probabilities of one step
+    reserve: int = 0  # For the drafter
 
     @property
     def cache(self) -> int:
@@ -118,8 +114,7 @@ HEADROOM = 129
 """Slots behind the context for the nodes of a tree that stands at its end."""
 LEAST_SLOTS = 512
 """Where memory is short and nobody asked for a number, slots are lowered to this, not further."""
-_SMALL = 2**30
-"""Bytes of weights below which loading shows no progress."""
+_SMALL = 2**30  # Bytes of weights below which loading shows no progress
 _log = logging.getLogger(__name__)
 
 
@@ -128,8 +123,7 @@ class _Sizes(NamedTuple):
 
     rows: int
     slots: int | None
-    reserve: int
-    """Bytes to leave free."""
+    reserve: int  # Bytes to leave free
 
 
 def default_slots(context: int) -> int:

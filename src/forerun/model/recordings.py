@@ -22,8 +22,7 @@ Record = Callable[[Work, tuple[Tensor, ...]], Work]
 """(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
 the next call."""
 
-_MOST = 64
-"""Recordings that are kept; the one that was used least lately goes."""
+_MOST = 64  # Recordings that are kept; the one that was used least lately goes
 _WARM_UPS = 2
 LEAST_WIDTH = 256
 """Slots of a cache that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four

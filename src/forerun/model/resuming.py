@@ -29,12 +29,9 @@ Place = Callable[[Nodes], dict[str, Any]]
 class Begun:
     """The `Resume` of B rows, as far as it still holds."""
 
-    boundary: int
-    """Layers that the nodes have run through, at least 1."""
-    states: Tensor
-    """(B, R, H) at that boundary."""
-    counts: Sequence[int]
-    """(B,) how many of the R were run; 0 for a row that has to be run whole."""
+    boundary: int  # Layers that the nodes have run through, at least 1
+    states: Tensor  # (B, R, H) at that boundary
+    counts: Sequence[int]  # (B,) how many of the R were run; 0 for a row that has to be run whole
 
 
 def usable(resumes: Sequence[Resume | None], writes: Sequence[int], signals: Set[Signal]) -> Begun | None:

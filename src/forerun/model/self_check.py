@@ -31,24 +31,18 @@ from forerun.model.masks import WINDOWS
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 
 _log = logging.getLogger(__name__)
-_PARENTS = (0, 0, 1, 2)
-"""Root with two children, each with one child."""
-_PATHS = ((2, 4), (1, 3))
-"""Kept by row; both need tokens moved."""
+_PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
+_PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
 _JUMPING_LIMIT = 2.5e-1
 """For models whose logits jump where a rounding error decides: quantised activations, 16-bit routers of experts."""
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
-_BEHIND = 3
-"""Tokens by which a prompt passes a size."""
-_TREE = 8
-"""Slots behind a prompt: the tree, and what was kept of it."""
-_COMPARED = 24
-"""Positions at the end of a long prompt whose logits are compared."""
-_MOST_TOKENS = 4096
-"""A longer check would take gigabytes for attention's scores."""
+_BEHIND = 3  # Tokens by which a prompt passes a size
+_TREE = 8  # Slots behind a prompt: the tree, and what was kept of it
+_COMPARED = 24  # Positions at the end of a long prompt whose logits are compared
+_MOST_TOKENS = 4096  # A longer check would take gigabytes for attention's scores
 _WORK, _CPU_WORK = 2**44, 2**40
 """Parameters times tokens of a forward that takes about a second on an accelerator, and on a CPU."""
 
@@ -57,33 +51,23 @@ _WORK, _CPU_WORK = 2**44, 2**40
 class Reference:
     """What plain forwards of the check's sequences say."""
 
-    size: int
-    """The size that the second prompt passes; 0: all up to `_NEAR`."""
-    prefixes: tuple[list[int], ...]
-    """By row: prompt and root."""
-    nodes: tuple[list[int], ...]
-    """By row: tokens of the tree."""
-    later: tuple[list[int], ...]
-    """By row: the root of the second step and its one child."""
-    start: int
-    """Position of the first of the S logits."""
-    kept: Tensor
-    """(2, S, V) logits along prompt, kept path, second step."""
-    dropped: Tensor
-    """(2, S, V) logits along prompt and the other path."""
+    size: int  # The size that the second prompt passes; 0: all up to `_NEAR`
+    prefixes: tuple[list[int], ...]  # By row: prompt and root
+    nodes: tuple[list[int], ...]  # By row: tokens of the tree
+    later: tuple[list[int], ...]  # By row: the root of the second step and its one child
+    start: int  # Position of the first of the S logits
+    kept: Tensor  # (2, S, V) logits along prompt, kept path, second step
+    dropped: Tensor  # (2, S, V) logits along prompt and the other path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
     """What the model says before anything is repacked."""
 
-    sizes: dict[int, str]
-    """Tokens -> the keys of the configuration that name them, those within the context."""
+    sizes: dict[int, str]  # Tokens -> the keys of the configuration that name them, those within the context
     near: Reference
-    far: list[Reference]
-    """By size, rising."""
-    unchecked: int | None
-    """The first size whose check would take too long, or would not fit the context."""
+    far: list[Reference]  # By size, rising
+    unchecked: int | None  # The first size whose check would take too long, or would not fit the context
 
     @property
     def slots(self) -> int:

@@ -24,8 +24,7 @@ _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span
 """In a key of a configuration: its value may be a number of tokens behind which attention changes."""
 _NO_SIZE = re.compile(r"expert|moe|group|layer|head|num_|_num|feed_forward|ffn|multiple_of|conv|mamba|ssm|norm|logits")
 """In such a key: it is something else after all."""
-_ELSEWHERE = re.compile(r"vision|audio|image|quant")
-"""In its path: it is not about a text's tokens."""
+_ELSEWHERE = re.compile(r"vision|audio|image|quant")  # In its path: it is not about a text's tokens
 _PICKED, _UNIT = re.compile(r"top_?k"), re.compile(r"block|compress|stride|chunk")
 """In keys of a count of blocks, and of a block's size: together they make a number of tokens."""
 
@@ -144,8 +143,7 @@ def _switch_points(config: Any, announced: int) -> list[int]:
 # --- why a model cannot be verified ---
 
 _CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"
-_HIDDEN = 1
-"""The token that the probe's second mask hides."""
+_HIDDEN = 1  # The token that the probe's second mask hides
 
 
 def name_of(model: Any) -> str:

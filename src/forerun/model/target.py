@@ -105,26 +105,21 @@ class Target:
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.max_length: int = context_length(self.config)
-        """Most positions of a sequence."""
+        self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
         self.slots = default_slots(self.max_length) if slots is None else slots
         self.buckets = Buckets() if buckets is None else buckets
         """What passes are padded to; may be replaced between steps."""
-        self.lengths: list[int] = [0] * rows
-        """Committed tokens in the cache, by row."""
-        self.writes: list[int] = [0] * rows
-        """Passes that have written to the row."""
+        self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
+        self.writes: list[int] = [0] * rows  # Passes that have written to the row
         self.head = OutputHead(model)
-        self.dtype: torch.dtype = model.dtype
-        """Of hidden states and masks."""
+        self.dtype: torch.dtype = model.dtype  # Of hidden states and masks
         self._base = base_of(model)
         self._turn = turn_of(self._base)
         name, self._layers = layers_of(self._base, self.num_layers)
         self._ranges = LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self.device = device_of(self._embedding)
-        """Where token ids go in."""
+        self.device = device_of(self._embedding)  # Where token ids go in
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
         self._style = MaskStyle.of(self.config)

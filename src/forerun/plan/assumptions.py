@@ -261,8 +261,7 @@ class Terms:
     compute_ms: float
     memory_ms: float
     operations: float
-    traffic: float
-    """Bytes."""
+    traffic: float  # Bytes
 
     @property
     def ms(self) -> float:

@@ -56,14 +56,11 @@ class InnerRng(Rng):
 class InnerRow(Row):
     """A sequence whose next tokens an inner level drafts."""
 
-    outer: Rng
-    """Of the outer level's step."""
-    begun: int
-    """Committed tokens when the draft began."""
+    outer: Rng  # Of the outer level's step
+    begun: int  # Committed tokens when the draft began
     probs: dict[int, Tensor] = field(default_factory=dict)
     """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
-    drawn: dict[int, int] = field(default_factory=dict)
-    """Position in the chain -> that token."""
+    drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
     certainty: list[float] = field(default_factory=list)
     """At temperature 0: the draft model's probability of each token of the chain."""
 
@@ -147,8 +144,7 @@ class _Row:
     text: int = 0
     chain: list[int] = field(default_factory=list)
     submitted: Drafted | None = None
-    sampler: tuple[Sampler, Sampler] | None = None
-    """The request's, and what it is in here."""
+    sampler: tuple[Sampler, Sampler] | None = None  # The request's, and what it is in here
 
     def inner(self, sampler: Sampler) -> Sampler:
         """The request's sampler for the inner level, made once."""

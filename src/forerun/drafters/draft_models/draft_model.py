@@ -143,10 +143,8 @@ class DraftModelConfig(TreeOptions):
 class _Row:
     """What the draft model's cache knows of one row."""
 
-    cached: int = 0
-    """Committed tokens in the cache, counted as the draft model reads them."""
-    drafted: Submitted | None = None
-    """The last proposal, until the target has spoken."""
+    cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
+    drafted: Submitted | None = None  # The last proposal, until the target has spoken
 
 
 class DraftModelDrafter(Drafter):

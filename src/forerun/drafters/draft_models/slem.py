@@ -66,25 +66,16 @@ class SlemConfig:
 class TextAlignment:
     """One row's text, tokenised again near its end whenever it has grown."""
 
-    encoder: Encoder
-    """The draft model's."""
-    shown: Sequence[bytes]
-    """Of each target token id what the draft model is shown (`rendering`)."""
-    look_behind: int
-    """Tokens before the new text that are tokenised again with it."""
+    encoder: Encoder  # The draft model's
+    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`rendering`)
+    look_behind: int  # Tokens before the new text that are tokenised again with it
     opening: Sequence[int] = ()
-    silent: int | None = None
-    """A target token that is not shown at the very beginning."""
-    data: bytearray = field(default_factory=bytearray)
-    """The text."""
-    ids: list[int] = field(default_factory=list)
-    """Draft tokens of the text, the opening not counted."""
-    agreed: int = 0
-    """Draft tokens that have not changed since the reader last set this."""
-    _ends: list[int] = field(default_factory=list)
-    """Byte behind each draft token."""
-    _marks: list[int] = field(default_factory=list)
-    """Byte behind each target token."""
+    silent: int | None = None  # A target token that is not shown at the very beginning
+    data: bytearray = field(default_factory=bytearray)  # The text
+    ids: list[int] = field(default_factory=list)  # Draft tokens of the text, the opening not counted
+    agreed: int = 0  # Draft tokens that have not changed since the reader last set this
+    _ends: list[int] = field(default_factory=list)  # Byte behind each draft token
+    _marks: list[int] = field(default_factory=list)  # Byte behind each target token
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """The draft tokens, opening included, of a text that begins with what was followed before."""
@@ -177,18 +168,12 @@ class _Written:
     """What the draft model wrote for one row."""
 
     row: _Row
-    tokens: Sequence[int]
-    """The target's, committed."""
-    ids: list[int]
-    """The draft model's, committed text first."""
-    acceptance: Acceptance
-    """Of the row's domain."""
-    pieces: list[bytes] = field(default_factory=list)
-    """Drafted, as the target's text."""
-    probs: list[float] = field(default_factory=list)
-    """Of each drafted token."""
-    ended: bool = False
-    """Nothing can follow: a special token came, or the draft model's context is full."""
+    tokens: Sequence[int]  # The target's, committed
+    ids: list[int]  # The draft model's, committed text first
+    acceptance: Acceptance  # Of the row's domain
+    pieces: list[bytes] = field(default_factory=list)  # Drafted, as the target's text
+    probs: list[float] = field(default_factory=list)  # Of each drafted token
+    ended: bool = False  # Nothing can follow: a special token came, or the draft model's context is full
 
 
 class SlemDrafter(Drafter):

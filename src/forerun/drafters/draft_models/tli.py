@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 class Intersection:
     """Pairs of token ids that stand for the same bytes, and special tokens that mean the same; each id once."""
 
-    target_ids: Tensor
-    """(V',) int64, ascending."""
-    draft_ids: Tensor
-    """(V',) int64, the draft model's id of each."""
+    target_ids: Tensor  # (V',) int64, ascending
+    draft_ids: Tensor  # (V',) int64, the draft model's id of each
 
     def __len__(self) -> int:
         return len(self.target_ids)
@@ -96,8 +94,7 @@ class TokenAlignment:
 
     def __init__(self, dictionary: Dictionary) -> None:
         self._dictionary = dictionary
-        self.ids: list[int] = list(dictionary.opening)
-        """Draft tokens."""
+        self.ids: list[int] = list(dictionary.opening)  # Draft tokens
         self._ends: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
@@ -124,8 +121,7 @@ class TokenAlignment:
 # An output head that computes the logits of some token ids only; one that is not linear is left as it is.
 
 
-_TOLERANCE = 0.02
-"""Share of the largest logit: what sums in another order may differ by in bfloat16."""
+_TOLERANCE = 0.02  # Share of the largest logit: what sums in another order may differ by in bfloat16
 
 
 class PrunedHead(OutputHead):
@@ -145,8 +141,7 @@ class PrunedHead(OutputHead):
             kept.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
         packed = isinstance(output, PackedLinear) and packable(kept)
         self._model._modules[name] = PackedLinear(kept) if packed else kept
-        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())
-        """Of the rows that were copied."""
+        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())  # Of the rows that were copied
 
 
 @torch.inference_mode()

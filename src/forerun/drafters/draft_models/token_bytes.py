@@ -35,10 +35,8 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.specials: dict[int, str] = _specials(tokenizer)
-        """Token id -> how the tokenizer writes it in a text."""
-        self.fallbacks: set[int] = set()
-        """Token ids that are written as ``<0xNN>``."""
+        self.specials: dict[int, str] = _specials(tokenizer)  # Token id -> how the tokenizer writes it in a text
+        self.fallbacks: set[int] = set()  # Token ids that are written as ``<0xNN>``
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
         """(V,) bytes of each token id; none where no token has that id. Of a special token those of its name."""
@@ -157,8 +155,7 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
     return text.encode()
 
 
-_ANCHORS = ("\n", "a", ".")
-"""What may stand before a piece so that it is no beginning of a text."""
+_ANCHORS = ("\n", "a", ".")  # What may stand before a piece so that it is no beginning of a text
 
 
 class Span(NamedTuple):

@@ -149,10 +149,8 @@ class Head(nn.Module):
 class Advanced:
     """What one pass of a sequential head gives for each position."""
 
-    feature: Tensor
-    """(B, N, H): what the next step reads in place of the target's feature."""
-    output: Tensor
-    """(B, N, H): what the output head reads."""
+    feature: Tensor  # (B, N, H): what the next step reads in place of the target's feature
+    output: Tensor  # (B, N, H): what the output head reads
 
 
 class SequentialHead(Head):

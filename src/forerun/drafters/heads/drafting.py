@@ -85,8 +85,7 @@ class HeadDrafterConfig:
 class _Row:
     """What is known of one row."""
 
-    ready: bool = False
-    """The head has seen every committed token, the root included."""
+    ready: bool = False  # The head has seen every committed token, the root included
     submitted: Submitted | None = None
 
 
@@ -101,8 +100,7 @@ class HeadDrafter(Drafter):
         self.head = _load(config, setup, kind)
         deepest = self.head.config.max_depth or config.num_speculative_tokens
         self.tree = self._tree(min(deepest, config.num_speculative_tokens))
-        self.sampled = self._sampled_tree(self.tree)
-        """Grows for requests above temperature 0; mostly the same."""
+        self.sampled = self._sampled_tree(self.tree)  # Grows for requests above temperature 0; mostly the same
         if _depth(self.tree) > deepest and self.head.config.max_depth is not None:
             raise ArgumentError(
                 f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {_depth(self.tree)}"

@@ -34,30 +34,24 @@ Tree = TypeVar("Tree")
 class _Frontier:
     """The last level of the trees that are being drafted."""
 
-    lengths: Tensor
-    """(B,) committed entries."""
+    lengths: Tensor  # (B,) committed entries
     sees: Tensor
     """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
-    positions: Tensor
-    """(B, M) int64 of these nodes."""
-    features: Tensor
-    """(B, F, H)"""
+    positions: Tensor  # (B, M) int64 of these nodes
+    features: Tensor  # (B, F, H)
     depth: int
-    width: int
-    """Slots of the cache that hold all that any node will ever see."""
+    width: int  # Slots of the cache that hold all that any node will ever see
 
 
 class HeadRunner:
     """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
 
     head: Head
-    _frontier: Any = None
-    """Where the trees that are being drafted have come to."""
+    _frontier: Any = None  # Where the trees that are being drafted have come to
 
     def __init__(self, head: Head, target: Target, rows: int, slots: int) -> None:
         self.head, self.target = head, target
-        self.lengths = [0] * rows
-        """Entries with the target's own features, by row."""
+        self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
         self._dtype = weight.dtype
         self.device: torch.device = weight.device
@@ -131,8 +125,7 @@ class ParallelRunner(HeadRunner):
     """All levels of a row from one state, that of the token before the root: nothing else is kept of a row."""
 
     head: ParallelHead
-    _frontier: tuple[Tensor, int] | None
-    """(B, depths, V') of all levels, and the last level's depth."""
+    _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]

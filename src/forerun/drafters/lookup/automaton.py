@@ -16,12 +16,9 @@ SEPARATOR = -1
 ROOT = 0
 """The state of the empty string."""
 NONE = -1
-_WIDTH = 1 << 32
-"""More than there are token ids: (state, token) as one number."""
-_ROOM = 16
-"""Room is made for so many states at once, or for one to every so many that there are."""
-_INT_BYTES = 60
-"""Two boxed numbers: key and value of one entry of the dictionary of transitions."""
+_WIDTH = 1 << 32  # More than there are token ids: (state, token) as one number
+_ROOM = 16  # Room is made for so many states at once, or for one to every so many that there are
+_INT_BYTES = 60  # Two boxed numbers: key and value of one entry of the dictionary of transitions
 
 
 class SuffixAutomaton:
@@ -36,29 +33,19 @@ class SuffixAutomaton:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.tokens = array("i")
-        """The text."""
-        self._states = 0
-        """How many there are; the arrays that follow are longer."""
-        self._length = array("i")
-        """Of each state: tokens of its longest string."""
-        self._link = array("i")
-        """State of the longest suffix that occurs at more positions."""
-        self._end = array("i")
-        """How many tokens of the text end with the first occurrence."""
-        self._count = array("i")
-        """Occurrences; right where the state's shortest string has at most `depth` tokens."""
-        self._first = array("i")
-        """Target of the transition that the first occurrence takes."""
+        self.tokens = array("i")  # The text
+        self._states = 0  # How many there are; the arrays that follow are longer
+        self._length = array("i")  # Of each state: tokens of its longest string
+        self._link = array("i")  # State of the longest suffix that occurs at more positions
+        self._end = array("i")  # How many tokens of the text end with the first occurrence
+        self._count = array("i")  # Occurrences; right where the state's shortest string has at most `depth` tokens
+        self._first = array("i")  # Target of the transition that the first occurrence takes
         self._best = array("i")
         """Target of the most frequent transition, the most recent of equals; of uncounted states the first one."""
-        self._edges = array("i")
-        """First entry of the list of further transitions."""
+        self._edges = array("i")  # First entry of the list of further transitions
         self._targets = array("i")
-        self._next = array("i")
-        """Of each further transition: its target, and the next in its state's list."""
-        self._index: dict[int, int] = {}
-        """(state, token) to further transition."""
+        self._next = array("i")  # Of each further transition: its target, and the next in its state's list
+        self._index: dict[int, int] = {}  # (state, token) to further transition
         self._link[self._new(0, 0)] = NONE
         self._last = ROOT
         self._deep, self._deep_length = ROOT, 0
@@ -257,8 +244,7 @@ class OutputStore:
 
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
-        self.generations = [SuffixAutomaton(depth)]
-        """The youngest first; at most two."""
+        self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
         self._held = 0
         self._waiting: deque[array[int]] = deque()
         self._reading: array[int] | None = None

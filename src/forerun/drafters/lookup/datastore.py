@@ -115,12 +115,9 @@ def _check_lengths(folder: Path, manifest: Manifest) -> None:
 class Match:
     """The places that follow the longest stretch of the text's end that occurs in the datastore."""
 
-    length: int
-    """Tokens that match."""
-    start: int
-    """The first of the places, as an index into the sorted ones."""
-    stop: int
-    """One beyond the last."""
+    length: int  # Tokens that match
+    start: int  # The first of the places, as an index into the sorted ones
+    stop: int  # One beyond the last
 
     @property
     def hits(self) -> int:
@@ -135,10 +132,8 @@ class Datastore:
         self, folder: Path, manifest: Manifest, tokens: NDArray[np.uint32], places: NDArray[np.uint32]
     ) -> None:
         self.folder, self.manifest = folder, manifest
-        self.tokens = tokens
-        """(N,) uint32, see the top of this file."""
-        self.places = places
-        """(places,) uint32, see the top of this file."""
+        self.tokens = tokens  # (N,) uint32, see the top of this file
+        self.places = places  # (places,) uint32, see the top of this file
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:

@@ -19,8 +19,7 @@ from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_LONGEST = 4
-"""Longest string searched for, tokens."""
+_LONGEST = 4  # Longest string searched for, tokens
 _REACH = 16
 """A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere."""
 
@@ -37,12 +36,9 @@ class Alignment:
         self.predicted = predicted
         self.position: int | None = 0
         """Index of the token that comes next; None where the answer stands nowhere in the prediction."""
-        self.matched = 0
-        """How many tokens before the position are the same in both texts."""
-        self.edited = False
-        """Whether the texts have parted before."""
-        self._parted = 0
-        """Index of the first predicted token that has not come."""
+        self.matched = 0  # How many tokens before the position are the same in both texts
+        self.edited = False  # Whether the texts have parted before
+        self._parted = 0  # Index of the first predicted token that has not come
         self._recent: list[int] = []
         self._positions: dict[tuple[int, ...], list[int]] = {}
         for size in range(1, _LONGEST + 1):
@@ -72,8 +68,7 @@ class Alignment:
         return None, 0
 
 
-_TRUST = 2
-"""After an edit, tokens drafted for each token that has agreed since."""
+_TRUST = 2  # After an edit, tokens drafted for each token that has agreed since
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +87,7 @@ class PredictionConfig:
 @dataclass(kw_only=True, slots=True)
 class _Row:
     alignment: Alignment
-    read: int
-    """How many of the row's tokens the alignment knows."""
+    read: int  # How many of the row's tokens the alignment knows
     acceptance: Acceptance
     drafted: Drafted | None = None
 

@@ -51,8 +51,7 @@ class SuccessorMatrix:
     def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
         self.successors = successors
         self.path = path
-        self.changed = False
-        """Whether anything was learned since the last `save`."""
+        self.changed = False  # Whether anything was learned since the last `save`
         self._identity = identity
 
     @classmethod
@@ -188,12 +187,9 @@ def measured(depth: int, ranks: int) -> NDArray[np.float64]:
 class RankedNode(NamedTuple):
     """A node of a tree of ranks."""
 
-    rank: int
-    """Which successor of its parent's token it holds."""
-    parent: int
-    """Index of the parent in the tree, -1 for the root."""
-    depth: int
-    """1 for children of the root."""
+    rank: int  # Which successor of its parent's token it holds
+    parent: int  # Index of the parent in the tree, -1 for the root
+    depth: int  # 1 for children of the root
 
 
 def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
@@ -230,14 +226,10 @@ def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
     return tree
 
 
-_MOST = 80
-"""Nodes of the paper's tree."""
-_REGROWN = 64
-"""Steps between two looks at what an adaptive tree should be."""
-_SAVED = 256
-"""Steps between two writes of the file, which happen where a sequence ends."""
-_MOST_BYTES = 128 * 2**20
-"""Of the matrices of all isolation domains together; the shared one comes on top."""
+_MOST = 80  # Nodes of the paper's tree
+_REGROWN = 64  # Steps between two looks at what an adaptive tree should be
+_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
+_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,11 +259,9 @@ class _Memory:
     """What is known of an isolation domain."""
 
     matrix: SuccessorMatrix
-    acceptance: Acceptance
-    """By (depth of the parent, rank)."""
+    acceptance: Acceptance  # By (depth of the parent, rank)
     shape: list[RankedNode]
-    steps: int = 0
-    """That the matrix learned from."""
+    steps: int = 0  # That the matrix learned from
 
 
 class RecyclingDrafter(Drafter):

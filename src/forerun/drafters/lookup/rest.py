@@ -25,8 +25,7 @@ from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget
 
 _LOW = 2**32 - 1
-_FEW = 24
-"""So many continuations are merged faster in plain Python than by arrays."""
+_FEW = 24  # So many continuations are merged faster in plain Python than by arrays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,18 +33,15 @@ class Trie:
     """The kept nodes, the most frequent first, which puts parents before their children."""
 
     tokens: list[int]
-    parents: list[int]
-    """Node ids: node k + 1 is entry k, 0 is the root."""
-    counts: list[int]
-    """Continuations that run through the node."""
+    parents: list[int]  # Node ids: node k + 1 is entry k, 0 is the root
+    counts: list[int]  # Continuations that run through the node
 
 
 @dataclass(slots=True)
 class _Nodes:
     """Nodes found so far, in order of their ids: node k + 1 is entry k."""
 
-    most: int
-    """How many will be kept."""
+    most: int  # How many will be kept
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)

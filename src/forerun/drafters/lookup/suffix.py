@@ -23,18 +23,13 @@ from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_SEEN = 32
-"""Most continuations of one string looked at for a tree: a frequent word has thousands."""
-_WIDTH = 8
-"""Most of them that become nodes, the most frequent ones."""
-_BACKED_OFF = 4
-"""Ever shorter strings asked for the share of a continuation."""
-_UNSEEN = 1.0
-"""Occurrences that the share after the next shorter string counts for."""
+_SEEN = 32  # Most continuations of one string looked at for a tree: a frequent word has thousands
+_WIDTH = 8  # Most of them that become nodes, the most frequent ones
+_BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
+_UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
 _PACE = 64
 """Tokens of past outputs indexed in a call at least; besides, two for each token that the running requests gained."""
-_FULL_STORES = 4
-"""What the stores of all isolation domains may hold together, in full ones."""
+_FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +80,8 @@ class SuffixConfig:
 
 class _Position(NamedTuple):
     state: int
-    matched: int
-    """Tokens before it that are the same here and there."""
-    probability: float
-    """Of the path so far, by the counts."""
+    matched: int  # Tokens before it that are the same here and there
+    probability: float  # Of the path so far, by the counts
 
 
 class _Branch(NamedTuple):
@@ -113,8 +106,7 @@ class _Row:
     memory: _Memory
     prompt_length: int = 0
     drafted: Drafted | None = None
-    cursors: list[Cursor] = field(default_factory=list)
-    """Where the text stands in each generation of the store."""
+    cursors: list[Cursor] = field(default_factory=list)  # Where the text stands in each generation of the store
 
 
 class SuffixDrafter(Drafter):

@@ -76,8 +76,7 @@ class EarlyExitDrafter(SelfDrafter):
         self.config = config
         self._head = _shared_head(setup.target) if config.head is None else ExitHead(Path(config.head), setup.target)
         self._rows: Sequence[int] = ()
-        self._states: list[Tensor] = []
-        """Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`."""
+        self._states: list[Tensor] = []  # Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`
 
     def memory_bytes(self) -> int:
         return self._head.nbytes() if isinstance(self._head, ExitHead) else 0

@@ -36,8 +36,7 @@ class Window:
         self._rows = level - 1
         self._base = 0
         self._cursor = 0
-        self.columns: list[list[int]] = []
-        """The columns as they were fitted last, each of N - 1 tokens."""
+        self.columns: list[list[int]] = []  # The columns as they were fitted last, each of N - 1 tokens
 
     def widest(self, nodes: int, depth: int) -> int:
         """The most columns that stay within so many nodes and so deep; W columns are W - 1 + (N - 2) W nodes."""
@@ -93,8 +92,7 @@ class Window:
             self._base += emitted
 
 
-_PRIOR = 0.15
-"""First guess that a token is right if those before it were."""
+_PRIOR = 0.15  # First guess that a token is right if those before it were
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +112,7 @@ class WindowRow:
 
     window: Window
     acceptance: Acceptance
-    guessed: Drafted | None = None
-    """The last guesses, until the target has spoken."""
+    guessed: Drafted | None = None  # The last guesses, until the target has spoken
 
 
 RowOf = TypeVar("RowOf", bound=WindowRow)

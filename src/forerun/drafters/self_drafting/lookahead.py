@@ -54,12 +54,9 @@ class Pool:
         return list(reversed(self._grams.get(first, {})))
 
 
-_PRIOR = (0.25, 0.45, 0.6, 0.7)
-"""First guess that a guess's token 1, 2, ... is right if those before it were."""
-_PRIOR_DECAY = 0.6
-"""By how much that falls from one sibling to the next older one."""
-_POOLS = 16
-"""Isolation domains whose shared pools are kept: a full one takes some 6 MB."""
+_PRIOR = (0.25, 0.45, 0.6, 0.7)  # First guess that a guess's token 1, 2, ... is right if those before it were
+_PRIOR_DECAY = 0.6  # By how much that falls from one sibling to the next older one
+_POOLS = 16  # Isolation domains whose shared pools are kept: a full one takes some 6 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +87,7 @@ class LookaheadConfig:
 @dataclass(kw_only=True, slots=True)
 class _Row(WindowRow):
     pool: Pool
-    copied: int = 0
-    """Tokens of the text whose n-grams are in the pool."""
+    copied: int = 0  # Tokens of the text whose n-grams are in the pool
 
 
 class LookaheadDrafter(WindowDrafter[_Row]):

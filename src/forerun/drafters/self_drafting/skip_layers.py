@@ -59,8 +59,7 @@ MAX_CANDIDATES = 1000
 BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
 _KAPPA = 2.5
-_MEMORY = 8
-"""Windows after which the best set's older counts fade."""
+_MEMORY = 8  # Windows after which the best set's older counts fade
 
 
 @dataclass(slots=True)
@@ -108,8 +107,7 @@ class OnlineSearch:
                 f"the last layer and needs 1 to {len(allowed) - 1} for a model of {layers} layers"
             )
         self.space = Space(allowed=allowed, size=size)
-        self.candidates = 0
-        """Judged so far."""
+        self.candidates = 0  # Judged so far
         self._window, self._patience = window, patience
         self._propose = partial(propose, self.space, random=np.random.default_rng(seed), acquisition=_upper_bound)
         self._random = np.random.default_rng(seed + 1)
@@ -180,10 +178,8 @@ class OnlineSearch:
 
 
 SEARCHES = ("swift",)
-_FIRST_THRESHOLD = (0.8, 0.5)
-"""Where an adapted threshold begins: greedy, sampled (Draft & Verify)."""
-_RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9
-"""Draft & Verify's beta 1, epsilon and beta 2."""
+_FIRST_THRESHOLD = (0.8, 0.5)  # Where an adapted threshold begins: greedy, sampled (Draft & Verify)
+_RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta 1, epsilon and beta 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,10 +226,8 @@ class SkipLayersConfig(TreeOptions):
 class Threshold:
     """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
 
-    value: float
-    """In 0..1."""
-    acceptance: float
-    """Running accepted / drafted, 0..1."""
+    value: float  # In 0..1
+    acceptance: float  # Running accepted / drafted, 0..1
 
     def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
         """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens, where `wanted` is the share to
@@ -254,8 +248,7 @@ class SkipLayersDrafter(SelfDrafter):
     def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
         super().__init__(config.fixed_tree(), setup.target)
         self.config = config
-        self.search: OnlineSearch | None = None
-        """What SWIFT knows; None where the set is given."""
+        self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
         if config.search is not None:
             self.search = OnlineSearch(
                 setup.target.num_layers,

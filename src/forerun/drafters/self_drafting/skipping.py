@@ -70,8 +70,7 @@ Floats = NDArray[np.floating[Any]]
 
 NOISE = 1e-2
 """Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)."""
-_LENGTHS = (0.1, 0.25, 0.5, 1.0)
-"""Of the exponential, as a share of the number of entries."""
+_LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Of the exponential, as a share of the number of entries
 _ADDITIVE = (0.0, 0.5, 0.9)
 
 
@@ -130,12 +129,9 @@ Acquisition = Callable[[Floats, Floats, float], Floats]
 
 _POOL = 384
 """Random subsets among which the next one is chosen; as many neighbours of the best come on top."""
-_ENUMERABLE = 10
-"""Up to so many sub-layers every subset is in the pool."""
-_REMEMBERED = 300
-"""Most trials that the Gaussian process is fitted to: the best half and the latest half."""
-_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)
-"""Of the sub-layers, skipped at even distances in the first trials."""
+_ENUMERABLE = 10  # Up to so many sub-layers every subset is in the pool
+_REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
+_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
 _RANDOM_STARTS = 3
 
 
@@ -143,10 +139,8 @@ _RANDOM_STARTS = 3
 class Space:
     """Which subsets may be proposed."""
 
-    allowed: tuple[Sublayer, ...]
-    """Sub-layers that may be skipped, in order."""
-    size: int | None = None
-    """How many are skipped; None: any number but none and all."""
+    allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
+    size: int | None = None  # How many are skipped; None: any number but none and all
 
     def __post_init__(self) -> None:
         least = 1 if self.size is None else self.size
@@ -189,8 +183,7 @@ class Trial:
     """One subset that was valued."""
 
     skip: SkipSet
-    value: float
-    """Larger is better."""
+    value: float  # Larger is better
 
 
 def propose(

@@ -85,8 +85,7 @@ class Pipeline:
     def __init__(self, target: Target) -> None:
         """Find the block; errors as `shared_block`."""
         self.target, self.size = target, shared_block(target)
-        self.depth: int = target.num_layers // self.size
-        """Passes of the block that make the whole model."""
+        self.depth: int = target.num_layers // self.size  # Passes of the block that make the whole model
 
     @classmethod
     def proved(cls, target: Target) -> Pipeline:
@@ -163,15 +162,11 @@ class SpeedConfig:
 class _Run:
     """One proposal under way, for A rows."""
 
-    members: Sequence[int]
-    """Indices in the context."""
-    limits: list[int]
-    """Per row the last node that may still be submitted; a flush lowers it."""
-    ids: Tensor
-    """(A, K) drafted tokens."""
+    members: Sequence[int]  # Indices in the context
+    limits: list[int]  # Per row the last node that may still be submitted; a flush lowers it
+    ids: Tensor  # (A, K) drafted tokens
     confidence: list[list[float]]
-    finished: list[Tensor]
-    """(A, 1, H) at the last boundary, node by node."""
+    finished: list[Tensor]  # (A, 1, H) at the last boundary, node by node
 
 
 class SpeedDrafter(Drafter):

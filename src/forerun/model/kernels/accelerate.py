@@ -151,8 +151,7 @@ class Acceleration:
 
     packing: Packing
     folded_attention: bool
-    forwards: int
-    """Norms, MLPs and attentions that run in fewer operations."""
+    forwards: int  # Norms, MLPs and attentions that run in fewer operations
     compiled: bool
 
     def __str__(self) -> str:

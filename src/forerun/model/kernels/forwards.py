@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
-_ROUNDING = 2.0**-6
-"""Relative difference that two orders of summation may make in bf16."""
+_ROUNDING = 2.0**-6  # Relative difference that two orders of summation may make in bf16
 
 
 class _Forward:

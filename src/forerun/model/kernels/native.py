@@ -310,8 +310,7 @@ def largest(logits: Tensor) -> list[list[int]]:
 class HeadNorm:
     """A root-mean-square norm of every head."""
 
-    weight: Tensor
-    """(D,)"""
+    weight: Tensor  # (D,)
     epsilon: float
 
 
@@ -320,10 +319,8 @@ class Heads:
     """How the output of a layer's joint projection divides."""
 
     queries: int
-    keys: int
-    """As many as values."""
-    depth: int
-    """D, even to 32."""
+    keys: int  # As many as values
+    depth: int  # D, even to 32
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None
 

@@ -34,8 +34,7 @@ _NAMES = itertools.count()
 class Contents:
     """The values of a `PackedWeight`."""
 
-    packed: Tensor
-    """In oneDNN's layout; never written to."""
+    packed: Tensor  # In oneDNN's layout; never written to
     bias: Tensor | None
 
 
@@ -181,10 +180,8 @@ def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
 class Packing:
     """What `pack` did."""
 
-    layers: int
-    """Linear layers that were repacked."""
-    fused: int
-    """Groups that were merged."""
+    layers: int  # Linear layers that were repacked
+    fused: int  # Groups that were merged
 
 
 def packable(layer: nn.Module) -> bool:
@@ -256,8 +253,7 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
 class Weights:
     """A whole set of weights in the form in which one model holds them."""
 
-    parameters: tuple[tuple[nn.Parameter, Tensor], ...]
-    """What is exchanged, and its values."""
+    parameters: tuple[tuple[nn.Parameter, Tensor], ...]  # What is exchanged, and its values
     packed: tuple[tuple[PackedWeight, Contents], ...]
 
     def nbytes(self) -> int:
