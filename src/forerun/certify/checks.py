@@ -95,14 +95,7 @@ class Report:
             {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
             for check in self.checks
         ]
-        return {
-            "passed": self.passed,
-            "model": self.model,
-            "drafter": self.drafter,
-            "dtype": self.dtype,
-            "device": self.device,
-            "checks": checks,
-        }
+        return {"passed": self.passed, **asdict(self), "checks": checks}
 
 
 Outcome = tuple[int, ...]
@@ -177,8 +170,8 @@ def chi_square_check(
 
 def draws_for(freedom: int, level: float, plan: Plan) -> int:
     """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`. The
-    chi-square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality
-    of its distribution (Cauchy-Schwarz)."""
+    statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality of its
+    distribution (Cauchy-Schwarz)."""
     freedom = max(freedom, 1)
     critical = _smallest(lambda value: survival(value, freedom) <= level)
     wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= plan.power)
@@ -410,6 +403,7 @@ class _Subject:
     prompts: list[list[int]]  # Token ids, as long as the plan wants them
     plan: Plan
     progress: Progress
+    rules: set[str] = field(default_factory=set)  # Names of those that verified drafts
 
 
 def certify(
@@ -440,15 +434,13 @@ def certify(
         progress("loading the target as transformers runs it")
         reference = Reference.of(llm)
     subject = _Subject(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
-    checks, rules = _text_checks(subject)
-    sampled, more = _distribution_checks(subject)
-    checks, rules = checks + sampled, rules | more
+    checks = [*_text_checks(subject), *_distribution_checks(subject)]
     return Report(
         model=llm.target.name_or_path,
         drafter=llm.speculative.method,
         dtype=dtype_name(llm),
         device=str(llm.target.device),
-        checks=[*_rule_checks(subject, rules), *checks],
+        checks=[*_rule_checks(subject), *checks],
     )
 
 
@@ -465,25 +457,23 @@ def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[list[in
     return tokens
 
 
-def _text_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
+def _text_checks(subject: _Subject) -> list[Check]:
     checks: list[Check] = []
-    rules: set[str] = set()
     for temperature in subject.plan.temperatures:
         if temperature == 0:
             subject.progress("greedy text against plain decoding")
-            found, more = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
-            rules |= more
-            checks += found
+            found, rules = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
         else:
             subject.progress(f"sampled text for a seed, T = {temperature:g}")
-            check, more = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
-            checks += [check] if check is not None else []
-            rules |= more
-    return checks, rules
+            check, rules = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
+            found = [check] if check is not None else []
+        checks += found
+        subject.rules.update(rules)
+    return checks
 
 
-def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
-    plan, rules = subject.plan, set[str]()
+def _distribution_checks(subject: _Subject) -> list[Check]:
+    plan = subject.plan
     # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
     cuts = (1.0, NUCLEUS) if TIE_EPSILON.get(dtype_name(subject.llm), 0.0) == 0 else (1.0,)
     settings = [
@@ -500,15 +490,15 @@ def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
     for index, setting in enumerate(settings):
         prompt = subject.prompts[index % len(subject.prompts)][: plan.sample_prompt_tokens]
         subject.progress(f"sampled answers against the exact distribution, {setting.name}")
-        check, more = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
+        check, rules = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
         checks.append(check)
-        rules |= more
-    return checks, rules
+        subject.rules.update(rules)
+    return checks
 
 
-def _rule_checks(subject: _Subject, rules: set[str]) -> list[Check]:
+def _rule_checks(subject: _Subject) -> list[Check]:
     checks = []
-    for name in sorted(rules):
+    for name in sorted(subject.rules):
         subject.progress(f"the exact distributions of the rule {name}")
         if not rule_named(name).lossless:
             checks.append(

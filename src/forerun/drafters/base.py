@@ -81,19 +81,12 @@ class DraftContext:
         def pick(values: Sequence[Any]) -> Sequence[Any]:
             return [values[i] for i in index] if values else values
 
-        return replace(
-            self,
-            rows=pick(self.rows),
-            tokens=pick(self.tokens),
-            prompt_lengths=pick(self.prompt_lengths),
-            fresh=pick(self.fresh),
-            samplers=pick(self.samplers),
-            rng=pick(self.rng),
-            signals={signal: states[index] for signal, states in self.signals.items()},
-            predictions=pick(self.predictions),
-            cache_salts=pick(self.cache_salts),
-            adapt=pick(self.adapt),
-        )
+        signals = {signal: states[index] for signal, states in self.signals.items()}
+        picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in _BY_ROW}
+        return replace(self, signals=signals, **picked)
+
+
+_BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions", "cache_salts", "adapt")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -266,13 +259,9 @@ class Seeds:
 
     def seen(self, sampler: Sampler) -> Sampler:
         """The sampler as a drafter is to see it."""
-        if not self._hide or _free(sampler):
+        # Nobody asked for the same text again, or it is the same whatever is drafted.
+        if not self._hide or sampler.greedy or sampler.params.seed is None:
             return sampler
         if sampler not in self._greedy:
             self._greedy[sampler] = changed(sampler, temperature=0.0)
         return self._greedy[sampler]
-
-
-def _free(sampler: Sampler) -> bool:
-    """Whether nobody asked for the same text again, or it is the same whatever is drafted."""
-    return sampler.greedy or sampler.params.seed is None

@@ -109,6 +109,16 @@ class FixedTree:
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
+    @property
+    def run(self) -> int:
+        """Most nodes that the model runs."""
+        return self.shape.size
+
+    @property
+    def depth(self) -> int:
+        """Most tokens on a path."""
+        return len(self.shape.widths)
+
     def kind(self, sampler: Sampler) -> DraftKind:
         """What the trees of a request hold."""
         return kind_of(self._draw(sampler), chain=self.shape.chain)
@@ -332,6 +342,10 @@ class DynamicTree:
     def run(self) -> int:
         """Most nodes that the model runs: the leaves are drawn, not run."""
         return self.top_k * (self.depth - 1)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        """What the trees of a request hold: deterministic nodes."""
+        return DraftKind()
 
     def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:
         """Expand from the logits (B, 1, V') after the roots to at most `depth` levels; keep the likeliest nodes."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from forerun.core.sampling import Sampler
@@ -111,7 +111,7 @@ def try_drafter(
     [row_id] = free_rows(target, 1)
     deadline = time.perf_counter() + (seconds or float("inf"))
     done: list[TrialStep] = []
-    turns = itertools.cycle(depths)
+    turns = _turns(drafter, name, depths)
     for index, prompt in enumerate(prompts):
         row = Row(
             cache_row=row_id,
@@ -125,8 +125,7 @@ def try_drafter(
         )
         try:
             _begin(target, drafter, row)
-            group = _Turns(drafter=drafter, name=name, depths=turns)
-            done += _answer(target, row, group, len(prompt) + (params.max_tokens or 1), deadline)
+            done += _answer(target, row, turns, len(prompt) + (params.max_tokens or 1), deadline)
         finally:
             target.truncate([row_id], [0])
             if drafter is not None:
@@ -134,18 +133,13 @@ def try_drafter(
     return Trial(steps=tuple(done))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Turns:
-    drafter: Drafter | None
-    name: str
-    depths: itertools.cycle[int]
-
-    def next(self) -> list[Group]:
-        """Who drafts in the next step."""
-        if self.drafter is None:
-            return []
-        depths = [next(self.depths)]
-        return [Group(name=self.name, drafter=self.drafter, members=[0], depths=depths, nodes=MAX_SPECULATIVE_TOKENS)]
+def _turns(drafter: Drafter | None, name: str, depths: Sequence[int]) -> Iterator[list[Group]]:
+    """Who drafts, step by step."""
+    for depth in itertools.cycle(depths):
+        if drafter is None:
+            yield []
+        else:
+            yield [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
 
 
 def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
@@ -158,11 +152,11 @@ def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
         drafter.extend(context_for([row], [0], [len(row.tokens)], scored.signals))
 
 
-def _answer(target: Target, row: Row, turns: _Turns, end: int, deadline: float) -> list[TrialStep]:
+def _answer(target: Target, row: Row, turns: Iterator[list[Group]], end: int, deadline: float) -> list[TrialStep]:
     done: list[TrialStep] = []
     while len(row.tokens) < end and row.tokens[-1] not in row.stop_ids and time.perf_counter() < deadline:
         context = len(row.tokens) - 1
-        [emitted] = step(target, [row], turns.next())
+        [emitted] = step(target, [row], next(turns))
         row.room -= len(emitted.tokens)
         done.append(
             TrialStep(
@@ -220,9 +214,12 @@ def measure_draft(
     # A step of depth 1 emits at most two tokens, a full one depth + 1: half of the steps are of either kind.
     tokens = min(steps * (depth + 3) // 2 + 2, room - len(text))
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    plain = try_drafter(target, None, [list(text)], _short(params), depths=(0,), seconds=seconds / 4)
+    short = replace(params, max_tokens=min(tokens, 12))  # as few as a median needs
+    plain = try_drafter(target, None, [list(text)], short, depths=(0,), seconds=seconds / 4)
     trial = try_drafter(target, drafter, [list(text)], params, depths=(depth, 1), seconds=seconds)
-    return fit(trial, besides_ms=median(_beside(plain)))
+    # What a step takes besides the target's pass and its verification.
+    besides = [done.draft_ms + done.commit_ms for done in plain.steps if not done.first]
+    return fit(trial, besides_ms=median(besides or [0.0]))
 
 
 def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
@@ -243,13 +240,3 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
     slope = sum(count * (depth - mean_depth) * (ms - mean_ms) for depth, ms, count in points)
     level = min(max(0.0, slope / spread), mean_ms / mean_depth) if spread else 0.0
     return DraftCost(fixed_ms=max(0.0, mean_ms - level * mean_depth), level_ms=level)
-
-
-def _beside(trial: Trial) -> list[float]:
-    """Time of each step but the first that is not the target's pass and its verification, ms."""
-    return [done.draft_ms + done.commit_ms for done in trial.steps if not done.first] or [0.0]
-
-
-def _short(params: SamplingParams) -> SamplingParams:
-    """As few tokens as a median needs."""
-    return SamplingParams(temperature=0.0, max_tokens=min(params.max_tokens or 1, 12), ignore_eos=True)

@@ -156,9 +156,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.fixed_tree()
-        self._stopping = Stopping()
-        if isinstance(config, DraftModelConfig):
-            self._stopping = stopping_named(config.stop, config.stop_threshold)
+        self._stopping = stopping_named(config.stop, config.stop_threshold)
         self.model = self._load(setup)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None

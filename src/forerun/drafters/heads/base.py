@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,8 +22,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class HeadConfig:
     """Configuration of a head; a kind of head adds its own fields."""
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """Fields that a recipe may choose; the others follow from the target."""
+    FROM_TARGET: ClassVar[frozenset[str]] = frozenset(
+        {"target_hidden_size", "vocab_size", "draft_vocab_size", "boundaries", "extra"}
+    )
+    """Fields that follow from the target, or are settled elsewhere; a recipe may choose the others."""
 
     target_hidden_size: int
     vocab_size: int
@@ -56,18 +58,23 @@ class HeadConfig:
         return None
 
     @classmethod
+    def option_names(cls) -> list[str]:
+        """The fields that a recipe may choose."""
+        return [field.name for field in fields(cls) if field.name not in cls.FROM_TARGET]
+
+    @classmethod
     def for_target(
         cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
     ) -> Self:
-        """The shape of a head for a transformers causal LM `model`, with `options` (fields of `OPTIONS`) that shall
+        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) that shall
         differ from what follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not
         fit the target."""
-        config, given = model.config.get_text_config(), dict(options or {})
+        config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
-            if name not in cls.OPTIONS:
+            if name not in known:
                 raise ArgumentError(
-                    f"a head of the kind {kind} has no option {name!r}; it has {', '.join(cls.OPTIONS)}."
-                    f"{nearest(name, cls.OPTIONS)}"
+                    f"a head of the kind {kind} has no option {name!r}; "
+                    f"it has {', '.join(known)}.{nearest(name, known)}"
                 )
         shape = {
             "target_hidden_size": config.hidden_size,

@@ -101,11 +101,11 @@ class HeadDrafter(Drafter):
         deepest = self.head.config.max_depth or config.num_speculative_tokens
         self.tree = self._tree(min(deepest, config.num_speculative_tokens))
         self.sampled = self._sampled_tree(self.tree)  # Grows for requests above temperature 0; mostly the same
-        if _depth(self.tree) > deepest and self.head.config.max_depth is not None:
+        if self.tree.depth > deepest and self.head.config.max_depth is not None:
             raise ArgumentError(
-                f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {_depth(self.tree)}"
+                f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {self.tree.depth}"
             )
-        most = max(map(_size, (self.tree, self.sampled)))
+        most = max(self.tree.run, self.sampled.run)
         self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots + most)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
@@ -118,11 +118,10 @@ class HeadDrafter(Drafter):
 
     @property
     def depth(self) -> int | None:
-        return None if self.head.config.max_depth is None else _depth(self.tree)
+        return None if self.head.config.max_depth is None else self.tree.depth
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        tree = self.tree if sampler.greedy else self.sampled
-        return tree.kind(sampler) if isinstance(tree, FixedTree) else DraftKind()
+        return (self.tree if sampler.greedy else self.sampled).kind(sampler)
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -133,22 +132,20 @@ class HeadDrafter(Drafter):
 
     def extend(self, context: DraftContext) -> None:
         """Feed the head what was committed, with the target's own features."""
-        fed = list[int]()
+        fed, new = list[int](), list[Sequence[int]]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
             if row.submitted is not None:
                 row.submitted.learn(tokens[len(tokens) - fresh :])
                 row.submitted = None
-            count = min(fresh, len(tokens) - 1)
-            row.ready = self.runner.lengths[row_id] == len(tokens) - 1 - count and count > 0
+            known = max(1, len(tokens) - fresh)  # no feature stands before the very first token
+            row.ready = self.runner.lengths[row_id] == known - 1 and known < len(tokens)
             if row.ready:
                 fed.append(index)
+                new.append(tokens[known:])
         if fed:
-            rows = [context.rows[index] for index in fed]
-            texts = [context.tokens[index] for index in fed]
-            counts = [min(context.fresh[index], len(tokens) - 1) for index, tokens in zip(fed, texts, strict=True)]
-            new = [tokens[len(tokens) - count :] for tokens, count in zip(texts, counts, strict=True)]
-            self.runner.ingest(rows, new, {signal: rows_of(states, fed) for signal, states in context.signals.items()})
+            signals = {signal: rows_of(states, fed) for signal, states in context.signals.items()}
+            self.runner.ingest([context.rows[index] for index in fed], new, signals)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -211,7 +208,7 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)
         levels = tree.shape.depths[max(within)]
-        grown = self.runner.unroll(rows, _size(tree), grow, *draws.tensors, levels=levels, key=key)
+        grown = self.runner.unroll(rows, tree.run, grow, *draws.tensors, levels=levels, key=key)
         cuts = tree.cut(context, active, grown, [within[index] for index in active])
         for index, cut in zip(active, cuts, strict=True):
             trees[index], self._rows[context.rows[index]].submitted = cut
@@ -230,16 +227,6 @@ class HeadDrafter(Drafter):
         shapes = [Shape.regular((2,) * wide + (1,) * (tree.depth - wide)) for wide in range(tree.depth + 1)]
         fitting = [shape for shape in shapes if shape.size <= self.config.nodes] or shapes[:1]
         return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
-
-
-def _size(tree: FixedTree | DynamicTree) -> int:
-    """Nodes that the head runs at most."""
-    return tree.run if isinstance(tree, DynamicTree) else tree.shape.size
-
-
-def _depth(tree: FixedTree | DynamicTree) -> int:
-    """Most tokens on one path."""
-    return tree.depth if isinstance(tree, DynamicTree) else len(tree.shape.widths)
 
 
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:

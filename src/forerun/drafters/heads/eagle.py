@@ -137,28 +137,11 @@ class EagleConfig(HeadConfig):
     hidden state and reads its output head (EAGLE-1 and EAGLE-2, arXiv 2401.15077 and 2406.16858).
     """
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        "boundaries",
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "max_position_embeddings",
-        "hidden_act",
-        "sliding_window",
-        "full_layers",
-        "attention_bias",
-        "mlp_bias",
-        "qk_norm",
-        *FEATURE_NORMS,
-        "own_embedding",
-        "own_lm_head",
-        "initializer_range",
-    )
+    FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET - {"boundaries"} | {
+        "generation",
+        "hidden_size",
+        "fc_bias",
+    }
 
     generation: int = 3
     hidden_size: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from forerun.types import LAST_HIDDEN
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaConfig(HeadConfig):
     """Shape of a Medusa head."""
-
-    OPTIONS: ClassVar[tuple[str, ...]] = ("num_heads", "num_layers")
 
     num_heads: int = 5
     """Output heads: tokens drafted beyond the target's own."""
