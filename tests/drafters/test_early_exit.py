@@ -214,7 +214,8 @@ def test_a_head_with_the_targets_weights_drafts_what_the_targets_drafts(name: st
         "norm.weight": weights.get_submodule(norm).weight.detach().clone(),
     }
     states = torch.randn(2, 3, 64)
-    shared = build("early_exit", {"exit_layer": 2}, setup(weights))._head(states)
+    target = setup(weights).target
+    shared = target.lm_head(target.final_norm(states))
     for names in (["lm_head.weight"], ["lm_head.weight", "norm.weight"]):
         save_file({key: tensors[key] for key in names}, tmp_path / "head.safetensors")
         drafter = build("early_exit", {"exit_layer": 2, "head": tmp_path / "head.safetensors"}, setup(weights))

@@ -261,7 +261,6 @@ def draw(
 
 
 def count(cells: Mapping[Outcome, float], answers: Iterable[Outcome]) -> Counter[Outcome]:
-    """How many answers fall into each cell."""
     return Counter(_home(answer, cells) for answer in answers)
 
 

@@ -111,7 +111,7 @@ AUTO = "auto"
 CHOOSERS: dict[str, Entry] = {
     AUTO: Entry(
         path="", summary="chooses among the drafters there are, how much to draft, or not at all, by measured cost"
-    ),
+    )
 }
 """Methods that the engine carries out with several drafters; none is a `Drafter` of its own."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.core.acceptance import Acceptance, Evidence, Proposal
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, nearest
 from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
@@ -118,6 +118,14 @@ def check_least(method: str, config: object, **least: int) -> None:
         given = getattr(config, name)
         if given is not None and given < value:
             raise ArgumentError(f"{method}: {name} must be at least {value}, got {given}")
+
+
+def check_choice(method: str, config: object, name: str, known: Sequence[str]) -> None:
+    """Raise ArgumentError, naming the nearest, where a configuration's option is none of those that are known."""
+    given = getattr(config, name)
+    if given not in known:
+        expected = f"one of {', '.join(known)}"
+        raise ArgumentError(f"{method}: {name} is {expected}, got {given!r}.{nearest(str(given), known)}")
 
 
 @lru_cache(maxsize=256)

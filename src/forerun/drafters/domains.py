@@ -47,15 +47,12 @@ class PerDomain(Generic[T]):
 
     def trim(self) -> None:
         """Forget what is too much. For whoever made a memory grow; a new one is seen to by `of`."""
-        while len(self._kept) > 1 and (len(self._kept) > self._most or self._total() > self._most_size):
-            self._kept.popitem(last=False)
+        kept = self._kept
+        while len(kept) > 1 and (len(kept) > self._most or sum(map(self._size, kept.values())) > self._most_size):
+            kept.popitem(last=False)
 
     def all(self) -> Iterable[T]:
-        """Every memory, the last one used at the end."""
         return self._kept.values()
-
-    def _total(self) -> int:
-        return sum(map(self._size, self._kept.values()))
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -30,7 +30,7 @@ from forerun.core.sampling import (
     settings_of,
 )
 from forerun.devices import sent, widest
-from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
+from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.types import DraftKind, Drawn, SamplingParams
 
 T = TypeVar("T")
@@ -290,7 +290,6 @@ class HostDraws:
     tensors: ClassVar[tuple[Tensor, ...]] = ()
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> HostDraws:
-        """The same: there are none."""
         return self
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
@@ -463,28 +462,21 @@ class Draws:
         )
 
     def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
-        probs = self._probs(logits)
+        if not self.one_by_one:
+            probs = probs_of(logits, self.numbers[1], filters=self.filters)
+        else:  # what is refused, for its numbers or for want of tokens, has no distribution
+            rows, nan = (
+                zip(logits.float(), self.one_by_one, strict=True),
+                torch.full_like(logits[0, 0].float(), torch.nan),
+            )
+            found = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
+            probs = torch.stack([torch.stack(row) for row in found])
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
         size = probs.shape[1] * count
         uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
         return children_of(
             probs, count, self.draw, lambda rest, which: quantiles(rest, uniforms[..., which.start : which.stop])
         )
-
-    def _probs(self, logits: Tensor) -> Tensor:
-        """(B, F, V) float32."""
-        if not self.one_by_one:
-            return probs_of(logits, self.numbers[1], filters=self.filters)
-        rows = zip(logits.float(), self.one_by_one, strict=True)
-        return torch.stack([torch.stack([_distribution_of(node, params) for node in row]) for row, params in rows])
-
-
-def _distribution_of(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`sampling.distribution_of`; NaN where that refuses the logits (V,)."""
-    try:
-        return distribution_of(logits, params)
-    except (NumericError, NoTokenLeftError):
-        return torch.full_like(logits, torch.nan)
 
 
 @lru_cache(maxsize=64)

@@ -106,9 +106,7 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
         if not 0 < node < len(tree.tokens):
             raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
         if tree.drawn[node] is not Drawn.DETERMINISTIC:
-            raise InvalidDraftError(
-                "a node was sampled and is a probe; nodes that are never accepted are deterministic"
-            )
+            raise InvalidDraftError("a node was sampled and is a probe; what is never accepted is deterministic")
 
 
 def _sampled_below(tree: TokenTree) -> list[int]:
@@ -159,11 +157,11 @@ class Guarded(Drafter):
         self._closed = set[int]()
         self._useless = False  # It cannot say what it needs: it is asked for nothing
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
-        self._depth = self._told("depth", _depth, None)
+        self._depth: int | None = self._told("depth", _DEPTH, None)
         self._requires = self._told("requires", self._signals, frozenset[Signal]())
-        self._watches = self._told("watches", _flag, otherwise=False)
+        self._watches = self._told("watches", _FLAG, otherwise=False)
         self._top_ids = self._told("top_ids", int, 0)
-        self._remembers = self._told("remembers", _flag, otherwise=False)
+        self._remembers = self._told("remembers", _FLAG, otherwise=False)
 
     @classmethod
     def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup) -> Guarded:
@@ -240,11 +238,11 @@ class Guarded(Drafter):
 
     def memory_bytes(self) -> int:
         """What it says; 0 where that is no number of bytes."""
-        return self._asked("memory_bytes()", self.drafter.memory_bytes, _bytes, 0)
+        return self._asked("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """What it says; what is safe for any drafter where that is no `DraftKind`."""
-        return self._asked("kind()", partial(self.drafter.kind, sampler), _kind, DraftKind())
+        return self._asked("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -307,25 +305,16 @@ class Guarded(Drafter):
         return signals
 
 
-def _flag(told: Any) -> bool:
-    if not isinstance(told, bool):
-        raise TypeError(f"expected True or False, got {told!r}")
-    return told
+def _expecting(what: str, fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def read(told: Any) -> Any:
+        if not fits(told):
+            raise TypeError(f"expected {what}, got {told!r}")
+        return told
+
+    return read
 
 
-def _depth(told: Any) -> int | None:
-    if told is not None and (not isinstance(told, int) or told < 1):
-        raise TypeError(f"expected a number of tokens or None, got {told!r}")
-    return told
-
-
-def _bytes(told: Any) -> int:
-    if not isinstance(told, int) or told < 0:
-        raise TypeError(f"expected a number of bytes, got {told!r}")
-    return told
-
-
-def _kind(told: Any) -> DraftKind:
-    if not isinstance(told, DraftKind):
-        raise TypeError(f"expected a DraftKind, got {told!r}")
-    return told
+_FLAG = _expecting("True or False", lambda told: isinstance(told, bool))
+_DEPTH = _expecting("a number of tokens or None", lambda told: told is None or (isinstance(told, int) and told >= 1))
+_BYTES = _expecting("a number of bytes", lambda told: isinstance(told, int) and told >= 0)
+_KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))

@@ -15,10 +15,10 @@ from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, changed, check_least
+from forerun.drafters.base import DraftContext, changed, check_choice, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, kind_of, resolve
-from forerun.errors import ArgumentError, NumericError, nearest
+from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
 
@@ -111,12 +111,10 @@ class FixedTree:
 
     @property
     def run(self) -> int:
-        """Most nodes that the model runs."""
         return self.shape.size
 
     @property
     def depth(self) -> int:
-        """Most tokens on a path."""
         return len(self.shape.widths)
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -241,11 +239,7 @@ def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
 
 def check_drawing(method: str, options: Any) -> None:
     """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a configuration make sense."""
-    kinds = [kind.value for kind in Draw]
-    if options.draw not in kinds:
-        raise ArgumentError(
-            f"{method}: draw is one of {', '.join(kinds)}, got {options.draw!r}.{nearest(options.draw, kinds)}"
-        )
+    check_choice(method, options, "draw", [kind.value for kind in Draw])
     check_least(method, options, num_speculative_tokens=1)
     if options.temperature is not None and not GREEDY_BELOW <= options.temperature <= MAX_TEMPERATURE:
         raise ArgumentError(
@@ -344,7 +338,6 @@ class DynamicTree:
         return self.top_k * (self.depth - 1)
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """What the trees of a request hold: deterministic nodes."""
         return DraftKind()
 
     def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:

@@ -51,10 +51,8 @@ def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenize
             f"{len(differing)} tokens, for example {token!r}: id {ours.get(token)} and {theirs.get(token)}. {_REMEDY}"
         )
     if set(target.all_special_ids) != set(draft.all_special_ids):
-        raise VocabularyMismatchError(
-            f"the special tokens of target {sorted(target.all_special_ids)} and draft model "
-            f"{sorted(draft.all_special_ids)} differ. {_REMEDY}"
-        )
+        found = f"target {sorted(target.all_special_ids)} and draft model {sorted(draft.all_special_ids)}"
+        raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")
 
 
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
@@ -79,10 +77,8 @@ def draft_tokenizer(method: str, option: Any, model: Any) -> PreTrainedTokenizer
         source = getattr(model, "name_or_path", "")
     found = _loaded(source)
     if found is None:
-        raise ArgumentError(
-            f"{method}: no tokenizer was found for the draft model in {str(source)!r}; pass tokenizer=DIRECTORY, a hub "
-            "id or a tokenizer object"
-        )
+        where = f"no tokenizer was found for the draft model in {str(source)!r}"
+        raise ArgumentError(f"{method}: {where}; pass tokenizer=DIRECTORY, a hub id or an object")
     return found
 
 

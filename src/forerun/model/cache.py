@@ -181,7 +181,6 @@ class SlotCache:
         return sorted(self._stores)
 
     def nbytes(self) -> int:
-        """Bytes allocated so far."""
         return sum(store.nbytes for store in self._tensors())
 
     def _places(self, rows: Tensor, slot_ids: Tensor) -> Tensor:

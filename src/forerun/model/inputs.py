@@ -95,12 +95,7 @@ class Nodes:
 
     @classmethod
     def _of(
-        cls,
-        ids: Tensor,
-        parents: NDArray[np.int64],
-        counts: Sequence[int],
-        start: int,
-        resume: Sequence[Resume | None],
+        cls, ids: Tensor, parents: NDArray[np.int64], counts: Sequence[int], start: int, resume: Sequence[Resume | None]
     ) -> Nodes:
         sees, depths = _relations(parents.tobytes(), parents.shape)
         real = torch.arange(ids.shape[1]) <= torch.tensor(counts).unsqueeze(1)

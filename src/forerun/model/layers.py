@@ -36,15 +36,11 @@ class Plan:
     def check(self, layers: int) -> None:
         """Raise ArgumentError unless the plan fits a model of that many layers."""
         if not 0 <= self.start < self.stop <= layers:
-            raise ArgumentError(
-                f"a plan needs 0 <= start < stop <= {layers} layers, got start {self.start}, stop {self.stop}"
-            )
+            raise ArgumentError(f"a plan needs 0 <= start < stop <= {layers}, got {self.start} and {self.stop}")
         for layer, part in self.skip:
             if part not in ("attn", "mlp") or not self.start <= layer < self.stop:
-                raise ArgumentError(
-                    f"cannot skip {(layer, part)!r}: expected (layer, 'attn' or 'mlp') with a layer in "
-                    f"{self.start}..{self.stop - 1}"
-                )
+                expected = f"(layer, 'attn' or 'mlp') with a layer in {self.start}..{self.stop - 1}"
+                raise ArgumentError(f"cannot skip {(layer, part)!r}: expected {expected}")
 
 
 def shallow(module: nn.Module) -> nn.Module:
@@ -133,10 +129,8 @@ def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
         if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
     ]
     if len(found) != 1:
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: expected one norm after the layers, found "
-            f"{', '.join(name for name, _ in found) or 'none'}"
-        )
+        names = ", ".join(name for name, _ in found) or "none"
+        raise UnsupportedModelError(f"{type(base).__name__}: expected one norm after the layers, found {names}")
     return found[0]
 
 
@@ -207,9 +201,7 @@ def check_signals(signals: Set[Signal], layers: int) -> None:
     """Raise ArgumentError for a boundary that the model does not have."""
     for signal in signals:
         if signal != LAST_HIDDEN and not 0 <= signal <= layers:
-            raise ArgumentError(
-                f"there is no layer boundary {signal}: expected 0..{layers} or LAST_HIDDEN ({LAST_HIDDEN})"
-            )
+            raise ArgumentError(f"there is no layer boundary {signal}: expected 0..{layers} or LAST_HIDDEN (-1)")
 
 
 @contextmanager
@@ -317,10 +309,8 @@ class LayerRanges:
 
     def _slice(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         if getattr(self._base.config, "hidden_size_per_layer_input", None):
-            raise UnsupportedModelError(
-                f"{type(self._base).__name__} feeds every layer an embedding by its place in the list: its "
-                "layers cannot be run in part"
-            )
+            why = "feeds every layer an embedding by its place in the list"
+            raise UnsupportedModelError(f"{type(self._base).__name__} {why}: its layers cannot be run in part")
         if (start, stop) not in self._copies:
             self._copies[start, stop] = self._copy(start, stop)
         return self._copies[start, stop]

@@ -38,9 +38,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes"
-            )
+            raise CheckpointError(f"{path} is truncated or no safetensors file: its header exceeds its {size} bytes")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -49,7 +47,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
             raise CheckpointError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
     if size != 8 + length + end:
         raise CheckpointError(
-            f"{path} is corrupt: {size} bytes, but its header announces {8 + length + end}; copy it again"
+            f"{path} is corrupt: {size} bytes, its header announces {8 + length + end}; copy it again"
         )
     return header
 
@@ -140,9 +138,7 @@ class LoadOptions:
         except RuntimeError as error:
             raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, xpu, mps, ...") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ArgumentError(
-                f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices here"
-            )
+            raise ArgumentError(f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices")
         return device
 
 
@@ -177,9 +173,7 @@ def check_directory(name: str | Path) -> None:
             found = hint if (path / "adapter_config.json").is_file() else ""
             raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
     elif isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
-        raise CheckpointError(
-            f"there is no directory {path}: expected a transformers checkpoint or a hub id (owner/name)"
-        )
+        raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")
 
 
 @contextmanager
@@ -305,10 +299,8 @@ def without_wrapper(model: Any) -> Any:
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
-        raise UnsupportedModelError(
-            f"the adapter is of type {model.active_peft_config.peft_type}, which adds virtual tokens; only adapters "
-            "that change weights can be verified"
-        )
+        kind = model.active_peft_config.peft_type
+        raise UnsupportedModelError(f"the adapter ({kind}) adds virtual tokens; take one that changes weights")
     return model.get_base_model()
 
 

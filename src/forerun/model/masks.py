@@ -82,16 +82,12 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
     padding = ~block.sees.any(2, keepdim=True)
     visible = torch.where(padding, slots == 0, visible)
-    masks = {}
+    masks, zero = {}, torch.zeros((), dtype=dtype, device=visible.device)
+    lowest = torch.full_like(zero, torch.finfo(dtype).min)
     for name in style.types:
         seen = visible
         if name != FULL:
             places = torch.where(relative < 0, slots, block.node_positions.gather(1, node)).unsqueeze(1)
             seen = visible & style.within(name, block.query_positions.unsqueeze(2), places)
-        masks[name] = _additive(seen, dtype)
+        masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=visible.device)
-    return torch.where(visible, torch.zeros((), dtype=dtype, device=visible.device), lowest).unsqueeze(1)

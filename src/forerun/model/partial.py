@@ -47,9 +47,8 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UnsupportedModelError(
-            f"{name}: its layers cannot be run in part: {type(error).__name__}: {error}"
-        ) from error
+        said = f"{type(error).__name__}: {error}"
+        raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
     limit = _LIMITS.get(target.dtype, _ROUGH)
     if not worst <= limit:
         raise UnsupportedModelError(

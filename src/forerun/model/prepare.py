@@ -137,7 +137,9 @@ def prepare(cls: type[Made], source: Any, options: LoadOptions, *, rows: int, sl
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
-    faster = options.compile or (options.repack if options.repack is not None else named and _plain(model))
+    # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
+    plain = named and not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
+    faster = options.compile or (plain if options.repack is None else options.repack)
     with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
         expected = self_check.expect(model) if options.self_check else None
         if faster:
@@ -166,9 +168,7 @@ def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, i
 def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     """A model that the caller has loaded; only its cache must still fit."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ArgumentError(
-            f"a target is a directory, a hub id or a loaded transformers causal LM, got {type(model).__name__}"
-        )
+        raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
     if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
         raise ArgumentError(
             "device_map, tp_plan, adapter and revision choose how a checkpoint is loaded; this model is loaded "
@@ -220,8 +220,3 @@ def _spread(model: Any) -> bool:
     """Whether modules stand on several devices, on disk, or in shards: repacking them would break that."""
     placed = getattr(model, "hf_device_map", None) or {}
     return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
-
-
-def _plain(model: Any) -> bool:
-    """Whether the modules are those of the family: on one device, not quantised, without an adapter's layers."""
-    return not (_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))

@@ -112,10 +112,6 @@ def recordable(config: Any) -> bool:
     """Whether a transformers model of this configuration reads nothing on the host in a pass: some rotary embeddings
     look for the largest position."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *_nested(rope))}
+    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
+    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *by_layer_type)}
     return not kinds & {"dynamic", "longrope"}
-
-
-def _nested(rope: Any) -> list[Any]:
-    """Parameters by layer type."""
-    return [one for one in rope.values() if isinstance(one, dict)]

@@ -261,7 +261,7 @@ def _errors(target: Any, expected: Reference) -> dict[str, float]:
             (second[row], kept[last + 3 : last + 5]),
         )
         for what, (ours, theirs) in zip(worst, pairs, strict=True):
-            worst[what] = max(worst[what], _spread_error(ours, theirs), key=_nan_last)
+            worst[what] = max(worst[what], _spread_error(ours, theirs))
     return worst
 
 
@@ -277,11 +277,7 @@ def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
 
 
 def _spread_error(ours: Tensor, theirs: Tensor) -> float:
-    """Worst node's root-mean-square difference over the standard deviation of its logits."""
+    """Worst node's root-mean-square difference over the standard deviation of its logits; infinite where one is NaN."""
     theirs = theirs.to(ours.device)
     difference = (ours.float() - theirs).square().mean(-1).sqrt()
-    return float((difference / theirs.std(-1).clamp(min=1e-9)).max())
-
-
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    return float((difference / theirs.std(-1).clamp(min=1e-9)).nan_to_num(nan=math.inf).max())

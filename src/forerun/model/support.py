@@ -39,18 +39,14 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
     is loaded. `model_class` is that of a model which is loaded already; None: what transformers would load."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{kind} is an encoder-decoder model; forerun verifies decoder-only causal language models"
-        )
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder model; forerun verifies causal language models only")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is not None:
         refuse_stateful(model_class, kind)
     elif not getattr(config, "auto_map", None):
-        raise UnsupportedModelError(
-            f"{kind} is no causal language model: transformers has no AutoModelForCausalLM for it"
-        )
+        raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
     MaskStyle.of(config.get_text_config(decoder=True))
 
 

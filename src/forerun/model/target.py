@@ -129,13 +129,7 @@ class Target:
 
     @classmethod
     def load(
-        cls,
-        model: Any,
-        *,
-        rows: int = 1,
-        slots: int | None = None,
-        reserve_bytes: int = 0,
-        **loading: Any,
+        cls, model: Any, *, rows: int = 1, slots: int | None = None, reserve_bytes: int = 0, **loading: Any
     ) -> Self:
         """Open a directory or hub id, or wrap a transformers model that is already loaded.
 
@@ -187,11 +181,7 @@ class Target:
 
     @torch.inference_mode()
     def score(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[TokenTree] | Nodes,
-        *,
-        signals: Set[Signal] = frozenset(),
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, signals: Set[Signal] = frozenset()
     ) -> Scored:
         """One forward pass over each row's tree: logits (B, N - start, V) and signals (B, N - start, H).
 
@@ -215,12 +205,7 @@ class Target:
 
     @torch.inference_mode()
     def run(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[TokenTree] | Nodes,
-        plan: Plan,
-        *,
-        states: Tensor | None = None,
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
         """Run the nodes that `score` would run through the layers of `plan` only, in the same slots.
 
@@ -426,10 +411,8 @@ class Target:
         for row, count, reach in zip(rows, slots, positions, strict=True):
             held = self.lengths[row]
             if held + count > self.slots:
-                raise ArgumentError(
-                    f"row {row} holds {held} tokens; {count} more do not fit its {self.slots} cache slots: raise slots"
-                )
+                room = f"its {self.slots} cache slots: raise slots"
+                raise ArgumentError(f"row {row} holds {held} tokens; {count} more do not fit {room}")
             if held + reach > self.max_length:
-                raise ArgumentError(
-                    f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
-                )
+                context = f"the context of {self.max_length}"
+                raise ArgumentError(f"row {row} holds {held} tokens; {reach} more exceed {context}")

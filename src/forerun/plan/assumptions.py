@@ -183,9 +183,7 @@ class Size:
             raise ArgumentError(f"the number of parameters must be positive, got {self.params:g}")
         given = [value is not None for value in (self.active_params, self.experts, self.experts_per_token)]
         if any(given) != all(given):
-            raise ArgumentError(
-                "a mixture of experts needs --active-params, --experts and --experts-per-token together"
-            )
+            raise ArgumentError("a mixture of experts needs all of --active-params, --experts and --experts-per-token")
         if self.active_params is None or self.experts is None or self.experts_per_token is None:
             return
         if not 0 < self.active_params <= self.params or not 1 <= self.experts_per_token < self.experts:

@@ -74,7 +74,6 @@ class Measured:
 
     @property
     def name(self) -> str:
-        """Method and model."""
         return self.method if self.model is None else f"{self.method} {self.model}"
 
     @property

@@ -185,13 +185,7 @@ SECONDS = 8.0
 
 
 def measure_draft(
-    target: Target,
-    drafter: Drafter,
-    text: Sequence[int],
-    *,
-    depth: int,
-    steps: int = STEPS,
-    seconds: float = SECONDS,
+    target: Target, drafter: Drafter, text: Sequence[int], *, depth: int, steps: int = STEPS, seconds: float = SECONDS
 ) -> DraftCost:
     """Let a drafter continue `text` on a free row, at full depth and at depth 1 in turns, and fit a line.
     ArgumentError: no row is free, or the text does not fit beside the answer.

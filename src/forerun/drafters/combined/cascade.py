@@ -75,7 +75,6 @@ class InnerRow(Row):
 
     @property
     def chain(self) -> list[int]:
-        """What was drafted."""
         return self.tokens[self.begun :]
 
 
@@ -98,11 +97,7 @@ class DraftTarget(Target):
         return [token if token < self.known else 0 for token in tokens]
 
     def score(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[TokenTree] | Nodes,
-        *,
-        signals: Set[Signal] = frozenset(),
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, signals: Set[Signal] = frozenset()
     ) -> Scored:
         scored = super().score(rows, trees, signals=signals)
         missing = self.vocab_size - scored.logits.shape[-1]

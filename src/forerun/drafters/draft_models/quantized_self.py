@@ -68,7 +68,6 @@ class _Rounded(nn.Module):
         raise NotImplementedError
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
         result = self.product(states.reshape(-1, self.in_features))
         if self.shared_bias is not None:
             result = result + self.shared_bias
@@ -152,10 +151,7 @@ def rounded_twin(model: Any, bits: int = 8) -> Any:
     if bits == 4 and model.device.type != "cpu":
         raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
     if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
-        raise UnsupportedModelError(
-            "quantized_self copies weights that lie on one device; this model is spread or offloaded. "
-            "Load it on one device, or draft with skip_layers"
-        )
+        raise UnsupportedModelError("quantized_self needs a model on one device; load it so, or draft with skip_layers")
     base = base_of(model)
     name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
     rounded = [_rounded(layer, bits) for layer in layers]

@@ -72,10 +72,8 @@ class HeadConfig:
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
             if name not in known:
-                raise ArgumentError(
-                    f"a head of the kind {kind} has no option {name!r}; "
-                    f"it has {', '.join(known)}.{nearest(name, known)}"
-                )
+                has = f"it has {', '.join(known)}.{nearest(name, known)}"
+                raise ArgumentError(f"a head of the kind {kind} has no option {name!r}; {has}")
         shape = {
             "target_hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
@@ -84,9 +82,8 @@ class HeadConfig:
         }
         made = cls(**shape)
         if max(made.boundaries) > config.num_hidden_layers:
-            raise ArgumentError(
-                f"boundary {max(made.boundaries)} does not exist: the target has {config.num_hidden_layers} layers"
-            )
+            layers = config.num_hidden_layers
+            raise ArgumentError(f"boundary {max(made.boundaries)} does not exist: the target has {layers} layers")
         return made
 
     @classmethod

@@ -20,15 +20,7 @@ from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import (
-    DynamicTree,
-    Expanded,
-    FixedTree,
-    Grown,
-    Submitted,
-    check_drawing,
-    not_finite,
-)
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Submitted, check_drawing, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Budget, DraftKind, Signal
@@ -153,7 +145,6 @@ class HeadDrafter(Drafter):
             self._rows.pop(row_id, None)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """A tree for each row whose every token the head has seen."""
         ready = [self._rows.get(row, _Row()).ready for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
         trees = context.trees()
@@ -241,10 +232,8 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
 
         head = named(READ_HEAD)(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)
     if not isinstance(head, Head):
-        raise ArgumentError(
-            f"{kind.name}: model is a directory, a hub id or a head of the kind {kind.stored_as}, "
-            f"got {type(head).__name__}"
-        )
+        expected = f"a directory, a hub id or a head of the kind {kind.stored_as}"
+        raise ArgumentError(f"{kind.name}: model is {expected}, got {type(head).__name__}")
     _check(head, setup, kind)
     if loaded:
         head = head.to(target.device).eval()

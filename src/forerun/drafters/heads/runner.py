@@ -60,7 +60,6 @@ class HeadRunner:
         self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
     def memory_bytes(self) -> int:
-        """Bytes of weights and cache."""
         return sum(weight.nbytes for weight in self.head.parameters()) + packed_bytes(self.head)
 
     def truncate(self, row: int, length: int) -> None:

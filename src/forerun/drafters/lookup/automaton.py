@@ -284,7 +284,6 @@ class OutputStore:
                 self._reading = None
 
     def memory_bytes(self) -> int:
-        """Bytes of all indices."""
         return sum(generation.memory_bytes() for generation in self.generations)
 
     def _open(self, output: array[int]) -> None:

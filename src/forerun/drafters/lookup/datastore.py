@@ -121,7 +121,6 @@ class Match:
 
     @property
     def hits(self) -> int:
-        """How many places there are."""
         return self.stop - self.start
 
 

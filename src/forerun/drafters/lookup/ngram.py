@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_choice, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.lookup.copying import by_match
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
 _SCANNED = 32
@@ -47,10 +47,7 @@ class NgramConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if high < low:
             raise ArgumentError(f"ngram: prompt_lookup_max ({high}) is below prompt_lookup_min ({low})")
-        if self.match not in _MATCHES:
-            raise ArgumentError(
-                f"ngram: match must be one of {', '.join(_MATCHES)}, got {self.match!r}.{nearest(self.match, _MATCHES)}"
-            )
+        check_choice("ngram", self, "match", _MATCHES)
 
 
 @dataclass(kw_only=True, slots=True)

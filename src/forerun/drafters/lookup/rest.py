@@ -130,10 +130,8 @@ class RestConfig:
     def __post_init__(self) -> None:
         check_least("rest", self, num_speculative_tokens=1, min_match=1, max_hits=1, nodes=1)
         if not self.min_match <= self.max_match <= SORTED_TOKENS:
-            raise ArgumentError(
-                f"rest: max_match must be from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores "
-                f"are sorted; got {self.max_match}"
-            )
+            limits = f"from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores are sorted"
+            raise ArgumentError(f"rest: max_match must be {limits}; got {self.max_match}")
 
 
 class RestDrafter(Drafter):

@@ -73,9 +73,7 @@ class SuffixConfig:
             if not passed:
                 raise ArgumentError(f"suffix: {name} must be {expected}, got {getattr(self, name)}")
         if self.max_spec_factor == 0 and self.max_spec_offset < 1:
-            raise ArgumentError(
-                "suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one of them"
-            )
+            raise ArgumentError("suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one")
 
 
 class _Position(NamedTuple):

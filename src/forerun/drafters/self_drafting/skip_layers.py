@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +18,11 @@ from torch import Tensor
 
 from forerun.core.step import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, DrafterSetup, check_choice, check_least
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.self_drafting.skipping import (
-    Floats,
-    SkipFile,
-    SkipSet,
-    Space,
-    Trial,
-    evenly,
-    every,
-    parse,
-    propose,
-)
+from forerun.drafters.self_drafting.skipping import SkipFile, SkipSet, Space, Trial, evenly, every, parse, propose
 from forerun.drafters.trees import TreeOptions
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError
 from forerun.model import Plan
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
@@ -79,12 +68,6 @@ class _Record:
         self.judged += judged
 
 
-def _upper_bound(mean: Floats, spread: Floats, _best: float) -> Floats:
-    """(m,) what a set might be worth."""
-    bound: Floats = mean + _KAPPA * spread
-    return bound
-
-
 class OnlineSearch:
     """Which set drafts the coming step; learns from how it did. ArgumentError: with the first and the last layer kept
     there are not enough sub-layers to choose from.
@@ -109,8 +92,7 @@ class OnlineSearch:
         self.space = Space(allowed=allowed, size=size)
         self.candidates = 0  # Judged so far
         self._window, self._patience = window, patience
-        self._propose = partial(propose, self.space, random=np.random.default_rng(seed), acquisition=_upper_bound)
-        self._random = np.random.default_rng(seed + 1)
+        self._proposing, self._random = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         self._best = _Record(evenly(allowed, size))
         self._candidate: _Record | None = None
         self._trials: list[Trial] = []
@@ -171,7 +153,7 @@ class OnlineSearch:
         """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
         found: SkipSet | None = None
         if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
-            found = self._propose(self._trials)
+            found = propose(self.space, self._trials, self._proposing, lambda mean, spread, _: mean + _KAPPA * spread)
         while found is None or found == self._best.skip:
             found = self.space.random(self._random)
         return found
@@ -209,12 +191,10 @@ class SkipLayersConfig(TreeOptions):
     def __post_init__(self) -> None:
         self.check_tree("skip_layers")
         if (self.skip is None) == (self.search is None):
-            raise ArgumentError(
-                "skip_layers needs either skip, a list such as ['3.attn', '3.mlp'] or the file that forerun tune "
-                "skip-layers wrote, or search='swift'"
-            )
-        if self.search is not None and self.search not in SEARCHES:
-            raise ArgumentError(f"skip_layers: search is 'swift', got {self.search!r}.{nearest(self.search, SEARCHES)}")
+            given = "a list such as ['3.attn', '3.mlp'] or the file that forerun tune skip-layers wrote"
+            raise ArgumentError(f"skip_layers needs either skip, {given}, or search='swift'")
+        if self.search is not None:
+            check_choice("skip_layers", self, "search", SEARCHES)
         for name in ("skip_ratio", "stop_below", "target_acceptance"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
@@ -251,15 +231,16 @@ class SkipLayersDrafter(SelfDrafter):
         self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
         if config.search is not None:
             self.search = OnlineSearch(
-                setup.target.num_layers,
-                config.skip_ratio,
-                window=config.search_window,
-                patience=config.search_patience,
+                setup.target.num_layers, config.skip_ratio, window=config.search_window, patience=config.search_patience
             )
         self.skip: SkipSet = self.search.best if self.search else _given(config.skip, setup)
         """The sub-layers that the next draft leaves out; may be replaced between steps."""
         self._thresholds: dict[int, Threshold] = {}
-        self._try_out(frozenset(self.search.space.allowed) if self.search else self.skip)
+        # One token with these left out: a model that cannot do this is refused now, not when it drafts.
+        tried = frozenset(self.search.space.allowed) if self.search else self.skip
+        row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
+        self.target.run([row], [TokenTree(0)], Plan(stop=self.target.num_layers, skip=tried))
+        self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
         states = self.target.run(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))
@@ -300,13 +281,6 @@ class SkipLayersDrafter(SelfDrafter):
         for row, length in zip(rows, lengths, strict=True):
             if length == 0:
                 self._thresholds.pop(row, None)
-
-    def _try_out(self, skip: SkipSet) -> None:
-        """One token with these sub-layers left out: a model that cannot do this is refused now, not when it drafts."""
-        row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
-        plan = Plan(stop=self.target.num_layers, skip=skip)
-        self.target.run([row], [TokenTree(0)], plan)
-        self.target.truncate([row], [self.target.lengths[row]])
 
 
 def agreement(scores: Scores, index: int) -> tuple[int, int]:

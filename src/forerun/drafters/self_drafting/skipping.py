@@ -45,10 +45,9 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
     chosen = list(given)
     for name in chosen:
         if name not in known:
-            raise ArgumentError(
-                f"skip_layers: there is no sub-layer {name!r}; the model's are 0.attn, 0.mlp, ..., {layers - 1}.attn, "
-                f"{layers - 1}.mlp.{nearest(str(name), known)}"
-            )
+            every_name = f"0.attn, 0.mlp, ..., {layers - 1}.attn, {layers - 1}.mlp"
+            hint = nearest(str(name), known)
+            raise ArgumentError(f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{hint}")
     skip = frozenset(known[name] for name in chosen)
     if not skip:
         raise ArgumentError("skip_layers: nothing is skipped, so a draft would cost what the target costs")
@@ -300,10 +299,8 @@ class SkipFile:
         """Raise ArgumentError unless the set was tuned on a model like this one."""
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
         if self.num_layers != target.num_layers:
-            raise ArgumentError(
-                f"{path} was tuned on {self.model} with {self.num_layers} layers; this model has {target.num_layers}. "
-                f"{remedy}"
-            )
+            tuned = f"{path} was tuned on {self.model} with {self.num_layers} layers"
+            raise ArgumentError(f"{tuned}; this model has {target.num_layers}. {remedy}")
         if self.structure != structure_hash(target):
             raise ArgumentError(f"{path} was tuned on {self.model}, which is built differently. {remedy}")
 

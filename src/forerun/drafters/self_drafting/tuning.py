@@ -251,11 +251,7 @@ def tune(
             raise
         interrupted = True
     return Tuned(
-        best=_cheapest(trials),
-        costs=costs,
-        trials=trials,
-        seconds=time.perf_counter() - start,
-        interrupted=interrupted,
+        best=_cheapest(trials), costs=costs, trials=trials, seconds=time.perf_counter() - start, interrupted=interrupted
     )
 
 

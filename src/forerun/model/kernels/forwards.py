@@ -50,14 +50,16 @@ class NormForward(_Forward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Whether `module` is built like one."""
         weight = getattr(module, "weight", None)
         return (
             type(module).__name__.endswith("RMSNorm")
             and _epsilon(module) > 0
             and isinstance(weight, Tensor)
+            and weight.dim() == 1
             and weight.shape[0] % native.LANES == 0
-            and _plain_bf16(weight)
+            and weight.dtype == torch.bfloat16
+            and weight.is_contiguous()
+            and weight.device.type == "cpu"
         )
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -101,12 +103,11 @@ class GatedForward(_JointForward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Whether `module` is built like one."""
-        joint = cls.joint_of(module)
+        joint, activation = cls.joint_of(module), getattr(module, "act_fn", None) or getattr(module, "activation", None)
         return (
             joint is not None
             and "down_proj" in module._modules
-            and "silu" in type(_activation(module)).__name__.lower()
+            and "silu" in type(activation).__name__.lower()
             and joint.sizes[0] == joint.sizes[1]
             and joint.sizes[0] % native.LANES == 0
         )
@@ -131,12 +132,12 @@ class AttentionForward(_JointForward):
         super().__init__(module)
         depth = module.head_dim
         queries, keys = self.joint.sizes[0] // depth, self.joint.sizes[1] // depth
-        norms = [_head_norm(module._modules.get(name)) for name in ("q_norm", "k_norm")]
-        self.heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=norms[0], key_norm=norms[1])
+        norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
+        query, key = (None if norm is None else HeadNorm(norm.weight, _epsilon(norm)) for norm in norms)
+        self.heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query, key_norm=key)
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Whether `module` is built like one."""
         if type(module).__name__ not in ATTENTIONS or not type(module).__module__.startswith("transformers.models."):
             return False
         joint = cls.joint_of(module)
@@ -252,23 +253,9 @@ def _joint(*children: nn.Module | None) -> PackedWeight | None:
     return weight if complete else None
 
 
-def _head_norm(module: Any) -> HeadNorm | None:
-    return None if module is None else HeadNorm(module.weight, _epsilon(module))
-
-
 def _epsilon(module: Any) -> float:
     """Of a norm; 0 where it does not say."""
     return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0)
-
-
-def _activation(module: Any) -> Any:
-    return getattr(module, "act_fn", None) or getattr(module, "activation", None)
-
-
-def _plain_bf16(weight: Tensor) -> bool:
-    return (
-        weight.dim() == 1 and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.device.type == "cpu"
-    )
 
 
 def _random(*shape: int) -> Tensor:

@@ -174,7 +174,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     held, key_heads, width, _ = key.shape
     found = attention_kernel()
     assert found is not None, "takes_attention() is asked first"
-    if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not (rows is None or _are_rows(rows, batch)):
+    good = rows is None or (rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous())
+    if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not good:
         raise _attention_refusal(query, key, value, mask, rows)
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
@@ -184,10 +185,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     if found(ctypes.byref(_Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads()))):
         raise _attention_refusal(query, key, value, mask, rows)
     return out
-
-
-def _are_rows(rows: Tensor, batch: int) -> bool:
-    return rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
 
 
 def _attention_refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tensor | None) -> ArgumentError:

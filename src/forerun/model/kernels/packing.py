@@ -116,7 +116,6 @@ class _Packed(nn.Module):
             destination[f"{prefix}bias"] = self.bias.clone()
 
     def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -127,7 +126,6 @@ class PackedLinear(_Packed):
         super().__init__(layer, PackedWeight([layer]), 0)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
         return self.packed_weight.apply(states)
 
 
@@ -158,7 +156,6 @@ class FusedLinear(_Packed):
         self.group = group
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
         return self.group.take(states, self.index)
 
 
