@@ -19,7 +19,7 @@ from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.self_drafting.early_exit import EarlyExitConfig
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.model import Target, resuming
+from forerun.model import Target
 from forerun.model.cache import SlotCache
 from forerun.types import RequestOutput
 from model.families import SHARING, make, random_tokens
@@ -97,14 +97,14 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
 def resumes() -> Iterator[list[Sequence[int]]]:
     """While open, the counts of every resume that a pass completed."""
     seen: list[Sequence[int]] = []
-    complete = resuming.complete
+    complete = Target._complete
 
-    def watched(*args: Any) -> Any:
-        seen.append(args[4].counts)
-        return complete(*args)
+    def watched(target: Target, *args: Any) -> Any:
+        seen.append(args[2].counts)
+        return complete(target, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resuming, "complete", watched)
+        patch.setattr(Target, "_complete", watched)
         yield seen
 
 

@@ -147,3 +147,10 @@ def test_other_widths_are_refused() -> None:
         QuantizedSelfConfig(bits=3)
     with pytest.raises(ArgumentError, match="quantized_self: num_speculative_tokens"):
         QuantizedSelfConfig(num_speculative_tokens=0)
+
+
+def test_any_tree_is_drafted() -> None:
+    target = Target.load(model(), rows=1, slots=32)
+    setup = DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
+    made = QuantizedSelfDrafter(QuantizedSelfConfig(tree=[0, 0, 1]), setup)
+    assert made._tree.shape.parents == (-1, 0, 0, 1)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from forerun.core.step import Scores
     from forerun.model import Target
 
-# What a tree must be before anybody works with it.
-
 _ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
 
 

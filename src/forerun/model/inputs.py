@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat
 from forerun.model.recordings import bucket, wide
-from forerun.types import Signal
+from forerun.types import LAST_HIDDEN, Signal
 
 
 @lru_cache(maxsize=256)
@@ -41,6 +41,15 @@ def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tenso
 def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
     """(B, N) -> (B, N + missing)"""
     return pad(values, (0, missing), value=value) if missing else values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What the first layers have begun of B trees, as far as it still holds."""
+
+    boundary: int  # Layers that the nodes have run through, at least 1
+    states: Tensor  # (B, R, H) at that boundary
+    counts: Sequence[int]  # (B,) how many of the R were run; 0 for a row that has to be run whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +114,23 @@ class Nodes:
     def fresh(self) -> int:
         """Tokens of a row that this pass runs."""
         return self.ids.shape[1] - self.start
+
+    def begun(self, writes: Sequence[int], signals: Set[Signal]) -> Begun | None:
+        """What of `resume` still holds: rows whose slots were written since, by the passes `writes` (B,) over each row
+        up to now, and those at another boundary than the first, run anew. None where a state below the boundary is
+        asked for, which only a whole pass sees."""
+        good = [one for one, now in zip(self.resume, writes, strict=False) if one is not None and one.stamp == now]
+        if not good or any(signal != LAST_HIDDEN and signal < good[0].boundary for signal in signals):
+            return None
+        boundary, counts = good[0].boundary, list[int]()
+        for one, now in zip(self.resume, writes, strict=True):
+            holds = one is not None and one.stamp == now and one.boundary == boundary
+            counts.append(len(one.states) if one is not None and holds else 0)
+        states = good[0].states.new_zeros(len(counts), max(counts), good[0].states.shape[1])
+        for row, (one, count) in enumerate(zip(self.resume, counts, strict=True)):
+            if one is not None and count:
+                states[row, :count] = one.states
+        return Begun(boundary=boundary, states=states, counts=counts)
 
     def reach(self) -> list[int]:
         """Per row, positions that its deepest token needs behind the committed ones."""

@@ -7,18 +7,17 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.devices import attention_kernels, sent_ints
+from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
-from forerun.model import resuming
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Frame, Nodes, Scored
+from forerun.model.inputs import Begun, Frame, Nodes, Scored
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import (
@@ -39,8 +38,6 @@ from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import Recordings, recordable
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Signal
-
-# What the pieces of a prefill add up to: logits where they are wanted, hidden states left aligned. Knows no model.
 
 
 class Gathered:
@@ -329,13 +326,51 @@ class Target:
     def _score(
         self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
-        begun = resuming.usable(nodes.resume, [self.writes[row] for row in rows], signals)
+        begun = nodes.begun([self.writes[row] for row in rows], signals)
         with self._turn, attention_kernels(self.device):
             if begun is None:
                 return self._forward(rows, nodes, signals, flat, padded=True)
-            resuming.check(begun, nodes, self.hidden_size, self.num_layers)
-            place = partial(self._place, rows, padded=True)
-            return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
+            return self._complete(rows, nodes, begun, signals)
+
+    # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
+    # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
+
+    def _complete(
+        self, rows: Sequence[int], nodes: Nodes, begun: Begun, signals: Set[Signal]
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
+        size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
+        if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
+            raise ArgumentError(
+                f"a pass over nodes {nodes.start}..{size - 1} cannot resume states of the shape {shape[1:]} in a row; "
+                f"expected (1..{size}, {self.hidden_size}), root first"
+            )
+        if not 1 <= begun.boundary <= self.num_layers:
+            boundaries = f"the model has the boundaries 1..{self.num_layers}"
+            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; {boundaries}")
+        states = self._begin(rows, nodes, begun)
+        inputs = self._place(rows, nodes, padded=True)
+        states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - size))
+        with captured(self._layers, signals) as caught:
+            final = self._ranges.finish(states, inputs, start=begun.boundary)
+        if begun.boundary in signals:
+            caught[begun.boundary] = states
+        if LAST_HIDDEN in signals:
+            caught[LAST_HIDDEN] = final
+        return final, caught
+
+    def _begin(self, rows: Sequence[int], nodes: Nodes, begun: Begun) -> Tensor:
+        """States (B, N, H) of all nodes at the boundary; those that lack the first layers run through them now."""
+        size = nodes.ids.shape[1]
+        states = nn.functional.pad(begun.states, (0, 0, 0, size - begun.states.shape[1]))
+        lacking = nodes.real & (torch.arange(size) >= torch.tensor(begun.counts).unsqueeze(1))
+        if not lacking.any():
+            return states
+        start = int(lacking.any(0).int().argmax())
+        inputs = self._place(rows, replace(nodes, real=lacking, start=start), padded=True)
+        early = self._ranges.run(Plan(stop=begun.boundary), inputs, None)[:, : size - start]
+        [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
+        return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""

@@ -30,10 +30,6 @@ from forerun.model import Scored, Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind, Drawn, Signal
 
-# An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.
-#
-# What the inner level emits is the outer level's draft, so its draws are the outer level's draft draws.
-
 
 class InnerRng(Rng):
     """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it. So a cascade

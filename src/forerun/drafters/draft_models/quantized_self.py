@@ -8,7 +8,7 @@ only read. The twin has a key-value cache of its own and drafts as `draft_model`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -127,14 +127,8 @@ class QuantizedSelfDrafter(DraftModelDrafter):
     Config: ClassVar[type[Any]] = QuantizedSelfConfig
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
-        model = DraftModelConfig(
-            model=rounded_twin(setup.target.model, config.bits),
-            num_speculative_tokens=config.num_speculative_tokens,
-            shape=config.shape,
-            draw=config.draw,
-            temperature=config.temperature,
-        )
-        super().__init__(model, setup)
+        tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
+        super().__init__(DraftModelConfig(model=rounded_twin(setup.target.model, config.bits), **tree), setup)
 
     def memory_bytes(self) -> int:
         """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""

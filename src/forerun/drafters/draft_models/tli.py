@@ -118,9 +118,6 @@ class TokenAlignment:
             del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
 
 
-# An output head that computes the logits of some token ids only; one that is not linear is left as it is.
-
-
 _TOLERANCE = 0.02  # Share of the largest logit: what sums in another order may differ by in bfloat16
 
 

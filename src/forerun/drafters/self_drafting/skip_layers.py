@@ -27,19 +27,15 @@ from forerun.model import Plan
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
-# The skip set is searched while decoding: SWIFT (arXiv 2410.06916).
-#
-# As in the paper: a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
-# random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
+# SWIFT as in the paper: a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates
+# are random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
 # candidate is judged over a window of 32 tokens by how often its likeliest token is the target's; the search ends at a
 # score of .95, after 1000 candidates, or when 300 in a row were no better.
 #
-# Unlike the paper: * The paper runs a candidate over the last committed tokens once more, beside decoding. Here a
-# candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the scores that
-# verification computes anyway: no extra pass and no second set of keys, but while the search goes on half of the drafts
-# come from candidates. * A candidate that can no longer reach the best is dropped before its window is full. * The best
-# set's score goes on being measured while it drafts, so a set that was lucky once is replaced.
-
+# Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
+# scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
+# that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
+# measured, so that a set which was lucky once is replaced.
 
 SKIP_RATIO = 0.45
 WINDOW = 32

@@ -33,11 +33,6 @@ from forerun.types import Budget, DraftKind
 if TYPE_CHECKING:
     from forerun.model.target import Target
 
-# Tokens at different depths in one pass, for decoders whose layers share their weights.
-#
-# Where layer i + g has the weights of layer i, token k at block d and token k + 1 at block d - 1 need the same
-# matrices: one pass over both reads them once. Every token keeps its own layer in the cache.
-
 
 def shared_block(target: Target) -> int:
     """How many layers the block has that a target repeats; UnsupportedModelError where each has weights of its own."""
@@ -80,7 +75,9 @@ class _Cache:
 
 
 class Pipeline:
-    """Runs the tokens of a chain through a shared block, each at its own depth."""
+    """Runs the tokens of a chain through a shared block, each at its own depth: where layer i + g has the weights of
+    layer i, one pass over token k at block d and token k + 1 at block d - 1 reads them once. Every token keeps its own
+    layer in the cache."""
 
     def __init__(self, target: Target) -> None:
         """Find the block; errors as `shared_block`."""

@@ -33,9 +33,6 @@ class _Forward:
         self.module = module
         self.plain = module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
     def answers(self, forward: Any) -> list[Tensor]:
         """What `forward` makes of random states: this and the module's own have to agree."""
         raise NotImplementedError
@@ -215,9 +212,7 @@ KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormFo
 @torch.inference_mode()
 def install(model: nn.Module) -> int:
     """Give every module of `model` that suits a faster forward; how many got one."""
-    if native.fused_kernels() is None:
-        return 0
-    return sum(_install(module) for module in list(model.modules()))
+    return 0 if native.fused_kernels() is None else sum(_install(module) for module in list(model.modules()))
 
 
 def _install(module: nn.Module) -> bool:
