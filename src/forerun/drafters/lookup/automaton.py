@@ -273,8 +273,10 @@ class OutputStore:
         """Index at most `most` of the tokens that wait, in the order in which they came."""
         while most > 0 and (self._reading is not None or self._waiting):
             if self._reading is None:
-                self._open(self._waiting.popleft())
-            assert self._reading is not None
+                self._reading, self._read = self._waiting.popleft(), 0
+                if self._held == self._requests or len(self.generations[0]) + len(self._reading) + 1 > self._tokens:
+                    self.generations, self._held = [SuffixAutomaton(self._depth), self.generations[0]], 0
+                self._held += 1
             piece = self._reading[self._read : self._read + most]
             self.generations[0].extend(piece)
             self._read += len(piece)
@@ -285,11 +287,3 @@ class OutputStore:
 
     def memory_bytes(self) -> int:
         return sum(generation.memory_bytes() for generation in self.generations)
-
-    def _open(self, output: array[int]) -> None:
-        """Begin to read an output, in a new generation where the young one has no room for it."""
-        if self._held == self._requests or len(self.generations[0]) + len(output) + 1 > self._tokens:
-            self.generations = [SuffixAutomaton(self._depth), self.generations[0]]
-            self._held = 0
-        self._held += 1
-        self._reading, self._read = output, 0

@@ -88,16 +88,6 @@ class Manifest:
             )
 
 
-def _read_manifest(folder: Path) -> Manifest:
-    """Read ``manifest.json``. DataError: no datastore, another version, a damaged manifest, or files cut short."""
-    value = KIND.read(folder)
-    files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
-    tokenizer = TokenizerIdentity(**value["tokenizer"])
-    manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
-    _check_lengths(folder, manifest)
-    return manifest
-
-
 def _check_lengths(folder: Path, manifest: Manifest) -> None:
     items = {TOKENS: manifest.tokens + manifest.documents + 1, SUFFIXES: manifest.places}
     for name, count in items.items():
@@ -124,25 +114,28 @@ class Match:
         return self.stop - self.start
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Datastore:
     """A datastore directory, memory-mapped: of files of any size only what is looked at is read. Use `open`."""
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, tokens: NDArray[np.uint32], places: NDArray[np.uint32]
-    ) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.tokens = tokens  # (N,) uint32, see the top of this file
-        self.places = places  # (places,) uint32, see the top of this file
+    folder: Path
+    manifest: Manifest
+    tokens: NDArray[np.uint32]  # (N,) see the top of this file
+    places: NDArray[np.uint32]  # (places,) see the top of this file
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:
         """Open a directory that `forerun datastore build` wrote. DataError: there is none, another version, or it is
         damaged."""
         folder = Path(folder).expanduser()
-        manifest = _read_manifest(folder)
+        value = KIND.read(folder)
+        files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
+        tokenizer = TokenizerIdentity(**value["tokenizer"])
+        manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
+        _check_lengths(folder, manifest)
         # Plain arrays: indexing a `np.memmap` costs several times more.
         tokens, places = (np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r")) for name in (TOKENS, SUFFIXES))
-        return cls(folder, manifest, tokens, places)
+        return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
 
     def verify(self) -> None:
         """Compare every byte with the manifest's hashes: slow. DataError if one has changed."""

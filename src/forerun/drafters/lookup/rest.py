@@ -28,29 +28,18 @@ _LOW = 2**32 - 1
 _FEW = 24  # So many continuations are merged faster in plain Python than by arrays
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trie:
-    """The kept nodes, the most frequent first, which puts parents before their children."""
-
-    tokens: list[int]
-    parents: list[int]  # Node ids: node k + 1 is entry k, 0 is the root
-    counts: list[int]  # Continuations that run through the node
-
-
 @dataclass(slots=True)
-class _Nodes:
-    """Nodes found so far, in order of their ids: node k + 1 is entry k."""
+class Trie:
+    """The nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the root."""
 
     most: int  # How many will be kept
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # Continuations that run through the node
 
     def floor(self) -> int:
         """What a deeper node's count must exceed: so many shallower ones are at least as frequent already."""
-        if len(self.counts) < self.most:
-            return 0
-        return int(np.partition(self.counts, -self.most)[-self.most])
+        return 0 if len(self.counts) < self.most else int(np.partition(self.counts, -self.most)[-self.most])
 
     def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
         """Further nodes; a key is a parent's id and, in the lower 32 bits, a token."""
@@ -59,10 +48,11 @@ class _Nodes:
         self.counts.extend(counts)
 
     def best(self) -> Trie:
-        """The most frequent ones, under new ids."""
+        """The most frequent ones first, under new ids, which puts parents before their children."""
         order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
         names = {0: 0, **{node + 1: place for place, node in enumerate(order, start=1)}}
         return Trie(
+            self.most,
             tokens=[self.tokens[node] for node in order],
             parents=[names[self.parents[node]] for node in order],
             counts=[self.counts[node] for node in order],
@@ -73,7 +63,7 @@ def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
     """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
     `SEPARATOR`. Of equally frequent ones the shallower is kept, then the one whose parent, then whose token is the
     smaller."""
-    found = _Nodes(nodes)
+    found = Trie(nodes)
     alive = continuations.astype(np.int64)
     owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
     for depth in range(alive.shape[1]):
@@ -94,7 +84,7 @@ def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
     return found.best()
 
 
-def _merge_few(rows: list[list[int]], owner: list[int], found: _Nodes) -> None:
+def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
     """The same, without arrays; `rows` are what is left of the continuations."""
     for depth in range(len(rows[0]) if rows else 0):
         keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
