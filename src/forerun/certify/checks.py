@@ -37,28 +37,21 @@ if TYPE_CHECKING:
 class Plan:
     """How much to check."""
 
-    prompts: int = 6
-    """Prompts for the greedy and the log-probability check."""
-    prompt_tokens: int = 192
-    """Tokens of each, cut from the end."""
-    max_tokens: int = 96
-    """Tokens of each greedy answer."""
+    prompts: int = 6  # Prompts for the greedy and the log-probability check
+    prompt_tokens: int = 192  # Tokens of each, cut from the end
+    max_tokens: int = 96  # Tokens of each greedy answer
     detect: float = 0.1
     """Total variation from the target's distribution that each chi-square test is to detect; sets how many answers are
     drawn."""
-    power: float = 0.99
-    """Probability with which it does."""
+    power: float = 0.99  # Probability with which it does
     sample_tokens: int = 5
     """Tokens of each sampled answer: the first comes without a draft, the next from drafts up to three levels deep."""
     sample_prompt_tokens: int = 24
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 asks for the greedy checks, any other for a chi-square test at that temperature."""
-    family_error: float = 1e-6
-    """Probability that any chi-square test of this run fails although all is well."""
-    cells: int = 24
-    """Most cells of a chi-square test: more see finer, and need more answers."""
-    least: float = 0.01
-    """Least probability of a cell."""
+    family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
+    cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
+    least: float = 0.01  # Least probability of a cell
     seed: int = 20_260_101
 
 
@@ -68,10 +61,8 @@ class Check:
 
     name: str
     passed: bool
-    summary: str
-    """One line for people."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    """The same and more for programs."""
+    summary: str  # One line for people
+    figures: Mapping[str, Any] = field(default_factory=dict)  # The same and more for programs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

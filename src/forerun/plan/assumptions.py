@@ -22,14 +22,12 @@ from forerun.errors import ArgumentError, nearest
 class Text:
     """What is known of one kind of text."""
 
-    tokens: float
-    """Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0."""
+    tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
     source: str
     trained: tuple[str, float] | None = None
     """Drafter and its speed-up on Spec-Bench, Vicuna-7B, A100, batch 1, temperature 0."""
-    untrained: tuple[str, float] | None = None
-    """The fastest without training of the same table."""
+    untrained: tuple[str, float] | None = None  # The fastest without training of the same table
 
 
 _BENCH = "EAGLE-3's tokens per pass on MT-Bench, scaled by its Spec-Bench speed-ups (Vicuna-13B)"
@@ -96,12 +94,9 @@ class Device:
     """One accelerator, as its data sheet says."""
 
     name: str
-    tflops: float
-    """Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second."""
-    bandwidth: float
-    """Peak memory bandwidth, 1e12 bytes a second."""
-    memory: float | None
-    """1e9 bytes; None where it is the machine's own."""
+    tflops: float  # Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second
+    bandwidth: float  # Peak memory bandwidth, 1e12 bytes a second
+    memory: float | None  # 1e9 bytes; None where it is the machine's own
     note: str = ""
 
 
@@ -169,14 +164,11 @@ _MOST = 4096
 class Size:
     """How large a model is."""
 
-    params: float
-    """All weights."""
+    params: float  # All weights
     active_params: float | None = None
     """Weights that one token runs through, for a mixture of experts; None for a dense model."""
-    experts: int | None = None
-    """Routed experts of a layer."""
-    experts_per_token: int | None = None
-    """How many of them a token is sent to."""
+    experts: int | None = None  # Routed experts of a layer
+    experts_per_token: int | None = None  # How many of them a token is sent to
 
     def __post_init__(self) -> None:
         if not self.params > 0:
@@ -235,8 +227,7 @@ class KeyValues:
     layers: int
     kv_heads: int
     head_dim: int
-    heads: int | None = None
-    """Query heads; given, the arithmetic of attention counts, too."""
+    heads: int | None = None  # Query heads; given, the arithmetic of attention counts, too
     bytes_each: float = 2.0
 
     def __post_init__(self) -> None:
@@ -277,17 +268,13 @@ class Roofline:
 
     device: Device
     size: Size
-    dtype: str = "bfloat16"
-    """Of the weights; a key of `BYTES`."""
-    tp: int = 1
-    """Devices that share each layer; traffic between them is not counted."""
-    kv: KeyValues | None = None
-    """None: the cache's traffic is not counted."""
+    dtype: str = "bfloat16"  # Of the weights; a key of `BYTES`
+    tp: int = 1  # Devices that share each layer; traffic between them is not counted
+    kv: KeyValues | None = None  # None: the cache's traffic is not counted
     compute_efficiency: float = 0.4
     """Share of the peak arithmetic that is reached. With `bandwidth_efficiency` the free width is half of the peak
     figure's, as the sheet advises."""
-    bandwidth_efficiency: float = 0.8
-    """Share of the peak bandwidth that is reached."""
+    bandwidth_efficiency: float = 0.8  # Share of the peak bandwidth that is reached
 
     def __post_init__(self) -> None:
         if self.tp < 1:

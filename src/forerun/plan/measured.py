@@ -67,8 +67,7 @@ class Measured:
     """One drafter on the user's prompts."""
 
     method: str
-    model: str | None
-    """Directory or hub id of the drafter's model, where it has one."""
+    model: str | None  # Directory or hub id of the drafter's model, where it has one
     trial: Trial
     draft: DraftCost
 

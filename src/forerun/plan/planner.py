@@ -27,20 +27,15 @@ DraftAt = Callable[[int], DraftCost]
 class Load:
     """What is decoded: acceptance, costs, batch."""
 
-    survival: Sequence[float]
-    """By depth; beyond the last, its conditional acceptance goes on."""
+    survival: Sequence[float]  # By depth; beyond the last, its conditional acceptance goes on
     cost: PassCost
     draft: DraftAt
-    rows: int = 1
-    """Batch: sequences that are decoded together."""
-    context: int = 0
-    """Committed tokens of each row."""
-    coverage: float = 1.0
-    """Share of the steps in which something is drafted."""
+    rows: int = 1  # Batch: sequences that are decoded together
+    context: int = 0  # Committed tokens of each row
+    coverage: float = 1.0  # Share of the steps in which something is drafted
     nodes_per_level: float = 1.0
     """Drafted nodes over the K that was allowed; 1 for a chain, less where a drafter often finds less to say."""
-    filled: float = 1.0
-    """Mean depth of a draft over the K that was allowed."""
+    filled: float = 1.0  # Mean depth of a draft over the K that was allowed
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.context < 0:
@@ -69,8 +64,7 @@ class Line:
     k: int
     tokens_per_pass: float
     speedup: float
-    v: float
-    """Cost of the pass over all nodes, in plain passes."""
+    v: float  # Cost of the pass over all nodes, in plain passes
     step_ms: float
 
 
@@ -78,17 +72,13 @@ class Line:
 class Plan:
     """The answer."""
 
-    lines: tuple[Line, ...]
-    """By draft length, from 0."""
-    asked: Line
-    """The length that was asked for, else the best."""
+    lines: tuple[Line, ...]  # By draft length, from 0
+    asked: Line  # The length that was asked for, else the best
     best: Line
     break_even_batch: int | None
     """Largest batch at which `asked` (the best, where that is plain) still gains 2 %; None: beyond `MOST_BATCH`."""
-    batches: tuple[tuple[int, float], ...]
-    """(batch, speed-up of the best length there)."""
-    unbounded: bool
-    """Neither drafting nor verifying costs anything on paper, so more is always better."""
+    batches: tuple[tuple[int, float], ...]  # (batch, speed-up of the best length there)
+    unbounded: bool  # Neither drafting nor verifying costs anything on paper, so more is always better
 
 
 def plan(load: Load, *, k: int | None = None) -> Plan:
@@ -140,8 +130,7 @@ class Verdict:
     """Worth it or not, and with what."""
 
     worth_it: bool
-    method: str | None
-    """A drafter of `forerun drafters`; None where plain decoding is best."""
+    method: str | None  # A drafter of `forerun drafters`; None where plain decoding is best
     words: str
     notes: list[str] = field(default_factory=list)
 

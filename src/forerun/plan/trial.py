@@ -27,12 +27,10 @@ from forerun.types import SamplingParams, Source, SpeculationStats
 class TrialStep:
     """One step of a trial."""
 
-    drafted: int
-    """Nodes, probes not counted."""
+    drafted: int  # Nodes, probes not counted
     depth: int
     accepted: int
-    context: int
-    """Committed tokens before the step."""
+    context: int  # Committed tokens before the step
     draft_ms: float
     verify_ms: float
     commit_ms: float

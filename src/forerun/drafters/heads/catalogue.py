@@ -16,19 +16,13 @@ from importlib import resources
 class KnownHead:
     """One published head."""
 
-    target: str
-    """Name of the target without its owner, as the report writes it."""
-    model: str | None = None
-    """Hub id, where the report gives it in full."""
-    named: str
-    """What the report calls the head."""
+    target: str  # Name of the target without its owner, as the report writes it
+    model: str | None = None  # Hub id, where the report gives it in full
+    named: str  # What the report calls the head
     publisher: str
-    collection: str
-    """Where it is reported: SpecBundle, a paper, a project."""
-    format: str | None = None
-    """eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said."""
-    boundaries: tuple[int, ...] | None = None
-    """Layers after which it reads the target, where it is said."""
+    collection: str  # Where it is reported: SpecBundle, a paper, a project
+    format: str | None = None  # eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said
+    boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
     acceptance_length: float | None = None
     """Tokens per target pass as reported, under `conditions`; not comparable across conditions."""
     conditions: str = ""

@@ -55,21 +55,14 @@ class StoredFile:
 class Manifest:
     """What ``manifest.json`` says."""
 
-    tokenizer: TokenizerIdentity
-    """Whose token ids these are."""
+    tokenizer: TokenizerIdentity  # Whose token ids these are
     documents: int
-    tokens: int
-    """Of all documents, separators not counted."""
-    places: int
-    """Entries of ``suffixes.bin``."""
-    largest_token: int
-    """The largest token id that occurs."""
-    sorted_tokens: int
-    """Longest match that the order allows, tokens."""
-    files: Mapping[str, StoredFile]
-    """By file name."""
-    sources: tuple[Mapping[str, Any], ...] = ()
-    """Name and sha256 of each data file."""
+    tokens: int  # Of all documents, separators not counted
+    places: int  # Entries of ``suffixes.bin``
+    largest_token: int  # The largest token id that occurs
+    sorted_tokens: int  # Longest match that the order allows, tokens
+    files: Mapping[str, StoredFile]  # By file name
+    sources: tuple[Mapping[str, Any], ...] = ()  # Name and sha256 of each data file
 
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:
         """Raise VocabularyMismatchError where token ids mean something else to the target, whose ids are below

@@ -261,15 +261,12 @@ class SkipFile:
     model: str
     """Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere."""
     num_layers: int
-    structure: str
-    """`structure_hash` of the model."""
+    structure: str  # `structure_hash` of the model
     skip: SkipSet
-    num_speculative_tokens: int
-    """Length of the chain at which the set was the cheapest, tokens."""
+    num_speculative_tokens: int  # Length of the chain at which the set was the cheapest, tokens
     measured: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the set, of plain decoding, and the setting they hold for."""
-    trace: list[dict[str, Any]] = field(default_factory=list)
-    """Every set that was tried, in order."""
+    trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
 
     def write(self, path: Path) -> None:
         """Write the file; it is whole or not there. DataError if it cannot be written."""

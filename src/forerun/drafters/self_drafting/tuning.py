@@ -36,12 +36,9 @@ REPEATS = 15
 class Costs:
     """What passes over one sequence cost, ms."""
 
-    rest_ms: float
-    """A draft pass without any sub-layer: embedding, final norm, output head."""
-    sublayer_ms: dict[str, float]
-    """``"attn"`` and ``"mlp"``: one sub-layer of one layer, over one token."""
-    verify_ms: tuple[float, ...]
-    """Scoring pass over k + 1 nodes, k = 0, 1, ...; the first is plain decoding."""
+    rest_ms: float  # A draft pass without any sub-layer: embedding, final norm, output head
+    sublayer_ms: dict[str, float]  # ``"attn"`` and ``"mlp"``: one sub-layer of one layer, over one token
+    verify_ms: tuple[float, ...]  # Scoring pass over k + 1 nodes, k = 0, 1, ...; the first is plain decoding
 
     def draft_ms(self, skip: SkipSet, layers: int) -> float:
         """One level of a chain drafted without the sub-layers in `skip`."""
@@ -55,10 +52,8 @@ class Worth:
     skip: SkipSet
     num_speculative_tokens: int
     ms_per_token: float
-    mean_acceptance_length: float
-    """Tokens per pass of the target, bonus included, at that length."""
-    draft_ms: float
-    """One drafted token."""
+    mean_acceptance_length: float  # Tokens per pass of the target, bonus included, at that length
+    draft_ms: float  # One drafted token
 
     def record(self) -> dict[str, object]:
         """As it stands in the file."""
@@ -197,11 +192,9 @@ class Tuned:
 
     best: Worth
     costs: Costs
-    trials: list[Worth]
-    """Every set that was tried, in order."""
+    trials: list[Worth]  # Every set that was tried, in order
     seconds: float
-    interrupted: bool
-    """Ctrl-C ended it; the best so far is kept."""
+    interrupted: bool  # Ctrl-C ended it; the best so far is kept
 
     @property
     def plain_ms(self) -> float:
