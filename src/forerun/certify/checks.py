@@ -90,8 +90,7 @@ class Report:
 
 
 Outcome = tuple[int, ...]
-REST: Outcome = ()
-"""The cell of everything that has no cell of its own."""
+REST: Outcome = ()  # The cell of everything that has no cell of its own
 IMPOSSIBLE = 1e-12
 """Probability below which a cell counts as outside the distribution: one answer there is a failure."""
 _TOGETHER = 1024  # Answers asked for at once

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-MOST_DOMAINS = 256
-"""Domains that a drafter remembers; a request with a salt of its own makes one."""
+MOST_DOMAINS = 256  # Domains that a drafter remembers; a request with a salt of its own makes one
 
 
 class PerDomain(Generic[T]):

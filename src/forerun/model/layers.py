@@ -26,8 +26,7 @@ from forerun.types import LAST_HIDDEN, Signal
 class Plan:
     """Which layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
 
-    start: int = 0
-    """Boundary whose states go in; 0 runs from the embeddings."""
+    start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
     stop: int
     """Boundary whose states come out: the residual stream after this many layers, before the final norm."""
     skip: frozenset[tuple[int, str]] = frozenset()

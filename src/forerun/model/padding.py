@@ -18,8 +18,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 
-BLOCK = 512
-"""Cache slots that the CPU attention kernel takes at a time."""
+BLOCK = 512  # Cache slots that the CPU attention kernel takes at a time
 AWKWARD = range(193, 384)
 """A last block of this many slots is summed in another order than a full one. Seen on an AMD with AVX-512, where the
 widths outside always agreed to the bit; with these, a token would get other bits as the text grows."""
@@ -54,8 +53,7 @@ class Buckets:
         return min(width, slots)
 
 
-WORTH = 16
-"""Tokens that must be saved: a pass over fewer is paid by reading the weights."""
+WORTH = 16  # Tokens that must be saved: a pass over fewer is paid by reading the weights
 
 
 @dataclass(frozen=True, slots=True)

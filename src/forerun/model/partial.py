@@ -12,8 +12,7 @@ from forerun.model.layers import Plan
 from forerun.model.target import Target
 from forerun.types import Drawn
 
-Begin = Callable[[Target, TokenTree], Resume]
-"""(target, tree) -> what has begun of that tree in row 0."""
+Begin = Callable[[Target, TokenTree], Resume]  # (target, tree) -> what has begun of that tree in row 0
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest root-mean-square difference between a whole pass and its parts, in units of the logits' spread."""
 _ROUGH = 1e-1  # The same in 16 bits

@@ -17,10 +17,8 @@ from forerun.model.layers import base_of, device_of, is_quantised, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.support import context_length, refuse_config, refusing, text_config
 
-Made = TypeVar("Made", bound=Any)
-"""A `Target`, of whatever class; that module imports this one."""
-SCORED_NODES = 16
-"""Nodes a row whose logits and float32 probabilities the plan counts."""
+Made = TypeVar("Made", bound=Any)  # A `Target`, of whatever class; that module imports this one
+SCORED_NODES = 16  # Nodes a row whose logits and float32 probabilities the plan counts
 _GIB = 2**30
 
 
@@ -108,10 +106,8 @@ def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**62
 
 
-DEFAULT_TOKENS = 8192
-"""Most tokens of a row where nobody asked for a number and the context is longer."""
-HEADROOM = 129
-"""Slots behind the context for the nodes of a tree that stands at its end."""
+DEFAULT_TOKENS = 8192  # Most tokens of a row where nobody asked for a number and the context is longer
+HEADROOM = 129  # Slots behind the context for the nodes of a tree that stands at its end
 LEAST_SLOTS = 512
 """Where memory is short and nobody asked for a number, slots are lowered to this, not further."""
 _SMALL = 2**30  # Bytes of weights below which loading shows no progress

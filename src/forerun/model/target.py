@@ -82,8 +82,7 @@ class Gathered:
 
 ALIGNED = 16
 """On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask."""
-PIECE = 512
-"""Most prompt tokens of a row in one pass."""
+PIECE = 512  # Most prompt tokens of a row in one pass
 
 
 class Target:

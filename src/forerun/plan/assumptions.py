@@ -58,8 +58,7 @@ TEXTS: dict[str, Text] = {
     "rag": Text(tokens=2.60 * 2.78 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
 }
 
-HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3
-"""Tokens per pass at temperature 1 over those at 0."""
+HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temperature 1 over those at 0
 
 
 def text_named(name: str) -> Text:
@@ -155,8 +154,7 @@ def dtype_named(name: str) -> str:
     return key
 
 
-FREE_PASS = 1.05
-"""A pass counts as free up to this many plain ones."""
+FREE_PASS = 1.05  # A pass counts as free up to this many plain ones
 _MOST = 4096
 
 

@@ -21,8 +21,7 @@ from forerun.plan.trial import Trial, measure_draft, try_drafter
 from forerun.types import SamplingParams
 
 JSON_LINES = (".jsonl", ".ndjson")
-UserPrompt = str | Sequence[Mapping[str, Any]]
-"""A text, or the messages of a conversation whose last answer is wanted."""
+UserPrompt = str | Sequence[Mapping[str, Any]]  # A text, or the messages of a conversation whose last answer is wanted
 
 
 def read_prompts(path: Path) -> list[UserPrompt]:
@@ -58,8 +57,7 @@ def _from_json(line: str, where: str) -> UserPrompt:
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
-LONGEST = 32
-"""Depth of a trial where neither user nor drafter says one."""
+LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

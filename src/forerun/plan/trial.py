@@ -177,8 +177,7 @@ def _mean(values: Sequence[float]) -> float:
 
 # --- what a proposal costs ------------------------------------------------------------------------------------------
 
-STEPS = 32
-"""Steps that are timed by default."""
+STEPS = 32  # Steps that are timed by default
 SECONDS = 8.0
 
 

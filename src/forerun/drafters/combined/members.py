@@ -16,8 +16,7 @@ from forerun.types import DraftKind, Signal, Verdict
 if TYPE_CHECKING:
     from forerun.core.step import Scores
 
-Spec = Mapping[str, Any] | str
-"""A member: ``{"method": name, option: value, ...}``, or a name alone."""
+Spec = Mapping[str, Any] | str  # A member: ``{"method": name, option: value, ...}``, or a name alone
 
 
 def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:

@@ -51,8 +51,7 @@ class Stop(StrEnum):
 
 DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
 """Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
-ENTROPY_SHARE = 0.2
-"""AdaEDL's factor before the entropy, gamma in the paper."""
+ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

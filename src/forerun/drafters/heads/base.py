@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from forerun.errors import ArgumentError, nearest
 from forerun.types import Signal
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines (B, N, D) of the positions."""
+Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
 

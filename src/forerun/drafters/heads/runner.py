@@ -25,8 +25,7 @@ from forerun.model.padding import Pass
 from forerun.model.recordings import Recordings, bucket, wide
 from forerun.types import Signal
 
-PIECE = 512
-"""Most entries of a row in one pass over a prompt."""
+PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
 
 

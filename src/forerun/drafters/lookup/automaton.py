@@ -11,10 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-SEPARATOR = -1
-"""Stands between two texts in one automaton; never drafted, never matched."""
-ROOT = 0
-"""The state of the empty string."""
+SEPARATOR = -1  # Stands between two texts in one automaton; never drafted, never matched
+ROOT = 0  # The state of the empty string
 NONE = -1
 _WIDTH = 1 << 32  # More than there are token ids: (state, token) as one number
 _ROOM = 16  # Room is made for so many states at once, or for one to every so many that there are

@@ -30,12 +30,9 @@ KIND = ManifestKind(
 )
 TOKENS, SUFFIXES = "tokens.bin", "suffixes.bin"
 ITEM: np.dtype[np.uint32] = np.dtype("<u4")
-SEPARATOR = 2**32 - 1
-"""Stands between documents; no token, and larger than any."""
-SORTED_TOKENS = 64
-"""How many tokens before a place decide its order: no match can be longer."""
-MOST_ITEMS = 2**32 - 2
-"""Most numbers in ``tokens.bin``: places are 32 bits wide."""
+SEPARATOR = 2**32 - 1  # Stands between documents; no token, and larger than any
+SORTED_TOKENS = 64  # How many tokens before a place decide its order: no match can be longer
+MOST_ITEMS = 2**32 - 2  # Most numbers in ``tokens.bin``: places are 32 bits wide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,8 +169,7 @@ _MEASURED = (
 """How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
 right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
 tokens continued by 128, seed 1, one matrix for all (4,600 places)."""
-WEIGHT = 32.0
-"""Observations that the measured rate is worth."""
+WEIGHT = 32.0  # Observations that the measured rate is worth
 
 
 def measured(depth: int, ranks: int) -> NDArray[np.float64]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from forerun.model import Target
 
 
-Sublayer = tuple[int, str]
-"""(layer, "attn" | "mlp")"""
+Sublayer = tuple[int, str]  # (layer, "attn" | "mlp")
 SkipSet = frozenset[Sublayer]
 
 PARTS = ("attn", "mlp")

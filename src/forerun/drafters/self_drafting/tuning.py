@@ -28,8 +28,7 @@ from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams
 
-REPEATS = 15
-"""Times that every pass is put on the clock; the median counts."""
+REPEATS = 15  # Times that every pass is put on the clock; the median counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +181,7 @@ def _timed(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     return [median(own) for own in times]
 
 
-ITERATIONS = 60
-"""Sets that are tried where neither a number nor a time is asked for."""
+ITERATIONS = 60  # Sets that are tried where neither a number nor a time is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

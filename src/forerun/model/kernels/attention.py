@@ -22,10 +22,8 @@ from forerun.errors import UnsupportedModelError
 from forerun.model.kernels import native
 from forerun.model.padding import Pass, current
 
-NAME = "forerun_fold"
-"""Under which transformers knows it."""
-MIN_ROWS = 4
-"""From this many rows on, every row's bits are the same on every processor that was tried."""
+NAME = "forerun_fold"  # Under which transformers knows it
+MIN_ROWS = 4  # From this many rows on, every row's bits are the same on every processor that was tried
 
 COMPILED = "forerun_compiled"
 """The keyword that tells `fold_attention` of a compiled pass: keys and values have not been through the cache."""

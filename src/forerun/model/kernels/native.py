@@ -34,8 +34,7 @@ from forerun.writing import written
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-COMPILERS = ("cc", "gcc", "clang")
-"""Tried in this order unless ``$CC`` names one."""
+COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names one
 FLAGS = (
     *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"),
@@ -121,8 +120,7 @@ def _compiler() -> str:
 
 # --- attention ---
 
-DEPTHS = range(32, 257, 32)
-"""Widths of a head that it takes."""
+DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 _STRIDES = {
     "query": ("batch", "head", "row"),
     "key": ("batch", "head", "slot"),
@@ -210,8 +208,7 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
 
 # --- norm, rotation, activation, argmax ---
 
-LANES = 16
-"""Widths are multiples of it; those of a head of twice as much."""
+LANES = 16  # Widths are multiples of it; those of a head of twice as much
 MOST_DEPTH = 512
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {

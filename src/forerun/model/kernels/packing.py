@@ -22,8 +22,7 @@ from forerun.errors import CheckpointError
 
 PACK_ROWS = 16
 """The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Children of one module that read the same input."""
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
 
 
 _WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
