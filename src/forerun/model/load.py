@@ -198,8 +198,12 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     its tensors are not the ones that its configuration announces."""
     from transformers import AutoModelForCausalLM
 
-    placed = options.device_map
-    if placed is None and options.tp_plan is None:
+    placed, parallel = options.device_map, dict[str, Any]()
+    if options.tp_plan is not None:
+        from transformers.distributed import DistributedConfig
+
+        parallel["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
+    elif placed is None:
         placed = {"": str(options.first_device())}
     try:
         with _ONE_LOADS, _calm(quiet):
@@ -208,7 +212,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
                 config=config,
                 dtype=options.dtype,
                 device_map=placed,
-                **_parallel(options.tp_plan),
+                **parallel,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -220,14 +224,6 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
         raise explained(name, error) from error
     _check_tensors(name, found)
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
-
-
-def _parallel(tp_plan: Any) -> dict[str, Any]:
-    if tp_plan is None:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
 
 
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
@@ -329,7 +325,11 @@ def _some(names: Any, most: int = 6) -> str:
 
 def explained(name: str | Path, error: Exception) -> ForerunError:
     """What went wrong while opening `name`, as an error that says what to do."""
-    kinds = {type(link).__name__ for link in _chain(error)}
+    kinds = set[str]()
+    link: BaseException | None = error
+    while link is not None:
+        kinds.add(type(link).__name__)
+        link = link.__cause__ or link.__context__
     text = str(error).strip() or type(error).__name__
     if "GatedRepoError" in kinds or "gated repo" in text:
         return CheckpointError(
@@ -346,12 +346,6 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
     if "trust_remote_code" in text:
         return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
     return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:

@@ -199,10 +199,6 @@ class SlemDrafter(Drafter):
         self._estimates = PerDomain(Acceptance)
         self._rows: dict[int, _Row] = {}
 
-    def known_ids(self, row_id: int) -> list[int]:
-        """The draft model's token ids that stand in its cache for a row, what it drafted last included."""
-        return self._rows[row_id].held
-
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
 

@@ -195,10 +195,6 @@ class TliDrafter(DraftModelDrafter):
         super().__init__(config, setup)
         self._alignments: dict[int, TokenAlignment] = {}
 
-    def known_ids(self, row_id: int) -> list[int]:
-        """What the draft model has read of a row: its own token ids, the first of which are in its cache."""
-        return self._alignment(row_id).ids
-
     def memory_bytes(self) -> int:
         return super().memory_bytes() + (self._pruned or 0)
 
