@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import ClassVar, ParamSpec, TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from forerun.core.sampling import (
 )
 from forerun.devices import sent, widest
 from forerun.errors import ArgumentError, NumericError, of_the_process
-from forerun.types import DraftKind, Drawn, SamplingParams
+from forerun.types import Drawn, SamplingParams
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -57,11 +58,6 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
     if draw is not Draw.AUTO:
         return draw
     return Draw.IID if chain else Draw.WITHOUT_REPLACEMENT
-
-
-def kind_of(draw: Draw, *, chain: bool) -> DraftKind:
-    """What trees hold whose nodes are drawn so; `draw` is never AUTO."""
-    return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
 
 
 @dataclass(frozen=True)
@@ -200,13 +196,11 @@ class Children:
         def pick(values: Tensor) -> Tensor:
             return values.flatten(1).index_select(1, index).unsqueeze(-1)
 
-        return Children(
-            tokens=pick(self.tokens),
-            drawn=pick(self.drawn),
-            confidence=pick(self.confidence),
-            valid=None if self.valid is None else pick(self.valid),
-            probs=self.probs,
-        )
+        picked = {name: pick(getattr(self, name)) for name in _COLUMNS}
+        return replace(self, **picked, valid=None if self.valid is None else pick(self.valid))
+
+
+_COLUMNS = ("tokens", "drawn", "confidence")
 
 
 @lru_cache(maxsize=1024)
@@ -310,13 +304,9 @@ class HostDraws:
             return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
 
         sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in self.growers)
-        return Children(
-            tokens=joined(lambda node: node.tokens),
-            drawn=joined(lambda node: node.drawn),
-            confidence=joined(lambda node: node.confidence),
-            valid=joined(Children.validity),
-            probs=joined(lambda node: blank if node.probs is None else node.probs) if sampled else None,
-        )
+        probs = joined(lambda node: blank if node.probs is None else node.probs) if sampled else None
+        columns = {name: joined(attrgetter(name)) for name in _COLUMNS}
+        return Children(**columns, valid=joined(Children.validity), probs=probs)
 
     def _of_node(self, logits: Tensor, grower: Grower, node: int, ids: Tensor) -> Children:
         """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
@@ -453,13 +443,8 @@ class Draws:
         given = likeliest(logits, count, vocabulary)
         sampled = self.numbers[1][:, :1, None] > 0
         assert drawn.valid is not None
-        return Children(
-            tokens=torch.where(sampled, drawn.tokens, given.tokens),
-            drawn=torch.where(sampled, drawn.drawn, given.drawn),
-            confidence=torch.where(sampled, drawn.confidence, given.confidence),
-            valid=drawn.valid | ~sampled,
-            probs=drawn.probs,
-        )
+        mixed = {name: torch.where(sampled, getattr(drawn, name), getattr(given, name)) for name in _COLUMNS}
+        return replace(drawn, **mixed, valid=drawn.valid | ~sampled)
 
     def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
         if not self.one_by_one:

@@ -83,7 +83,9 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
         raise InvalidDraftError(f"the tree's root holds token {made.tokens[0]}; the last committed token is {root}")
     made.parents[0], made.drawn[0], made.confidence[0] = -1, Drawn.DETERMINISTIC, 1.0
     _check_nodes(made, target.vocab_size)
-    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in _sampled_below(made)}
+    pairs = zip(made.parents, made.drawn, strict=True)
+    sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
+    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
     made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
     if tree.resume is not None:
         _check_resume(tree.resume, made, target)
@@ -105,14 +107,6 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
             raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
         if tree.drawn[node] is not Drawn.DETERMINISTIC:
             raise InvalidDraftError("a node was sampled and is a probe; what is never accepted is deterministic")
-
-
-def _sampled_below(tree: TokenTree) -> list[int]:
-    """Nodes with sampled children."""
-    if not tree.sampled:
-        return []
-    pairs = zip(tree.parents, tree.drawn, strict=True)
-    return sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
 
 
 def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:

@@ -17,7 +17,7 @@ from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
 from forerun.drafters.base import DraftContext, changed, check_choice, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, kind_of, resolve
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
 from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
@@ -119,7 +119,8 @@ class FixedTree:
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """What the trees of a request hold."""
-        return kind_of(self._draw(sampler), chain=self.shape.chain)
+        draw, chain = self._draw(sampler), self.shape.chain
+        return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
 
     def within(self, context: DraftContext, budget: Budget, max_length: int) -> list[int]:
         """How many nodes each row may submit; no path leaves the drafter's own context of `max_length`."""

@@ -99,7 +99,10 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
         for name, module in base.named_modules()
         if name and isinstance(module, nn.ModuleList) and len(module) == count
     }
-    beside = [name for name in lists if _embeds(base.get_submodule(name.rpartition(".")[0]), base)]
+    embeds: Any = getattr(base, "get_input_embeddings", None)
+    embedding = None if embeds is None else embeds()
+    owners = {name: base.get_submodule(name.rpartition(".")[0]) for name in lists}
+    beside = [name for name, owner in owners.items() if any(module is embedding for module in owner.modules())]
     depth = min((name.count(".") for name in lists), default=0)
     nearest = beside or [name for name in lists if name.count(".") == depth]
     if len(nearest) != 1:
@@ -108,12 +111,6 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
             f"({count}), found {', '.join(nearest) or 'none'}. {UNSERVED}"
         )
     return nearest[0], lists[nearest[0]]
-
-
-def _embeds(part: nn.Module, whole: Any) -> bool:
-    """Whether the input embedding of `whole` is in `part`."""
-    embedding = whole.get_input_embeddings() if hasattr(whole, "get_input_embeddings") else None
-    return any(module is embedding for module in part.modules())
 
 
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:

@@ -198,8 +198,10 @@ class CascadeDrafter(Drafter):
         self._write(rows)
         for index, row in zip(active, rows, strict=True):
             self._submit(trees[index], row)
-            if row.error is not None:
-                self._give_up(context, index, row)
+            if row.error is not None:  # the draft model's numbers, or the row's own processors, which the target meets
+                if isinstance(row.error, NumericError) and not row.chain:
+                    context.fail(index, row.error)
+                self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
         going = [(index, row) for index, row in zip(active, rows, strict=True) if row.error is None]
         if self.config.tail and going:
             chains = [(trees[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
@@ -283,12 +285,6 @@ class CascadeDrafter(Drafter):
                 elif row.sampler.greedy:
                     row.certainty += [math.exp(chosen.logprob) for chosen, _ in emitted.logprobs or ()]
             running = [row for row in running if row.room > 0 and row.error is None]
-
-    def _give_up(self, context: DraftContext, index: int, row: InnerRow) -> None:
-        """The draft model's numbers failed, or the row's own processors, which the target meets, too: begin anew."""
-        if isinstance(row.error, NumericError) and not row.chain:
-            context.fail(index, row.error)
-        self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
         """The chain as a tree, each sampled token with the distribution that it was drawn from."""

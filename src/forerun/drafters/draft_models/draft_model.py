@@ -225,8 +225,10 @@ class DraftModelDrafter(Drafter):
         rows = [context.rows[index] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            if level.start == 1:
-                self._release_roots(rows)
+            if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
+                for row in rows:
+                    self._rows[row].cached -= 1
+                self.model.truncate(rows, [self._rows[row].cached for row in rows])
             roots, shape = self._readable([text[-1] for text in texts]), self._tree.shape
             counts, known = [shape.size] * len(rows), self._known(ids)
             nodes = Nodes.of_levels(roots, known, shape.parents, counts=counts, start=level.start)
@@ -259,12 +261,6 @@ class DraftModelDrafter(Drafter):
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens; ids from the padding of the target's embedding, which the draft model may lack, read as 0."""
         return [token if token < self.model.vocab_size else 0 for token in tokens]
-
-    def _release_roots(self, rows: Sequence[int]) -> None:
-        """The root becomes node 0 of a tree: it keeps its slot but is no longer committed."""
-        for row in rows:
-            self._rows[row].cached -= 1
-        self.model.truncate(rows, [self._rows[row].cached for row in rows])
 
     def _fit(self, logits: Tensor) -> Tensor:
         """(B, F, V) over the target's ids: padding beyond them is dropped, ids that the draft lacks are impossible."""

@@ -336,7 +336,10 @@ class RecyclingDrafter(Drafter):
             memory.matrix.put(nodes, row[: len(nodes)])
             memory.steps += 1
             if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
-                memory.shape = best_tree(self._rates(memory.acceptance), self._nodes)
+                found = [
+                    memory.acceptance.estimate(where, float(prior)) for where, prior in np.ndenumerate(self._prior)
+                ]
+                memory.shape = best_tree(np.array(found).reshape(self._prior.shape), self._nodes)
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             self._covered[row_id] = len(tokens) - 1
 
@@ -366,11 +369,6 @@ class RecyclingDrafter(Drafter):
 
     def _memory_of(self, matrix: SuccessorMatrix) -> _Memory:
         return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
-
-    def _rates(self, acceptance: Acceptance) -> NDArray[np.float64]:
-        """(depth, ranks) as far as the text has shown."""
-        found = [acceptance.estimate(place, float(prior)) for place, prior in np.ndenumerate(self._prior)]
-        return np.array(found).reshape(self._prior.shape)
 
     def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""

@@ -176,6 +176,7 @@ class AttentionForward(_JointForward):
         return module.o_proj(attended.flatten(2)), None
 
     def _fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+        angle = (*states.shape[:-1], self.heads.depth)  # for every token, in the form in which the kernel reads them
         return (
             type(cache) is SlotCache
             and angles is not None
@@ -183,7 +184,7 @@ class AttentionForward(_JointForward):
             and native.takes_states(states)
             and self.intact()
             and attention.installed(self.module)
-            and all(_reads(part, states, self.heads.depth) for part in angles)
+            and all(part.shape == angle and part.dtype == states.dtype and part.is_contiguous() for part in angles)
         )
 
     def answers(self, forward: Any) -> list[Tensor]:
@@ -230,11 +231,6 @@ def _install(module: nn.Module) -> bool:
 def _alike(found: Tensor, expected: Tensor) -> bool:
     limit = _ROUNDING * float(expected.abs().max())
     return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
-
-
-def _reads(part: Tensor, states: Tensor, depth: int) -> bool:
-    """Whether cosines or sines are there for every token, in the form in which the kernel reads them."""
-    return part.shape == (*states.shape[:-1], depth) and part.dtype == states.dtype and part.is_contiguous()
 
 
 def _joint(*children: nn.Module | None) -> PackedWeight | None:

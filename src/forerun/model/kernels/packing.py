@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -202,11 +202,13 @@ def cpu_packs(dtype: torch.dtype) -> bool:
 def pack(model: nn.Module) -> Packing:
     """Replace every packable linear layer of `model`, in place; the plain weights are freed, a tied embedding stays."""
     layers = fused = 0
-    for parent in list(_parents(model)):
+    # Not the inside of an adapter, which reads its base layer's weight.
+    for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
         for names in GROUPS:
             members = [parent._modules.get(name) for name in names]
             linears = [member for member in members if isinstance(member, nn.Linear) and packable(member)]
-            if len(linears) == len(names) and _alike(linears):
+            kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
+            if len(linears) == len(names) and len(kinds) == 1:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, FusedLinear(linears[index], group, index))
@@ -223,23 +225,6 @@ def packed_bytes(model: nn.Module) -> int:
     found = [getattr(module, "packed_weight", None) for module in model.modules()]
     packed: dict[int, int] = {id(weight): weight.nbytes() for weight in found if weight is not None}
     return sum(packed.values())
-
-
-def _parents(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose children may be replaced: not the inside of an adapter, which reads its base layer's weight."""
-    for module in model.modules():
-        if not hasattr(module, "base_layer"):
-            yield module
-
-
-def _alike(layers: Sequence[nn.Linear]) -> bool:
-    first = layers[0]
-    return all(
-        layer.in_features == first.in_features
-        and layer.weight.dtype == first.weight.dtype
-        and (layer.bias is None) == (first.bias is None)
-        for layer in layers
-    )
 
 
 # --- new weights for a model in use ---
