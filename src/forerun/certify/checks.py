@@ -489,21 +489,12 @@ def _rule_checks(subject: _Subject) -> list[Check]:
     checks = []
     for name in sorted(subject.rules):
         subject.progress(f"the exact distributions of the rule {name}")
-        if not rule_named(name).lossless:
-            checks.append(
-                Check(name=f"rule {name}", passed=False, summary="this rule is not lossless, by its own account")
-            )
-            continue
-        found = list(check_rules([name]))
-        worst = max((case.error for case in found), default=float("inf"))
-        cases = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
-        figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
-        checks.append(
-            Check(
-                name=f"rule {name}",
-                passed=all(case.passed for case in found) and bool(found),
-                summary=cases,
-                figures=figures,
-            )
-        )
+        passed, summary, figures = False, "this rule is not lossless, by its own account", dict[str, Any]()
+        if rule_named(name).lossless:
+            found = list(check_rules([name]))
+            worst = max((case.error for case in found), default=float("inf"))
+            passed = bool(found) and all(case.passed for case in found)
+            summary = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
+            figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
+        checks.append(Check(name=f"rule {name}", passed=passed, summary=summary, figures=figures))
     return checks

@@ -117,7 +117,7 @@ DEVICES: dict[str, Device] = {
         note="assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at",
     ),
 }
-"""Data sheets, dense figures. Their balance points are those of the algorithms sheet, section 1.4."""
+"""As their data sheets say, dense figures."""
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
@@ -270,8 +270,7 @@ class Roofline:
     tp: int = 1  # Devices that share each layer; traffic between them is not counted
     kv: KeyValues | None = None  # None: the cache's traffic is not counted
     compute_efficiency: float = 0.4
-    """Share of the peak arithmetic that is reached. With `bandwidth_efficiency` the free width is half of the peak
-    figure's, as the sheet advises."""
+    """Share of the peak arithmetic that is reached: with `bandwidth_efficiency` half of the peak's free width."""
     bandwidth_efficiency: float = 0.8  # Share of the peak bandwidth that is reached
 
     def __post_init__(self) -> None:
