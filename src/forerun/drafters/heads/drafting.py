@@ -94,9 +94,8 @@ class HeadDrafter(Drafter):
         self.tree = self._tree(min(deepest, config.num_speculative_tokens))
         self.sampled = self._sampled_tree(self.tree)  # Grows for requests above temperature 0; mostly the same
         if self.tree.depth > deepest and self.head.config.max_depth is not None:
-            raise ArgumentError(
-                f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {self.tree.depth}"
-            )
+            asked = f"the shape asks for {self.tree.depth}"
+            raise ArgumentError(f"{self.name}: the head drafts {deepest} tokens on one path, {asked}")
         most = max(self.tree.run, self.sampled.run)
         self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots + most)
         self._vocabulary = None
@@ -264,18 +263,13 @@ def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
     if config.kind != kind.stored_as:
         raise ArgumentError(f"{name}: the checkpoint holds a head for the method {config.kind!r}; use that method")
     if config.target_hidden_size != target.hidden_size:
-        raise ArgumentError(
-            f"{name}: the head reads hidden states of size {config.target_hidden_size}, the target's have "
-            f"{target.hidden_size}; it was trained for another model"
-        )
+        sizes = f"{config.target_hidden_size}, the target's have {target.hidden_size}"
+        raise ArgumentError(f"{name}: the head reads hidden states of size {sizes}; it is another model's")
     if config.vocab_size != target.vocab_size:
-        raise VocabularyMismatchError(
-            f"{name}: the head was made for a vocabulary of {config.vocab_size} tokens, the target has "
-            f"{target.vocab_size}; a head works only with the model that it was trained for"
-        )
+        sizes = f"{config.vocab_size} tokens, the target has {target.vocab_size}"
+        raise VocabularyMismatchError(f"{name}: the head's vocabulary has {sizes}; it is another model's")
     if config.obstacle is not None:
         raise ArgumentError(f"{name}: {config.obstacle}")
     if max(config.boundaries) > target.num_layers:
-        raise ArgumentError(
-            f"{name}: the head reads boundary {max(config.boundaries)}, the target has {target.num_layers} layers"
-        )
+        deepest, layers = max(config.boundaries), target.num_layers
+        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {layers} layers")
