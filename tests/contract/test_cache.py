@@ -12,6 +12,8 @@ from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, installed, l
 from forerun import LLM, SamplingParams
 from forerun.drafters import drafter_class
 from forerun.drafters.base import Drafter, DrafterSetup
+from forerun.drafters.draft_models.slem import SlemDrafter
+from forerun.drafters.draft_models.tli import TliDrafter
 from forerun.model import Target
 
 ROWS = 3
@@ -47,7 +49,9 @@ def built(variant: Variant) -> tuple[LLM, Drafter]:
 
 def read_by(drafter: Drafter, row: int, tokens: list[int]) -> list[int]:
     """The tokens that a drafter's model was run on: a drafter with another tokenizer says which."""
-    return drafter.known_ids(row) if hasattr(drafter, "known_ids") else tokens
+    if isinstance(drafter, TliDrafter):
+        return drafter._alignment(row).ids
+    return drafter._rows[row].held if isinstance(drafter, SlemDrafter) else tokens
 
 
 def run(engine: LLM, drafter: Drafter, params: SamplingParams) -> float:

@@ -38,7 +38,7 @@ from forerun.core.rules.base import rule_named
 from forerun.core.sampling import Rng, Stream
 from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters import drawing
+from forerun.drafters.drawing import Children, HostDraws
 from forerun.drafters.trees import Submitted
 from forerun.model import Target
 from forerun.model.cache import SlotCache
@@ -161,12 +161,12 @@ def test_positions_that_are_off_by_one(monkeypatch: Patch) -> None:
 
 
 def test_a_distribution_recorded_before_processing(monkeypatch: Patch) -> None:
-    children = drawing._children
+    children = HostDraws._of_node
 
-    def raw(logits: Tensor, *others: Any) -> drawing.Children:
-        return replace(children(logits, *others), probs=logits.float().softmax(-1).view(1, 1, -1))
+    def raw(draws: HostDraws, logits: Tensor, *others: Any) -> Children:
+        return replace(children(draws, logits, *others), probs=logits.float().softmax(-1).view(1, 1, -1))
 
-    monkeypatch.setattr(drawing, "_children", raw)
+    monkeypatch.setattr(HostDraws, "_of_node", raw)
     for label in ("chain", "tree"):
         assert watch(named(label), PROMPTS).problems
         assert distribution_is_off(named(label), draws=1000)

@@ -34,7 +34,7 @@ def in_memory(documents: Sequence[Sequence[int]]) -> Datastore:
     for document in documents:
         text += [*document, SEPARATOR]
     array = np.array(text, dtype=ITEM)
-    return Datastore(Path(), None, array, sorted_places(array))  # type: ignore[arg-type]
+    return Datastore(folder=Path(), manifest=None, tokens=array, places=sorted_places(array))  # type: ignore[arg-type]
 
 
 def searched(documents: Sequence[Sequence[int]], text: Sequence[int], low: int, high: int) -> tuple[int, Counter[Any]]:

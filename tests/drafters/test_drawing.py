@@ -16,8 +16,8 @@ from contract.test_recorded import LoggedRng
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext
-from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Grower, Shape, grow
-from forerun.drafters.trees import Draws, FixedTree
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape
+from forerun.drafters.trees import FixedTree
 from forerun.types import Drawn, SamplingParams
 
 pytestmark = pytest.mark.thorough
@@ -73,17 +73,9 @@ def both(
     assert draws is not None
     size = VOCABULARY if vocabulary is None else len(vocabulary.token_ids)
     ids = torch.zeros(len(rows), 0, dtype=torch.int64)
-
-    def path(row: int, node: int) -> list[int]:
-        above = [node] if node else []
-        while above and shape.parents[above[0]]:
-            above.insert(0, shape.parents[above[0]])
-        return [int(ids[row, one - 1]) for one in above]
-
-    for depth, width in enumerate(shape.widths):
-        level = shape.levels[depth]
+    for depth, level in enumerate(shape.levels[:-1]):
         logits = random_logits(len(rows), level, size, seed)
-        single = grow(logits, width, rows, level, path, vocabulary)
+        single = HostDraws(shape=shape, growers=rows).children(logits, depth, ids, vocabulary)
         found.append((draws.children(logits, depth, ids, vocabulary), single))
         chosen = shape.chosen(depth)
         kept = found[-1][0] if chosen is None else found[-1][0].only(chosen)
@@ -194,7 +186,7 @@ def grown(
     """The context's trees, at once on the device or (not `sorts`) with one distribution after the other."""
     tree, rows = FixedTree(shape=SHAPES[1], draw=draw), list(range(len(context.rows)))
     draws = tree.draws(context, rows, CPU, VOCABULARY, recorded=sorts)
-    found = tree.grow(context, rows, 15, logits(range(1)), lambda ids, level: logits(level), draws=draws)
+    found = tree.grow(draws, 15, logits(range(1)), lambda ids, level: logits(level))
     return [token_tree for token_tree, _ in tree.cut(context, rows, found, [15] * len(rows))]
 
 

@@ -19,7 +19,7 @@ from forerun.drafters import build
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.self_drafting.early_exit import EarlyExitConfig
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.model import Target, resuming
+from forerun.model import Target
 from forerun.model.cache import SlotCache
 from forerun.types import RequestOutput
 from model.families import SHARING, make, random_tokens
@@ -97,14 +97,14 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
 def resumes() -> Iterator[list[Sequence[int]]]:
     """While open, the counts of every resume that a pass completed."""
     seen: list[Sequence[int]] = []
-    complete = resuming.complete
+    complete = Target._complete
 
-    def watched(*args: Any) -> Any:
-        seen.append(args[4].counts)
-        return complete(*args)
+    def watched(target: Target, *args: Any) -> Any:
+        seen.append(args[2].counts)
+        return complete(target, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resuming, "complete", watched)
+        patch.setattr(Target, "_complete", watched)
         yield seen
 
 
@@ -214,7 +214,8 @@ def test_a_head_with_the_targets_weights_drafts_what_the_targets_drafts(name: st
         "norm.weight": weights.get_submodule(norm).weight.detach().clone(),
     }
     states = torch.randn(2, 3, 64)
-    shared = build("early_exit", {"exit_layer": 2}, setup(weights))._head(states)
+    target = setup(weights).target
+    shared = target.lm_head(target.final_norm(states))
     for names in (["lm_head.weight"], ["lm_head.weight", "norm.weight"]):
         save_file({key: tensors[key] for key in names}, tmp_path / "head.safetensors")
         drafter = build("early_exit", {"exit_layer": 2, "head": tmp_path / "head.safetensors"}, setup(weights))

@@ -130,7 +130,7 @@ def test_transposed_linears_and_packed_ones_are_known() -> None:
     plain = copy.deepcopy(model()).to(torch.bfloat16)
     packed = Target.load(copy.deepcopy(plain), slots=32, repack=True)
     left, right = (rounded_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
-    assert isinstance(right, Int8Linear) and torch.equal(left.int8_weight, right.int8_weight)
+    assert isinstance(right, Int8Linear) and torch.equal(left.rounded, right.rounded)
 
 
 def test_a_model_without_plain_linears_is_refused() -> None:
@@ -147,3 +147,10 @@ def test_other_widths_are_refused() -> None:
         QuantizedSelfConfig(bits=3)
     with pytest.raises(ArgumentError, match="quantized_self: num_speculative_tokens"):
         QuantizedSelfConfig(num_speculative_tokens=0)
+
+
+def test_any_tree_is_drafted() -> None:
+    target = Target.load(model(), rows=1, slots=32)
+    setup = DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
+    made = QuantizedSelfDrafter(QuantizedSelfConfig(tree=[0, 0, 1]), setup)
+    assert made._tree.shape.parents == (-1, 0, 0, 1)

@@ -22,7 +22,7 @@ TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_complete_and_its_head_can_be_built(path: Path) -> None:
     recipe = read_recipe("eagle3", path)
-    assert set(recipe.draft.options) <= set(EagleConfig.OPTIONS)
+    assert set(recipe.draft.options) <= set(EagleConfig.option_names())
     layers = {"demo": 8, "meta-llama/Llama-3.1-8B-Instruct": 32, "Qwen/Qwen3-8B": 36}[recipe.target]
     boundaries = tuple(recipe.draft.options.get("boundaries", default_boundaries(layers)))
     assert boundaries == default_boundaries(layers)
@@ -71,7 +71,7 @@ def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
 
 def test_the_variants_of_the_training_guide_are_options_of_a_head() -> None:
     names = [name for row in table(TRAINING, "option") for name in re.findall(r"`(\w+)`", row[0])]
-    assert len(names) > 8 and set(names) <= set(EagleConfig.OPTIONS)
+    assert len(names) > 8 and set(names) <= set(EagleConfig.option_names())
     fields = EagleConfig.__dataclass_fields__
     for cells in table(TRAINING, "option"):
         for name, shown in zip(re.findall(r"`(\w+)`", cells[0]), cells[1].split(", "), strict=False):

@@ -1,4 +1,1 @@
-"""The proof of losslessness as a user's tool, on the user's own model: ``forerun certify``.
-
-Uses the public API of the engine.
-"""
+"""The proof of losslessness as a user's tool, on the user's own model and through the engine's public API."""

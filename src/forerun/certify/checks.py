@@ -37,28 +37,21 @@ if TYPE_CHECKING:
 class Plan:
     """How much to check."""
 
-    prompts: int = 6
-    """Prompts for the greedy and the log-probability check."""
-    prompt_tokens: int = 192
-    """Tokens of each, cut from the end."""
-    max_tokens: int = 96
-    """Tokens of each greedy answer."""
+    prompts: int = 6  # Prompts for the greedy and the log-probability check
+    prompt_tokens: int = 192  # Tokens of each, cut from the end
+    max_tokens: int = 96  # Tokens of each greedy answer
     detect: float = 0.1
-    """Total variation from the target's distribution that each chi-square test is to detect; the number of answers
-    drawn follows from it."""
-    power: float = 0.99
-    """Probability with which it does."""
+    """Total variation from the target's distribution that each chi-square test is to detect; sets how many answers are
+    drawn."""
+    power: float = 0.99  # Probability with which it does
     sample_tokens: int = 5
     """Tokens of each sampled answer: the first comes without a draft, the next from drafts up to three levels deep."""
     sample_prompt_tokens: int = 24
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 asks for the greedy checks, any other for a chi-square test at that temperature."""
-    family_error: float = 1e-6
-    """Probability that any chi-square test of this run fails although all is well."""
-    cells: int = 24
-    """Most cells of a chi-square test: more see finer, and need more answers."""
-    least: float = 0.01
-    """Least probability of a cell."""
+    family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
+    cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
+    least: float = 0.01  # Least probability of a cell
     seed: int = 20_260_101
 
 
@@ -68,10 +61,8 @@ class Check:
 
     name: str
     passed: bool
-    summary: str
-    """One line for people."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    """The same and more for programs."""
+    summary: str  # One line for people
+    figures: Mapping[str, Any] = field(default_factory=dict)  # The same and more for programs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,23 +86,14 @@ class Report:
             {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
             for check in self.checks
         ]
-        return {
-            "passed": self.passed,
-            "model": self.model,
-            "drafter": self.drafter,
-            "dtype": self.dtype,
-            "device": self.device,
-            "checks": checks,
-        }
+        return {"passed": self.passed, **asdict(self), "checks": checks}
 
 
 Outcome = tuple[int, ...]
-REST: Outcome = ()
-"""The cell of everything that has no cell of its own."""
+REST: Outcome = ()  # The cell of everything that has no cell of its own
 IMPOSSIBLE = 1e-12
 """Probability below which a cell counts as outside the distribution: one answer there is a failure."""
-_TOGETHER = 1024
-"""Answers asked for at once."""
+_TOGETHER = 1024  # Answers asked for at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +115,11 @@ class Setting:
 def chi_square_check(
     llm: LLM, reference: Reference, prompt: Sequence[int], setting: Setting, plan: Plan, tests: int
 ) -> tuple[Check, set[str]]:
-    """Draw speculative answers to `prompt` and compare them with the exact distribution; one of `tests` tests.
+    """Draw speculative answers to `prompt` and compare them with the exact distribution; one of `tests` tests. Also the
+    names of the rules that verified drafts.
 
     Where the engine decides how much to draft, it decides as if drafts were free: a policy that drafts nothing in such
     short answers, which is often right, would leave nothing to compare.
-
-    Returns:
-        The check, and the names of the rules that verified drafts.
     """
     params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
     level = plan.family_error / tests
@@ -179,11 +159,9 @@ def chi_square_check(
 
 
 def draws_for(freedom: int, level: float, plan: Plan) -> int:
-    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`.
-
-    The chi-square statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the
-    noncentrality of its distribution (Cauchy-Schwarz).
-    """
+    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`. The
+    statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality of its
+    distribution (Cauchy-Schwarz)."""
     freedom = max(freedom, 1)
     critical = _smallest(lambda value: survival(value, freedom) <= level)
     wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= plan.power)
@@ -214,11 +192,9 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
 def exact_cells(
     reference: Reference, prompt: Sequence[int], params: SamplingParams, plan: Plan
 ) -> dict[Outcome, float]:
-    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`.
-
-    The likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the
-    cell of its own beginning. They sum to 1.
-    """
+    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
+    likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
+    of its own beginning. They sum to 1."""
     cells: dict[Outcome, float] = {REST: 1.0}
     going = [REST]
     while going and len(cells) < plan.cells:
@@ -275,7 +251,6 @@ def draw(
 
 
 def count(cells: Mapping[Outcome, float], answers: Iterable[Outcome]) -> Counter[Outcome]:
-    """How many answers fall into each cell."""
     return Counter(_home(answer, cells) for answer in answers)
 
 
@@ -306,11 +281,9 @@ Tokens = list[int]
 def greedy_checks(
     llm: LLM, reference: Reference, prompts: Sequence[Tokens], plan: Plan
 ) -> tuple[list[Check], set[str]]:
-    """Greedy equality and equality of log-probabilities, and the names of the rules that verified.
-
-    One pass of transformers over prompt and answer shows at every position which token is its own greedy one, as far as
-    the answer had not yet parted from its own.
-    """
+    """Greedy equality and equality of log-probabilities, and the names of the rules that verified. One pass of
+    transformers over prompt and answer shows at every position which token is its own greedy one, as far as the answer
+    had not yet parted from its own."""
     params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False)
     answers = _answers(llm, prompts, params)
     stats, parted, worst, compared = SpeculationStats(), list[Difference](), 0.0, 0
@@ -331,9 +304,7 @@ def greedy_checks(
 
 def seed_check(llm: LLM, prompts: Sequence[Tokens], plan: Plan, temperature: float) -> tuple[Check | None, set[str]]:
     """With deterministic drafts, sampled text equals plain decoding's for the same seed; None where drafts are sampled.
-
-    Also the names of the rules that verified.
-    """
+    Also the names of the rules that verified."""
     params = SamplingParams(
         temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
     )
@@ -418,10 +389,10 @@ NUCLEUS = 0.9
 class _Subject:
     llm: LLM
     reference: Reference
-    prompts: list[list[int]]
-    """Token ids, as long as the plan wants them."""
+    prompts: list[list[int]]  # Token ids, as long as the plan wants them
     plan: Plan
     progress: Progress
+    rules: set[str] = field(default_factory=set)  # Names of those that verified drafts
 
 
 def certify(
@@ -432,7 +403,8 @@ def certify(
     *,
     reference: Reference | None = None,
 ) -> Report:
-    """Prove, as far as a run can, that `llm`'s speculation changes nothing.
+    """Prove, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
+    no tokenizer, or there are no prompts.
 
     Args:
         llm: configured with the drafter to examine.
@@ -440,9 +412,6 @@ def certify(
         plan: how much to check.
         progress: is told what is being done.
         reference: the target as transformers runs it; None loads its checkpoint a second time.
-
-    Raises:
-        ArgumentError: the model has no drafter or no tokenizer, or there are no prompts.
     """
     plan = plan or Plan()
     if llm.speculative is None:
@@ -454,15 +423,13 @@ def certify(
         progress("loading the target as transformers runs it")
         reference = Reference.of(llm)
     subject = _Subject(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
-    checks, rules = _text_checks(subject)
-    sampled, more = _distribution_checks(subject)
-    checks, rules = checks + sampled, rules | more
+    checks = [*_text_checks(subject), *_distribution_checks(subject)]
     return Report(
         model=llm.target.name_or_path,
         drafter=llm.speculative.method,
         dtype=dtype_name(llm),
         device=str(llm.target.device),
-        checks=[*_rule_checks(subject, rules), *checks],
+        checks=[*_rule_checks(subject), *checks],
     )
 
 
@@ -479,25 +446,23 @@ def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[list[in
     return tokens
 
 
-def _text_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
+def _text_checks(subject: _Subject) -> list[Check]:
     checks: list[Check] = []
-    rules: set[str] = set()
     for temperature in subject.plan.temperatures:
         if temperature == 0:
             subject.progress("greedy text against plain decoding")
-            found, more = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
-            rules |= more
-            checks += found
+            found, rules = greedy_checks(subject.llm, subject.reference, subject.prompts, subject.plan)
         else:
             subject.progress(f"sampled text for a seed, T = {temperature:g}")
-            check, more = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
-            checks += [check] if check is not None else []
-            rules |= more
-    return checks, rules
+            check, rules = seed_check(subject.llm, subject.prompts, subject.plan, temperature)
+            found = [check] if check is not None else []
+        checks += found
+        subject.rules.update(rules)
+    return checks
 
 
-def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
-    plan, rules = subject.plan, set[str]()
+def _distribution_checks(subject: _Subject) -> list[Check]:
+    plan = subject.plan
     # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
     cuts = (1.0, NUCLEUS) if TIE_EPSILON.get(dtype_name(subject.llm), 0.0) == 0 else (1.0,)
     settings = [
@@ -514,31 +479,22 @@ def _distribution_checks(subject: _Subject) -> tuple[list[Check], set[str]]:
     for index, setting in enumerate(settings):
         prompt = subject.prompts[index % len(subject.prompts)][: plan.sample_prompt_tokens]
         subject.progress(f"sampled answers against the exact distribution, {setting.name}")
-        check, more = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
+        check, rules = chi_square_check(subject.llm, subject.reference, prompt, setting, plan, tests=len(settings))
         checks.append(check)
-        rules |= more
-    return checks, rules
+        subject.rules.update(rules)
+    return checks
 
 
-def _rule_checks(subject: _Subject, rules: set[str]) -> list[Check]:
+def _rule_checks(subject: _Subject) -> list[Check]:
     checks = []
-    for name in sorted(rules):
+    for name in sorted(subject.rules):
         subject.progress(f"the exact distributions of the rule {name}")
-        if not rule_named(name).lossless:
-            checks.append(
-                Check(name=f"rule {name}", passed=False, summary="this rule is not lossless, by its own account")
-            )
-            continue
-        found = list(check_rules([name]))
-        worst = max((case.error for case in found), default=float("inf"))
-        cases = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
-        figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
-        checks.append(
-            Check(
-                name=f"rule {name}",
-                passed=all(case.passed for case in found) and bool(found),
-                summary=cases,
-                figures=figures,
-            )
-        )
+        passed, summary, figures = False, "this rule is not lossless, by its own account", dict[str, Any]()
+        if rule_named(name).lossless:
+            found = list(check_rules([name]))
+            worst = max((case.error for case in found), default=float("inf"))
+            passed = bool(found) and all(case.passed for case in found)
+            summary = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
+            figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
+        checks.append(Check(name=f"rule {name}", passed=passed, summary=summary, figures=figures))
     return checks

@@ -21,22 +21,16 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The same checkpoint as transformers loads and runs it.
-
-    Args:
-        model: a `PreTrainedModel` that nothing of ours has touched.
-    """
+    """The same checkpoint as transformers loads and runs it: `model` is a `PreTrainedModel` that nothing of ours has
+    touched."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
 
     @classmethod
     def of(cls, llm: LLM) -> Reference:
-        """Load the target once more, in the engine's dtype and on its device.
-
-        Raises:
-            ArgumentError: the engine was built from a model in memory, which has no checkpoint to load again.
-        """
+        """Load the target once more, in the engine's dtype and on its device. ArgumentError: the engine was built from
+        a model in memory, which has no checkpoint to load again."""
         from transformers import AutoModelForCausalLM
 
         if not llm.target.name_or_path:
@@ -55,8 +49,8 @@ class Reference:
         return found
 
     def probs(self, tokens: Sequence[int], params: SamplingParams) -> Tensor:
-        """(V,) float64: distribution of the next token under temperature, top-k, top-p and min-p, as transformers
-        applies them."""
+        """(V,) float64: the next token's distribution under temperature, top-k, top-p and min-p as transformers applies
+        them."""
         from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         scores, ids = self.logits(tokens, 1), torch.zeros(1, 0, dtype=torch.int64)
@@ -82,12 +76,9 @@ LOGPROB_TOLERANCE = {"float32": 5e-4, "float64": 5e-4, "bfloat16": 0.25, "float1
 class Difference:
     """Where two answers to one prompt part."""
 
-    prompt: int
-    """Index of the prompt."""
-    position: int
-    """Index of the first token that differs."""
-    plain: int | None
-    """Plain decoding's token; None where it had ended."""
+    prompt: int  # Index of the prompt
+    position: int  # Index of the first token that differs
+    plain: int | None  # Plain decoding's token; None where it had ended
     speculative: int | None
     gap: float
     """From the best log-probability there to the worse of the two, nats; infinite for an unlikely token."""

@@ -111,7 +111,7 @@ AUTO = "auto"
 CHOOSERS: dict[str, Entry] = {
     AUTO: Entry(
         path="", summary="chooses among the drafters there are, how much to draft, or not at all, by measured cost"
-    ),
+    )
 }
 """Methods that the engine carries out with several drafters; none is a `Drafter` of its own."""
 
@@ -122,11 +122,7 @@ def methods() -> dict[str, Entry]:
 
 
 def entry_named(name: str) -> Entry:
-    """The registry's line for a method; imports nothing.
-
-    Raises:
-        ArgumentError: there is no such method; the message names the nearest.
-    """
+    """The registry's line for a method, imports nothing; an ArgumentError names the nearest where there is none."""
     known = methods()
     if name not in known:
         raise ArgumentError(f"unknown drafter {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
@@ -151,12 +147,8 @@ def default_length(name: str) -> int | None:
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
-    """A drafter of that name with these options.
-
-    Raises:
-        ArgumentError: unknown drafter or option (the message names the nearest valid one), or one that is missing or
-            of the wrong type.
-    """
+    """A drafter of that name with these options. An ArgumentError names the nearest drafter or option of an unknown
+    one, and what is missing or of the wrong type."""
     cls = drafter_class(name)
     fields = dataclasses.fields(cls.Config)
     known = [field.name for field in fields]

@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from forerun.core.acceptance import Acceptance, Evidence, Proposal
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError
-from forerun.types import Budget, DraftKind, Signal, Verdict
+from forerun.errors import ArgumentError, nearest
+from forerun.types import Budget, DraftKind, Drawn, Signal, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,19 +81,35 @@ class DraftContext:
         def pick(values: Sequence[Any]) -> Sequence[Any]:
             return [values[i] for i in index] if values else values
 
-        return replace(
-            self,
-            rows=pick(self.rows),
-            tokens=pick(self.tokens),
-            prompt_lengths=pick(self.prompt_lengths),
-            fresh=pick(self.fresh),
-            samplers=pick(self.samplers),
-            rng=pick(self.rng),
-            signals={signal: states[index] for signal, states in self.signals.items()},
-            predictions=pick(self.predictions),
-            cache_salts=pick(self.cache_salts),
-            adapt=pick(self.adapt),
-        )
+        signals = {signal: states[index] for signal, states in self.signals.items()}
+        picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in _BY_ROW}
+        return replace(self, signals=signals, **picked)
+
+
+_BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions", "cache_salts", "adapt")
+
+
+@dataclass(kw_only=True, slots=True)
+class Drafted(Proposal):
+    """A draft that its drafter adds nodes to, each with its estimated acceptance."""
+
+    tree: TokenTree
+    start: int  # Committed tokens when it was made
+
+    @classmethod
+    def below(cls, tree: TokenTree, start: int, acceptance: Acceptance) -> Drafted:
+        """A draft in `tree`, which is of its root alone or made of what `evidence` will say."""
+        return cls(tree=tree, start=start, acceptance=acceptance, tokens=tree.tokens, parents=tree.parents)
+
+    def add(self, token: int, parent: int, evidence: Evidence, drawn: Drawn = Drawn.DETERMINISTIC) -> int:
+        """Add a token below `parent` and return its node; a deterministic one that is there already stays as it is."""
+        node = self.tree.add(token, parent, drawn=drawn, confidence=self.acceptance.estimate(*evidence))
+        self.evidence.setdefault(node, evidence)
+        return node
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Compare the draft with `tokens`, the whole text by now."""
+        self.learn(tokens[self.start :])
 
 
 def check_least(method: str, config: object, **least: int) -> None:
@@ -101,6 +118,14 @@ def check_least(method: str, config: object, **least: int) -> None:
         given = getattr(config, name)
         if given is not None and given < value:
             raise ArgumentError(f"{method}: {name} must be at least {value}, got {given}")
+
+
+def check_choice(method: str, config: object, name: str, known: Sequence[str]) -> None:
+    """Raise ArgumentError, naming the nearest, where a configuration's option is none of those that are known."""
+    given = getattr(config, name)
+    if given not in known:
+        expected = f"one of {', '.join(known)}"
+        raise ArgumentError(f"{method}: {name} is {expected}, got {given!r}.{nearest(str(given), known)}")
 
 
 @lru_cache(maxsize=256)
@@ -148,20 +173,16 @@ class DrafterSetup:
 
 
 class Drafter:
-    """The base of every drafter: does nothing, so that a method overrides only what it needs.
-
-    A drafter takes ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
-    """
+    """The base of every drafter: does nothing, so that a method overrides only what it needs. It takes ``(config,
+    setup)``, where ``config`` is an instance of its `Config` dataclass."""
 
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
     """Frozen dataclass of the method's options; each field documented with its unit."""
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """What `propose` may return for a request with these sampling parameters; decides the verification rule.
-
-        The default, deterministic trees, is lossless for every drafter; one that samples accepts more if it says so.
-        """
+        """What `propose` may return for a request with these sampling parameters; decides the verification rule. The
+        default, deterministic trees, is lossless for every drafter; one that samples accepts more if it says so."""
         return DraftKind()
 
     @property
@@ -196,9 +217,7 @@ class Drafter:
     @property
     def trainable(self) -> Any:
         """The causal LM whose weights online adaptation may exchange between steps; None: there is nothing to train.
-
-        Such a drafter computes a row anew that is truncated to 0 and then extended by less than the whole text.
-        """
+        Such a drafter computes a row anew that is truncated to 0 and then extended by less than the whole text."""
         return None
 
     def extend(self, context: DraftContext) -> None:
@@ -209,12 +228,8 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        """Learn and count from what the target said; changes no draft that was already made.
-
-        Args:
-            scores: of the context's rows, in their order; ``scores.trees[i]`` is the tree that was really scored, which
-                may hold fewer nodes than were proposed.
-        """
+        """Learn and count from what the target said; changes no draft that was already made. ``scores.trees[i]`` is the
+        tree of row i that was really scored, which may hold fewer nodes than were proposed."""
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows shrink to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
@@ -236,10 +251,8 @@ class Seeds:
     """Shows sampled requests that have a seed as if they were greedy: what is drafted for them is deterministic.
 
     What drafters learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show
-    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's.
-
-    Args:
-        hide: off, every context is shown as it is.
+    that in the text; deterministic ones are walked, and the text for a seed is plain decoding's. Without `hide` every
+    context is shown as it is.
     """
 
     def __init__(self, *, hide: bool) -> None:
@@ -254,13 +267,9 @@ class Seeds:
 
     def seen(self, sampler: Sampler) -> Sampler:
         """The sampler as a drafter is to see it."""
-        if not self._hide or _free(sampler):
+        # Nobody asked for the same text again, or it is the same whatever is drafted.
+        if not self._hide or sampler.greedy or sampler.params.seed is None:
             return sampler
         if sampler not in self._greedy:
             self._greedy[sampler] = changed(sampler, temperature=0.0)
         return self._greedy[sampler]
-
-
-def _free(sampler: Sampler) -> bool:
-    """Whether nobody asked for the same text again, or it is the same whatever is drafted."""
-    return sampler.greedy or sampler.params.seed is None

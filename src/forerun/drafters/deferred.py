@@ -25,12 +25,9 @@ _MOST_STATES = 512
 
 @dataclass(slots=True)
 class _Row:
-    shown: int = 0
-    """Tokens that the drafter has been shown."""
-    asked: bool = False
-    """A proposal is outstanding."""
-    states: dict[Signal, list[Tensor]] = field(default_factory=dict)
-    """Put aside: (F, H) per signal and call."""
+    shown: int = 0  # Tokens that the drafter has been shown
+    asked: bool = False  # A proposal is outstanding
+    states: dict[Signal, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per signal and call
 
     def held(self) -> int:
         """States put aside, in tokens."""
@@ -44,8 +41,7 @@ class Deferred(Drafter):
         """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `Seeds`."""
         self.drafter = drafter
         self._seeds = Seeds(hide=reproducible)
-        self.idle = False
-        """It is not asked for the time being, and does not watch."""
+        self.idle = False  # It is not asked for the time being, and does not watch
         self._rows: dict[int, _Row] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -76,7 +72,8 @@ class Deferred(Drafter):
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
                 continue
-            self._put_aside(row, index, context)
+            for signal, states in context.signals.items():
+                row.states.setdefault(signal, []).append(states[index, : min(fresh, len(tokens) - 1)])
             if at_once:
                 self._show([index], context)
         if now:
@@ -110,16 +107,13 @@ class Deferred(Drafter):
             if length == 0:
                 self._rows.pop(row_id, None)
             elif (row := self._rows.get(row_id)) is not None:
-                self._shorten(row, length)
+                keep = max(0, length - row.shown - (row.shown == 0))
+                row.states = {signal: [torch.cat(parts)[:keep]] for signal, parts in row.states.items()} if keep else {}
+                row.shown, row.asked = min(row.shown, length), False
         self.drafter.truncate(rows, lengths)
 
     def memory_bytes(self) -> int:
         return self.drafter.memory_bytes()
-
-    def _put_aside(self, row: _Row, index: int, context: DraftContext) -> None:
-        count = min(context.fresh[index], len(context.tokens[index]) - 1)
-        for signal, states in context.signals.items():
-            row.states.setdefault(signal, []).append(states[index, :count])
 
     def _show(self, late: Sequence[int], context: DraftContext) -> None:
         """Everything that was put aside for these rows of the context."""
@@ -139,11 +133,6 @@ class Deferred(Drafter):
         for index in indices:
             row = self._rows[context.rows[index]]
             row.shown, row.asked = len(context.tokens[index]), False
-
-    def _shorten(self, row: _Row, length: int) -> None:
-        keep = max(0, length - row.shown - (row.shown == 0))
-        row.states = {signal: [torch.cat(parts)[:keep]] for signal, parts in row.states.items()} if keep else {}
-        row.shown, row.asked = min(row.shown, length), False
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-MOST_DOMAINS = 256
-"""Domains that a drafter remembers; a request with a salt of its own makes one."""
+MOST_DOMAINS = 256  # Domains that a drafter remembers; a request with a salt of its own makes one
 
 
 class PerDomain(Generic[T]):
@@ -22,8 +21,7 @@ class PerDomain(Generic[T]):
     Args:
         make: a memory that knows nothing yet.
         most: domains kept.
-        size: of a memory, in any unit.
-        most_size: of all memories together, in that unit; the last one used stays whatever its size.
+        size: of a memory, in any unit; all together at most `most_size`, but the last one used stays whatever its size.
     """
 
     def __init__(
@@ -48,15 +46,12 @@ class PerDomain(Generic[T]):
 
     def trim(self) -> None:
         """Forget what is too much. For whoever made a memory grow; a new one is seen to by `of`."""
-        while len(self._kept) > 1 and (len(self._kept) > self._most or self._total() > self._most_size):
-            self._kept.popitem(last=False)
+        kept = self._kept
+        while len(kept) > 1 and (len(kept) > self._most or sum(map(self._size, kept.values())) > self._most_size):
+            kept.popitem(last=False)
 
     def all(self) -> Iterable[T]:
-        """Every memory, the last one used at the end."""
         return self._kept.values()
-
-    def _total(self) -> int:
-        return sum(map(self._size, self._kept.values()))
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -2,7 +2,7 @@
 
 Shared by every drafter whose distribution is known at a node before its children are drawn. What is recorded is what
 was drawn from. `Draws` draws a whole level at once from numbers that were made before the first level, so that levels
-follow each other without a wait for the host and may be one recording. `grow` draws the same node by node, where
+follow each other without a wait for the host and may be one recording. `HostDraws` draws the same node by node, where
 processors look at each node's path.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache, partial
-from typing import ParamSpec, TypeVar
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from forerun.core.sampling import (
     settings_of,
 )
 from forerun.devices import sent, widest
-from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
-from forerun.types import DraftKind, Drawn, SamplingParams
+from forerun.errors import ArgumentError, NumericError, of_the_process
+from forerun.types import Drawn, SamplingParams
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -59,17 +60,11 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
     return Draw.IID if chain else Draw.WITHOUT_REPLACEMENT
 
 
-def kind_of(draw: Draw, *, chain: bool) -> DraftKind:
-    """What trees hold whose nodes are drawn so; `draw` is never AUTO."""
-    return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
-
-
 @dataclass(frozen=True)
 class Shape:
     """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings side by side."""
 
-    counts: tuple[int, ...]
-    """(N,) children of every node, the root's first; nodes behind the last entry have none."""
+    counts: tuple[int, ...]  # (N,) children of every node, the root's first; nodes behind the last entry have none
 
     @classmethod
     def regular(cls, children: Sequence[int]) -> Shape:
@@ -82,11 +77,8 @@ class Shape:
 
     @classmethod
     def of(cls, parents: Sequence[int]) -> Shape:
-        """The tree with these parents of node 1, 2, ..., 0 the root.
-
-        Raises:
-            ArgumentError: a parent does not come before its child, or the nodes are not numbered level by level.
-        """
+        """The tree with these parents of node 1, 2, ..., 0 the root. ArgumentError: nodes are not numbered level by
+        level."""
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
                 raise ArgumentError(
@@ -133,15 +125,13 @@ class Shape:
         """(N,) depth of each node."""
         return tuple(depth for depth, level in enumerate(self.levels) for _ in level)
 
-    def paths(self, depth: int) -> tuple[int, ...]:
-        """(F * depth) for each node of a level, the nodes from the root's child down to it."""
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child down to `node`; none for the root."""
         found = list[int]()
-        for node in self.levels[depth]:
-            path = [node] if node else []
-            while len(path) < depth:
-                path.insert(0, self.parents[path[0]])
-            found += path
-        return tuple(found)
+        while node:
+            found.append(node)
+            node = self.parents[node]
+        return found[::-1]
 
     def chosen(self, depth: int) -> list[int] | None:
         """Which of ``widths[depth]`` children of every node of a level there are; None where all are."""
@@ -161,10 +151,8 @@ class Shape:
 class DraftVocabulary:
     """A drafter's own, smaller vocabulary."""
 
-    token_ids: Tensor
-    """(V',) int64, the target's id of each entry."""
-    size: int
-    """V, of the target."""
+    token_ids: Tensor  # (V',) int64, the target's id of each entry
+    size: int  # V, of the target
 
     def spread(self, logits: Tensor) -> Tensor:
         """(.., V') -> (.., V): tokens that the drafter lacks are impossible."""
@@ -177,31 +165,25 @@ class DraftVocabulary:
 class Grower:
     """How one row draws."""
 
-    draw: Draw
-    """Never AUTO."""
-    sampler: Sampler
-    """Of the request, so that draft and target distributions see the same processors."""
+    draw: Draw  # Never AUTO
+    sampler: Sampler  # Of the request, so that draft and target distributions see the same processors
     rng: Rng
-    output: Sequence[int]
-    """The row's output so far, root included; may be empty where `sampler.neutral`."""
+    output: Sequence[int]  # The row's output so far, root included; may be empty where `sampler.neutral`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Children:
     """The children of a level: F parent nodes in each of B rows, C children each."""
 
-    tokens: Tensor
-    """(B, F, C) int64"""
-    drawn: Tensor
-    """(B, F, C) uint8"""
+    tokens: Tensor  # (B, F, C) int64
+    drawn: Tensor  # (B, F, C) uint8
     confidence: Tensor
-    """(B, F, C) float32: of a deterministic node its probability; of a drawn one a figure that does not depend on its
+    """(B, F, C) float32: the probability of a deterministic node; of a drawn one a figure that is independent of its
     value."""
     valid: Tensor | None
     """(B, F, C) bool: False where the distribution had no further token; None where all are good."""
     probs: Tensor | None
-    """(B, F, V) of each parent, the distribution that its sampled children were drawn from; None where all are
-    deterministic."""
+    """(B, F, V) what each parent's sampled children were drawn from; None where all are deterministic."""
 
     def validity(self) -> Tensor:
         """`valid`, whether or not it is all True."""
@@ -209,13 +191,16 @@ class Children:
 
     def only(self, chosen: Sequence[int]) -> Children:
         """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
+        index = constant(tuple(chosen), self.tokens.device)
 
         def pick(values: Tensor) -> Tensor:
-            return values.flatten(1).index_select(1, constant(tuple(chosen), values.device)).unsqueeze(-1)
+            return values.flatten(1).index_select(1, index).unsqueeze(-1)
 
-        valid = None if self.valid is None else pick(self.valid)
-        tokens, drawn, confidence = pick(self.tokens), pick(self.drawn), pick(self.confidence)
-        return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=valid, probs=self.probs)
+        picked = {name: pick(getattr(self, name)) for name in _COLUMNS}
+        return replace(self, **picked, valid=None if self.valid is None else pick(self.valid))
+
+
+_COLUMNS = ("tokens", "drawn", "confidence")
 
 
 @lru_cache(maxsize=1024)
@@ -239,14 +224,8 @@ Pick = Callable[[Tensor, range], Tensor]
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
-    """`count` children of every node; those beyond the support of its distribution are not valid.
-
-    Args:
-        probs: (B, F, V) what the drafter expects after each node.
-        count: at least 1.
-        draw: never AUTO.
-        pick: draws the sampled ones.
-    """
+    """`count` children of every node, drawn from `probs` (B, F, V) as `draw` says, which is never AUTO; `pick` draws
+    the sampled ones. Those beyond a distribution's support are not valid."""
     if draw is Draw.DETERMINISTIC:
         return _packed([_top(probs, count)], None)
     if draw is Draw.IID:
@@ -287,8 +266,7 @@ def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
 def _top(probs: Tensor, count: int) -> _Drawn:
     """The likeliest tokens; zeros where there are fewer."""
     best = probs.topk(min(count, probs.shape[-1]), dim=-1)
-    missing = count - best.indices.shape[-1]
-    tokens, chances = pad(best.indices, (0, missing)), pad(best.values, (0, missing))
+    tokens, chances = (pad(values, (0, count - values.shape[-1])) for values in (best.indices, best.values))
     return tokens, chances, chances > 0, Drawn.DETERMINISTIC
 
 
@@ -296,58 +274,50 @@ def _renormalised(rest: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
 
 
-def grow(
-    logits: Tensor,
-    count: int,
-    growers: Sequence[Grower],
-    level: range,
-    paths: Callable[[int, int], list[int]],
-    vocabulary: DraftVocabulary | None = None,
-) -> Children:
-    """Children of every node of a level, drawn node by node on the host.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostDraws:
+    """How B rows draw a tree of one shape, node by node on the host; used as `Draws` are."""
 
-    Args:
-        logits: (B, F, V) raw, over the target's vocabulary, or (B, F, V') over `vocabulary`.
-        count: C, children per node.
-        growers: (B,) one per row.
-        level: the F node ids.
-        paths: (row, node) -> tokens from the root's child to the node; called only where a processor needs them.
-        vocabulary: of the drafter, where it is not the target's.
-    """
-    if vocabulary is not None:
-        logits = vocabulary.spread(logits)
-    blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
-    none = _packed([_top(blank, count)], None)
-    found = [
-        [
-            attempt(none, _children, logits[row, place], count, grower, node, partial(paths, row, node))
-            for place, node in enumerate(level)
+    shape: Shape
+    growers: Sequence[Grower]  # (B,)
+    key: ClassVar[None] = None  # It reads values on the host, and so is never recorded
+    tensors: ClassVar[tuple[Tensor, ...]] = ()
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> HostDraws:
+        return self
+
+    def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
+        """As `Draws.children`."""
+        if vocabulary is not None:
+            logits = vocabulary.spread(logits)
+        blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
+        none = _packed([_top(blank, self.shape.widths[depth])], None)
+        found = [
+            [
+                attempt(none, self._of_node, logits[row, place], grower, node, ids[row])
+                for place, node in enumerate(self.shape.levels[depth])
+            ]
+            for row, grower in enumerate(self.growers)
         ]
-        for row, grower in enumerate(growers)
-    ]
 
-    def joined(values: Callable[[Children], Tensor]) -> Tensor:
-        return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
+        def joined(values: Callable[[Children], Tensor]) -> Tensor:
+            return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
 
-    sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in growers)
-    return Children(
-        tokens=joined(lambda node: node.tokens),
-        drawn=joined(lambda node: node.drawn),
-        confidence=joined(lambda node: node.confidence),
-        valid=joined(Children.validity),
-        probs=joined(lambda node: blank if node.probs is None else node.probs) if sampled else None,
-    )
+        sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in self.growers)
+        probs = joined(lambda node: blank if node.probs is None else node.probs) if sampled else None
+        columns = {name: joined(attrgetter(name)) for name in _COLUMNS}
+        return Children(**columns, valid=joined(Children.validity), probs=probs)
 
-
-def _children(logits: Tensor, count: int, grower: Grower, node: int, path: Callable[[], list[int]]) -> Children:
-    """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
-    sampler, draw = grower.sampler, grower.draw
-    output = [] if sampler.neutral else [*grower.output, *path()]
-    try:
-        probs = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.probs(logits, output)
-    except NumericError:
-        probs, draw = torch.full_like(logits, torch.nan), Draw.DETERMINISTIC
-    return children_of(probs.view(1, 1, -1), count, draw, on_host(lambda probs, i: grower.rng.drafted(probs, node, i)))
+    def _of_node(self, logits: Tensor, grower: Grower, node: int, ids: Tensor) -> Children:
+        """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
+        sampler, draw, path = grower.sampler, grower.draw, self.shape.path(node)
+        output = [] if sampler.neutral else [*grower.output, *(int(ids[above - 1]) for above in path)]
+        try:
+            probs = sampler.process(logits, output).softmax(-1) if sampler.greedy else sampler.probs(logits, output)
+        except NumericError:
+            probs, draw = torch.full_like(logits, torch.nan), Draw.DETERMINISTIC
+        pick = on_host(lambda probs, index: grower.rng.drafted(probs, node, index))
+        return children_of(probs.view(1, 1, -1), self.shape.widths[len(path)], draw, pick)
 
 
 def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
@@ -361,11 +331,8 @@ def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
 
 
 def attempt(instead: T, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """What `work` gives, which applies one row's own processors, or `instead` where it raises.
-
-    The target meets the same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has
-    none. The other rows have no part in it.
-    """
+    """What `work` gives, which applies one row's own processors, or `instead` where it raises. The target meets the
+    same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has none."""
     try:
         return work(*arguments, **keywords)
     except BaseException as error:
@@ -379,12 +346,9 @@ class Draws:
     """How B rows draw a tree of one shape: the same course whatever the numbers are."""
 
     shape: Shape
-    draw: Draw
-    """Of the rows above temperature 0; never AUTO. The others take the likeliest tokens."""
-    greedy: bool
-    """Whether there are rows at temperature 0."""
-    filters: bool
-    """Whether a row asks for top-k, top-p or min-p."""
+    draw: Draw  # Of the rows above temperature 0; never AUTO. The others take the likeliest tokens
+    greedy: bool  # Whether there are rows at temperature 0
+    filters: bool  # Whether a row asks for top-k, top-p or min-p
     one_by_one: Sequence[SamplingParams]
     """(B,) where each distribution is filtered by itself, on the host; empty where all are sorted at once."""
     numbers: tuple[Tensor, ...]
@@ -399,10 +363,8 @@ class Draws:
         cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
     ) -> Draws | None:
         """None where the host has to look at every node: a user's own processors, or an rng of another kind.
-
-        `vocabulary`: the target's size. `sorts`: filter all distributions of a level at once; on a CPU it is faster one
-        by one.
-        """
+        `vocabulary` is the target's size; with `sorts` all distributions of a level are filtered at once, which a CPU
+        does faster one by one."""
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
@@ -451,10 +413,8 @@ class Draws:
         return replace(self, numbers=tensors[:count], processing=processing)
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As many children of every node at `depth` as any has there, from raw logits (B, F, V).
-
-        `ids`: (B, K) tokens of all nodes so far.
-        """
+        """As many children of every node at `depth` as any has there, from raw logits (B, F, V) and the tokens `ids`
+        (B, K) of all nodes so far."""
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
         wide = logits if vocabulary is None else vocabulary.spread(logits)
@@ -466,7 +426,8 @@ class Draws:
     def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
         batch, width, size = logits.shape
         values = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        paths = ids.index_select(1, constant(tuple(node - 1 for node in self.shape.paths(depth)), ids.device))
+        above = tuple(one - 1 for node in self.shape.levels[depth] for one in self.shape.path(node))
+        paths = ids.index_select(1, constant(above, ids.device))
         first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size
         drafted = (first + paths.view(batch, width, depth)).flatten()
         depths = torch.full((1, width), depth, dtype=torch.int64, device=ids.device)
@@ -482,39 +443,25 @@ class Draws:
         given = likeliest(logits, count, vocabulary)
         sampled = self.numbers[1][:, :1, None] > 0
         assert drawn.valid is not None
-        return Children(
-            tokens=torch.where(sampled, drawn.tokens, given.tokens),
-            drawn=torch.where(sampled, drawn.drawn, given.drawn),
-            confidence=torch.where(sampled, drawn.confidence, given.confidence),
-            valid=drawn.valid | ~sampled,
-            probs=drawn.probs,
-        )
+        mixed = {name: torch.where(sampled, getattr(drawn, name), getattr(given, name)) for name in _COLUMNS}
+        return replace(drawn, **mixed, valid=drawn.valid | ~sampled)
 
     def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
-        probs = self._probs(logits)
+        if not self.one_by_one:
+            probs = probs_of(logits, self.numbers[1], filters=self.filters)
+        else:  # what is refused, for its numbers or for want of tokens, has no distribution
+            rows, nan = (
+                zip(logits.float(), self.one_by_one, strict=True),
+                torch.full_like(logits[0, 0].float(), torch.nan),
+            )
+            found = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
+            probs = torch.stack([torch.stack(row) for row in found])
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
         size = probs.shape[1] * count
         uniforms = self.numbers[0][:, before : before + size].view(-1, probs.shape[1], count)
-
-        def pick(rest: Tensor, indices: range) -> Tensor:
-            return quantiles(rest, uniforms[..., indices.start : indices.stop])
-
-        return children_of(probs, count, self.draw, pick)
-
-    def _probs(self, logits: Tensor) -> Tensor:
-        """(B, F, V) float32."""
-        if not self.one_by_one:
-            return probs_of(logits, self.numbers[1], filters=self.filters)
-        rows = zip(logits.float(), self.one_by_one, strict=True)
-        return torch.stack([torch.stack([_distribution_of(node, params) for node in row]) for row, params in rows])
-
-
-def _distribution_of(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`sampling.distribution_of`; NaN where that refuses the logits (V,)."""
-    try:
-        return distribution_of(logits, params)
-    except (NumericError, NoTokenLeftError):
-        return torch.full_like(logits, torch.nan)
+        return children_of(
+            probs, count, self.draw, lambda rest, which: quantiles(rest, uniforms[..., which.start : which.stop])
+        )
 
 
 @lru_cache(maxsize=64)

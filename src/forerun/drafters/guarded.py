@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -31,36 +31,28 @@ if TYPE_CHECKING:
     from forerun.core.scores import Scores
     from forerun.model import Target
 
-# What a tree must be before anybody works with it.
-
-_ROUNDING = 1e-4
-"""By how much a confidence, a quotient of probabilities in float32, may exceed 1."""
+_ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
+class Checked(NamedTuple):
     """What became of one row's tree."""
 
-    tree: TokenTree
-    """What of it may be submitted, read-only."""
-    error: InvalidDraftError | None = None
-    """What was wrong with the rest."""
+    tree: TokenTree  # What of it may be submitted, read-only
+    error: InvalidDraftError | None = None  # What was wrong with the rest
 
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
     """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
 
     Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
-    neither what a node holds decides whether it is among them, nor what was drawn after it. To leave out the whole tree
-    for what was drawn last would bias sampled ones.
+    neither what a node holds decides whether it is among them, nor what was drawn after it, which would bias sampled
+    ones.
     """
     try:
         sound = _sound(tree, root, target)
-    except InvalidDraftError as wrong:
-        return Checked(tree=TokenTree(root).seal(), error=wrong)
     except Exception as broken:
         unreadable = InvalidDraftError(f"a tree that cannot be read: {broken!r}; its columns are lists of numbers")
-        return Checked(tree=TokenTree(root).seal(), error=unreadable)
+        return Checked(TokenTree(root).seal(), broken if isinstance(broken, InvalidDraftError) else unreadable)
     kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
     error = None
     if len(kept) < sound.size:
@@ -71,16 +63,12 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
         if not 0 <= confidence <= 1 + _ROUNDING:
             error = error or InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")
             sound.confidence[node] = 0.0
-    return Checked(tree=sound.seal(), error=error)
+    return Checked(sound.seal(), error)
 
 
 def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
-    """A copy of the tree.
-
-    Raises:
-        InvalidDraftError: it is none, or holds what no tree may hold.
-        Exception: of any kind, where its columns are something else.
-    """
+    """A copy of the tree. InvalidDraftError: it is none, or holds what no tree may hold; any other: its columns are no
+    lists."""
     if not isinstance(tree, TokenTree):
         raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
     made = TokenTree(root)
@@ -95,7 +83,9 @@ def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
         raise InvalidDraftError(f"the tree's root holds token {made.tokens[0]}; the last committed token is {root}")
     made.parents[0], made.drawn[0], made.confidence[0] = -1, Drawn.DETERMINISTIC, 1.0
     _check_nodes(made, target.vocab_size)
-    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in _sampled_below(made)}
+    pairs = zip(made.parents, made.drawn, strict=True)
+    sampled_below = sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
+    made.draft_probs = {parent: _probs(tree, parent, target.vocab_size) for parent in sampled_below}
     made.masses = {node: float(mass) for node, mass in tree.masses.items() if node in made.draft_probs}
     if tree.resume is not None:
         _check_resume(tree.resume, made, target)
@@ -116,17 +106,7 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
         if not 0 < node < len(tree.tokens):
             raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
         if tree.drawn[node] is not Drawn.DETERMINISTIC:
-            raise InvalidDraftError(
-                "a node was sampled and is a probe; nodes that are never accepted are deterministic"
-            )
-
-
-def _sampled_below(tree: TokenTree) -> list[int]:
-    """Nodes with sampled children."""
-    if not tree.sampled:
-        return []
-    pairs = zip(tree.parents, tree.drawn, strict=True)
-    return sorted({parent for parent, kind in pairs if kind is not Drawn.DETERMINISTIC})
+            raise InvalidDraftError("a node was sampled and is a probe; what is never accepted is deterministic")
 
 
 def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
@@ -157,31 +137,23 @@ T = TypeVar("T")
 
 
 class Guarded(Drafter):
-    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside tried.
-
-    Args:
-        drafter: what is inside. What it says of itself (`depth`, `requires`, `watches`, ...) is asked once.
-        method: its name in messages.
-        setup: what it was built from.
-    """
+    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside tried. What that
+    says of itself (`depth`, `requires`, `watches`, ...) is asked once; `method` is its name in messages."""
 
     name = "guarded"
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup) -> None:
         self.drafter, self.method = drafter, method
-        self.failed = False
-        """It failed since this was last set to False."""
+        self.failed = False  # It failed since this was last set to False
         self._target, self._failures = setup.target, setup.failures
         self._closed = set[int]()
-        self._useless = False
-        """It cannot say what it needs: it is asked for nothing."""
-        self._owed = 0
-        """Failures that belong to no row; the next one that it is asked for counts them."""
-        self._depth = self._told("depth", _depth, None)
+        self._useless = False  # It cannot say what it needs: it is asked for nothing
+        self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
+        self._depth: int | None = self._told("depth", _DEPTH, None)
         self._requires = self._told("requires", self._signals, frozenset[Signal]())
-        self._watches = self._told("watches", _flag, otherwise=False)
+        self._watches = self._told("watches", _FLAG, otherwise=False)
         self._top_ids = self._told("top_ids", int, 0)
-        self._remembers = self._told("remembers", _flag, otherwise=False)
+        self._remembers = self._told("remembers", _FLAG, otherwise=False)
 
     @classmethod
     def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup) -> Guarded:
@@ -258,11 +230,11 @@ class Guarded(Drafter):
 
     def memory_bytes(self) -> int:
         """What it says; 0 where that is no number of bytes."""
-        return self._asked("memory_bytes()", self.drafter.memory_bytes, _bytes, 0)
+        return self._asked("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """What it says; what is safe for any drafter where that is no `DraftKind`."""
-        return self._asked("kind()", partial(self.drafter.kind, sampler), _kind, DraftKind())
+        return self._asked("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -325,25 +297,16 @@ class Guarded(Drafter):
         return signals
 
 
-def _flag(told: Any) -> bool:
-    if not isinstance(told, bool):
-        raise TypeError(f"expected True or False, got {told!r}")
-    return told
+def _expecting(what: str, fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def read(told: Any) -> Any:
+        if not fits(told):
+            raise TypeError(f"expected {what}, got {told!r}")
+        return told
+
+    return read
 
 
-def _depth(told: Any) -> int | None:
-    if told is not None and (not isinstance(told, int) or told < 1):
-        raise TypeError(f"expected a number of tokens or None, got {told!r}")
-    return told
-
-
-def _bytes(told: Any) -> int:
-    if not isinstance(told, int) or told < 0:
-        raise TypeError(f"expected a number of bytes, got {told!r}")
-    return told
-
-
-def _kind(told: Any) -> DraftKind:
-    if not isinstance(told, DraftKind):
-        raise TypeError(f"expected a DraftKind, got {told!r}")
-    return told
+_FLAG = _expecting("True or False", lambda told: isinstance(told, bool))
+_DEPTH = _expecting("a number of tokens or None", lambda told: told is None or (isinstance(told, int) and told >= 1))
+_BYTES = _expecting("a number of bytes", lambda told: isinstance(told, int) and told >= 0)
+_KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))

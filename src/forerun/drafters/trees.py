@@ -1,7 +1,5 @@
-"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic tree.
-
-Shared by every drafter that runs a model once per level; the logits come from a function.
-"""
+"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic tree. Shared by every
+drafter that runs a model once per level; the logits come from a function."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, changed, check_least
+from forerun.drafters.base import DraftContext, changed, check_choice, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, Shape, grow, kind_of, resolve
-from forerun.errors import ArgumentError, NumericError, nearest
+from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
+from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
 
@@ -31,14 +29,11 @@ Enough = Callable[[int, Children], bool]
 
 
 class Limits:
-    """How many nodes each of B rows may submit while its tree grows level by level.
-
-    A node that was grown is never taken back, so whether it is submitted does not depend on its value.
-    """
+    """How many nodes each of B rows may submit while its tree grows level by level. A node that was grown is never
+    taken back, so whether it is submitted does not depend on its value."""
 
     def __init__(self, levels: Sequence[range], nodes: Sequence[int]) -> None:
-        self.nodes = list(nodes)
-        """(B,) from the first node on."""
+        self.nodes = list(nodes)  # (B,) from the first node on
         self._levels = levels
 
     def stopped(self, children: Children) -> Sequence[bool]:
@@ -69,8 +64,7 @@ class _Row(NamedTuple):
 class Grown(Children):
     """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children` has (B, F, C)."""
 
-    run: int
-    """Nodes that the model has run, from the first."""
+    run: int  # Nodes that the model has run, from the first
 
     def fetch(self) -> list[_Row]:
         """(B,) all but the probs, in one transfer. Not kept: a recording gives the same object with other numbers."""
@@ -85,8 +79,7 @@ class Grown(Children):
 class Submitted(Proposal):
     """A proposal of a model that ran some of its nodes; numbered as it was grown."""
 
-    run: int = 0
-    """Nodes whose keys stand behind the root's; 0: the root is still committed."""
+    run: int = 0  # Nodes whose keys stand behind the root's; 0: the root is still committed
 
     def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
         """The longest path among the nodes that were run which holds a beginning of `committed`."""
@@ -116,9 +109,18 @@ class FixedTree:
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
+    @property
+    def run(self) -> int:
+        return self.shape.size
+
+    @property
+    def depth(self) -> int:
+        return len(self.shape.widths)
+
     def kind(self, sampler: Sampler) -> DraftKind:
         """What the trees of a request hold."""
-        return kind_of(self._draw(sampler), chain=self.shape.chain)
+        draw, chain = self._draw(sampler), self.shape.chain
+        return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
 
     def within(self, context: DraftContext, budget: Budget, max_length: int) -> list[int]:
         """How many nodes each row may submit; no path leaves the drafter's own context of `max_length`."""
@@ -127,43 +129,20 @@ class FixedTree:
 
     def grow(
         self,
-        context: DraftContext,
-        active: Sequence[int],
+        draws: Draws | HostDraws,
         nodes: int,
         logits: Tensor,
         descend: Descend,
         vocabulary: DraftVocabulary | None = None,
         *,
-        draws: Draws | None = None,
         enough: Enough | None = None,
     ) -> Grown:
-        """The first `nodes` nodes of the shape for the active rows.
-
-        Args:
-            active: rows of the context, B of them.
-            logits: (B, 1, V) after the roots.
-            descend: the model, one level further.
-            vocabulary: the model's, where it is not the target's.
-            draws: those of the active rows, see `draws`; None draws node by node on the host.
-            enough: asked after every level whether the tree ends there.
-        """
-        growers = [] if draws is not None else self._growers(context, active)
+        """The first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1, V) after the roots.
+        `descend` is the model, one level further; `enough` is asked after every level whether the tree ends there."""
         grown, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
-
-        def path(row: int, node: int) -> list[int]:
-            found = list[int]()
-            while node:
-                found.append(int(ids[row, node - 1]))
-                node = self.shape.parents[node]
-            return found[::-1]
-
-        for depth, count in enumerate(self.shape.widths):
-            level, chosen = self.shape.levels[depth], self.shape.chosen(depth)
-            if draws is not None:
-                children = draws.children(logits, depth, ids, vocabulary)
-            else:
-                children = grow(logits, count, growers, level, path, vocabulary)
+        for depth in range(len(self.shape.widths)):
+            children, chosen = draws.children(logits, depth, ids, vocabulary), self.shape.chosen(depth)
             grown.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, grown[-1].tokens.flatten(1)], dim=1)
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, grown[-1])):
@@ -179,10 +158,11 @@ class FixedTree:
         vocabulary: int,
         *,
         recorded: bool = False,
-    ) -> Draws | None:
-        """How the active rows draw where `grow` need read no value on the host; see `Draws.of`."""
-        sorts = recorded or device.type != "cpu"
-        return Draws.of(self._growers(context, active), self.shape, device, vocabulary=vocabulary, sorts=sorts)
+    ) -> Draws | HostDraws:
+        """How the active rows of the context draw: without reading a value on the host where `Draws.of` can."""
+        growers, sorts = [self._grower(context, index) for index in active], recorded or device.type != "cpu"
+        draws = Draws.of(growers, self.shape, device, vocabulary=vocabulary, sorts=sorts)
+        return HostDraws(shape=self.shape, growers=growers) if draws is None else draws
 
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
@@ -219,9 +199,6 @@ class FixedTree:
                 assert grown.probs is not None
                 tree.set_probs(ids[parent], grown.probs[place, parent], row.masses[parent])
         return submitted
-
-    def _growers(self, context: DraftContext, active: Sequence[int]) -> list[Grower]:
-        return [self._grower(context, index) for index in active]
 
     def _grower(self, context: DraftContext, index: int) -> Grower:
         sampler = context.samplers[index]
@@ -263,11 +240,7 @@ def _joined(grown: Sequence[Children], ids: Tensor, run: int) -> Grown:
 
 def check_drawing(method: str, options: Any) -> None:
     """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a configuration make sense."""
-    kinds = [kind.value for kind in Draw]
-    if options.draw not in kinds:
-        raise ArgumentError(
-            f"{method}: draw is one of {', '.join(kinds)}, got {options.draw!r}.{nearest(options.draw, kinds)}"
-        )
+    check_choice(method, options, "draw", [kind.value for kind in Draw])
     check_least(method, options, num_speculative_tokens=1)
     if options.temperature is not None and not GREEDY_BELOW <= options.temperature <= MAX_TEMPERATURE:
         raise ArgumentError(
@@ -335,18 +308,12 @@ class Candidate(NamedTuple):
 class Expanded:
     """The likeliest nodes of every row, best first."""
 
-    order: Tensor
-    """(B, n) entry of each node in the pool: parents come before children."""
-    tokens: Tensor
-    """(B, n) the target's token ids."""
-    parents: Tensor
-    """(B, n) entry of the parent in the pool, plus one; 0 is the root."""
-    probabilities: Tensor
-    """(B, n) of the token after its parent, by the drafter."""
-    depths: Tensor
-    """(B, n) from 1."""
-    ranks: Tensor
-    """(B, n) among its siblings, likeliest 0."""
+    order: Tensor  # (B, n) entry of each node in the pool: parents come before children
+    tokens: Tensor  # (B, n) the target's token ids
+    parents: Tensor  # (B, n) entry of the parent in the pool, plus one; 0 is the root
+    probabilities: Tensor  # (B, n) of the token after its parent, by the drafter
+    depths: Tensor  # (B, n) from 1
+    ranks: Tensor  # (B, n) among its siblings, likeliest 0
 
     def fetch(self) -> list[list[Candidate]]:
         """(B, n) in one transfer."""
@@ -359,12 +326,9 @@ class Expanded:
 class DynamicTree:
     """How wide, how deep and how large; what a probability is worth is learned while decoding."""
 
-    depth: int
-    """Most tokens on a path."""
-    top_k: int
-    """Nodes expanded per level, and children looked at per node."""
-    nodes: int
-    """Nodes kept, root not counted."""
+    depth: int  # Most tokens on a path
+    top_k: int  # Nodes expanded per level, and children looked at per node
+    nodes: int  # Nodes kept, root not counted
     stop_below: float = 0.0
     """Grow no deeper once every open path is less likely than this; 0 never asks (asking waits for the device)."""
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
@@ -373,6 +337,9 @@ class DynamicTree:
     def run(self) -> int:
         """Most nodes that the model runs: the leaves are drawn, not run."""
         return self.top_k * (self.depth - 1)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind()
 
     def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:
         """Expand from the logits (B, 1, V') after the roots to at most `depth` levels; keep the likeliest nodes."""
@@ -393,11 +360,7 @@ class DynamicTree:
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
     ) -> tuple[TokenTree, Submitted]:
-        """One row's tree: the likeliest of its candidates that its budget allows.
-
-        Args:
-            salt: the row's isolation domain.
-        """
+        """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
         tree, acceptance, ids = TokenTree(root), self.estimates.of(salt), {0: 0}
         submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         for found in sorted([found for found in grown if found.depth <= depth][:nodes]):

@@ -41,11 +41,7 @@ def tokenizer_beside(path: str) -> PreTrainedTokenizerBase | None:
 
 
 def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuse tokenizers that give a token id two meanings.
-
-    Raises:
-        VocabularyMismatchError: saying what differs.
-    """
+    """Raise VocabularyMismatchError, saying what differs, where a token id has two meanings."""
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
@@ -55,20 +51,13 @@ def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenize
             f"{len(differing)} tokens, for example {token!r}: id {ours.get(token)} and {theirs.get(token)}. {_REMEDY}"
         )
     if set(target.all_special_ids) != set(draft.all_special_ids):
-        raise VocabularyMismatchError(
-            f"the special tokens of target {sorted(target.all_special_ids)} and draft model "
-            f"{sorted(draft.all_special_ids)} differ. {_REMEDY}"
-        )
+        found = f"target {sorted(target.all_special_ids)} and draft model {sorted(draft.all_special_ids)}"
+        raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")
 
 
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
-    """Refuse a draft model of `size` token ids that mean something else than the target's.
-
-    Where a tokenizer is missing the sizes must agree.
-
-    Raises:
-        VocabularyMismatchError: saying what differs.
-    """
+    """Raise VocabularyMismatchError where the `size` token ids of a draft model mean something else than the target's.
+    Where a tokenizer is missing the sizes must agree."""
     theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
     if setup.tokenizer is not None and theirs is not None:
         _check_tokenizers(setup.tokenizer, theirs)
@@ -82,28 +71,20 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
 
 def draft_tokenizer(method: str, option: Any, model: Any) -> PreTrainedTokenizerBase:
     """The draft model's tokenizer: the option (a directory, a hub id or an object), else what lies beside the model.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    ArgumentError: there is none."""
     source = option if option is not None else model
     if option is None and not isinstance(model, str | Path):
         source = getattr(model, "name_or_path", "")
     found = _loaded(source)
     if found is None:
-        raise ArgumentError(
-            f"{method}: no tokenizer was found for the draft model in {str(source)!r}; pass tokenizer=DIRECTORY, a hub "
-            "id or a tokenizer object"
-        )
+        where = f"no tokenizer was found for the draft model in {str(source)!r}"
+        raise ArgumentError(f"{method}: {where}; pass tokenizer=DIRECTORY, a hub id or an object")
     return found
 
 
 def target_tokenizer(method: str, option: Any, setup: DrafterSetup) -> PreTrainedTokenizerBase:
-    """The target's tokenizer: the option, else the engine's.
-
-    Raises:
-        ArgumentError: the engine works on token ids alone and the option is missing, or no tokenizer lies there.
-    """
+    """The target's tokenizer: the option, else the engine's. ArgumentError: the engine works on token ids alone and the
+    option is missing, or no tokenizer lies there."""
     found = setup.tokenizer if option is None else _loaded(option)
     if found is None:
         where = "the engine has none" if option is None else f"there is none in {str(option)!r}"

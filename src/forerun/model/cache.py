@@ -21,19 +21,14 @@ from forerun.model.padding import Flat
 class _Window:
     """Where the tokens of the pass that is about to run go, and what their layers may look at; on one device."""
 
-    flat: Tensor
-    """(M,) int64 index into (rows * slots): where each token is written."""
-    rows: Tensor
-    """(B,) int64 rows to read."""
-    scattered: bool
-    """Else they are `count` rows from `first` on."""
-    select: bool
-    """Whether `read` selects scattered ones; else all rows are read."""
+    flat: Tensor  # (M,) int64 index into (rows * slots): where each token is written
+    rows: Tensor  # (B,) int64 rows to read
+    scattered: bool  # Else they are `count` rows from `first` on
+    select: bool  # Whether `read` selects scattered ones; else all rows are read
     first: int
     count: int
     width: int
-    before: int
-    """Slots before the tokens of the pass, in the longest row."""
+    before: int  # Slots before the tokens of the pass, in the longest row
 
     def read(self, store: Tensor) -> Tensor:
         """(B, heads, width, dim) of `store` (rows, slots, heads, dim); a copy where scattered rows are selected."""
@@ -58,10 +53,8 @@ class SlotCache:
     def __init__(self, rows: int, slots: int) -> None:
         self.rows = rows
         self.slots = slots
-        self.dump = slots
-        """The slot behind the last: padding is written there and nothing reads it."""
-        self._touched = [0] * rows
-        """Slots of each row that passes may have written to since they were last zero."""
+        self.dump = slots  # The slot behind the last: padding is written there and nothing reads it
+        self._touched = [0] * rows  # Slots of each row that passes may have written to since they were last zero
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
@@ -106,10 +99,8 @@ class SlotCache:
         return self._window.rows if self._window.scattered and not self._window.select else None
 
     def get_seq_length(self, _layer_idx: int = 0) -> int:
-        """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest.
-
-        A mask and positions are given with every pass, so that nothing is placed by it.
-        """
+        """Tokens before those of the pass, as transformers counts them: one number for all rows, that of the longest. A
+        mask and positions are given with every pass, so that nothing is placed by it."""
         return self._window.before
 
     def update(
@@ -123,15 +114,9 @@ class SlotCache:
         return self.seen(layer_idx)
 
     def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """What `update` writes to, for a layer that does it itself.
-
-        Args:
-            shape: (heads, dim) of keys and of values.
-            like: a tensor of their dtype and on their device.
-
-        Returns:
-            keys and values (rows, slots + 1, heads, dim), and (M,) int64: each token's place in (rows * (slots + 1)).
-        """
+        """What `update` writes to, for a layer that does it itself: keys and values (rows, slots + 1, heads, dim) of
+        the `shape` (heads, dim) and of the dtype and device of `like`, and (M,) int64: each token's place in (rows *
+        (slots + 1))."""
         return self._of(layer_idx, shape, shape, like), self._on(like.device).flat
 
     def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -166,13 +151,11 @@ class SlotCache:
 
     @torch.inference_mode()
     def clear(self, row: int, start: int) -> int:
-        """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row.
+        """Zero a row's slots from `start` on, so that nothing of them reaches whoever is given the row; returns how
+        many there were that a pass may have written to.
 
         A mask is added to scores, and what is multiplied with a weight of zero is added, too: of a token that a query
         may not see, NaN and infinity reach it all the same.
-
-        Returns:
-            how many slots there were that a pass may have written to.
         """
         count = max(0, self._touched[row] - start)
         if count:
@@ -198,7 +181,6 @@ class SlotCache:
         return sorted(self._stores)
 
     def nbytes(self) -> int:
-        """Bytes allocated so far."""
         return sum(store.nbytes for store in self._tensors())
 
     def _places(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
@@ -214,11 +196,8 @@ class SlotCache:
         return self._windows[device]
 
     def reserve(self, other: SlotCache) -> None:
-        """Allocate now what another cache of the same model had to allocate, so that a lack of memory shows at once.
-
-        Raises:
-            OutOfMemoryError: it does not fit.
-        """
+        """Allocate now what another cache of the same model had to allocate: a lack of memory (OutOfMemoryError) shows
+        at once."""
         for layer, pair in other._stores.items():
             self._of(layer, pair[0].shape[2:], pair[1].shape[2:], pair[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat
 from forerun.model.recordings import bucket, wide
-from forerun.types import Signal
+from forerun.types import LAST_HIDDEN, Signal
 
 
 @lru_cache(maxsize=256)
@@ -29,18 +29,6 @@ def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     a shape that was drafted before; what is returned is shared and never written to."""
     sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
     return sees, sees.sum(-1) - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
-    """The integers of a pass that is recorded."""
-
-    tensors: Sequence[Tensor]
-    """On the device: lengths (B,), sees (B, N, M), query positions (B, N), node positions (B, M), slots (B, N) and
-    token ids (B, N). B and N are powers of two, row b of the cache is row b.
-    """
-    width: int
-    """Slots that are read."""
 
 
 def _spread(values: Tensor, rows: Sequence[int], batch: int, rest: int) -> Tensor:
@@ -56,21 +44,24 @@ def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What the first layers have begun of B trees, as far as it still holds."""
+
+    boundary: int  # Layers that the nodes have run through, at least 1
+    states: Tensor  # (B, R, H) at that boundary
+    counts: Sequence[int]  # (B,) how many of the R were run; 0 for a row that has to be run whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
     """The tokens of a pass on the host: a batch of trees, packed. A piece of a prompt is a chain."""
 
-    ids: Tensor
-    """(B, N) int64; on the device where they were drafted there. All else is on the host."""
-    depths: Tensor
-    """(B, N) int64, positions behind the row's committed tokens."""
-    sees: Tensor
-    """(B, N, N) bool: who looks at whom."""
-    real: Tensor
-    """(B, N) bool; the rest is padding."""
-    start: int
-    """Nodes before this one were run earlier in the step; they are seen, not run."""
-    resume: Sequence[Resume | None] = ()
-    """(B,) what the first nodes of each row have already run through; or empty."""
+    ids: Tensor  # (B, N) int64; on the device where they were drafted there. All else is on the host
+    depths: Tensor  # (B, N) int64, positions behind the row's committed tokens
+    sees: Tensor  # (B, N, N) bool: who looks at whom
+    real: Tensor  # (B, N) bool; the rest is padding
+    start: int  # Nodes before this one were run earlier in the step; they are seen, not run
+    resume: Sequence[Resume | None] = ()  # (B,) what the first nodes of each row have already run through; or empty
 
     @classmethod
     def of_prompt(cls, pieces: Sequence[Sequence[int]], least: int = 0) -> Nodes:
@@ -99,13 +90,12 @@ class Nodes:
     def of_levels(
         cls, roots: Sequence[int], ids: Tensor, parents: Sequence[int], *, counts: Sequence[int], start: int
     ) -> Nodes:
-        """Trees of one shape that grow level by level, on their device.
+        """Trees of one shape that grow level by level, on their device; nodes before `start` have been run.
 
         Args:
             ids: (B, K) tokens of the nodes so far.
             parents: (K + 1,) or more, of each node, the root's first.
             counts: (B,) drafted nodes of each row; the rest is padding.
-            start: nodes before this one have been run.
         """
         size = ids.shape[1]
         wide = np.broadcast_to(np.array(parents[1 : size + 1], np.int64), (len(roots), size))
@@ -114,12 +104,7 @@ class Nodes:
 
     @classmethod
     def _of(
-        cls,
-        ids: Tensor,
-        parents: NDArray[np.int64],
-        counts: Sequence[int],
-        start: int,
-        resume: Sequence[Resume | None],
+        cls, ids: Tensor, parents: NDArray[np.int64], counts: Sequence[int], start: int, resume: Sequence[Resume | None]
     ) -> Nodes:
         sees, depths = _relations(parents.tobytes(), parents.shape)
         real = torch.arange(ids.shape[1]) <= torch.tensor(counts).unsqueeze(1)
@@ -129,6 +114,23 @@ class Nodes:
     def fresh(self) -> int:
         """Tokens of a row that this pass runs."""
         return self.ids.shape[1] - self.start
+
+    def begun(self, writes: Sequence[int], signals: Set[Signal]) -> Begun | None:
+        """What of `resume` still holds: rows whose slots were written since, by the passes `writes` (B,) over each row
+        up to now, and those at another boundary than the first, run anew. None where a state below the boundary is
+        asked for, which only a whole pass sees."""
+        good = [one for one, now in zip(self.resume, writes, strict=False) if one is not None and one.stamp == now]
+        if not good or any(signal != LAST_HIDDEN and signal < good[0].boundary for signal in signals):
+            return None
+        boundary, counts = good[0].boundary, list[int]()
+        for one, now in zip(self.resume, writes, strict=True):
+            holds = one is not None and one.stamp == now and one.boundary == boundary
+            counts.append(len(one.states) if one is not None and holds else 0)
+        states = good[0].states.new_zeros(len(counts), max(counts), good[0].states.shape[1])
+        for row, (one, count) in enumerate(zip(self.resume, counts, strict=True)):
+            if one is not None and count:
+                states[row, :count] = one.states
+        return Begun(boundary=boundary, states=states, counts=counts)
 
     def reach(self) -> list[int]:
         """Per row, positions that its deepest token needs behind the committed ones."""
@@ -143,40 +145,42 @@ class Frame:
     cache: SlotCache
     style: MaskStyle
     buckets: Buckets
-    max_length: int
-    """Positions that the model was made for."""
-    dtype: torch.dtype
-    """Of the masks."""
+    max_length: int  # Positions that the model was made for
+    dtype: torch.dtype  # Of the masks
 
-    def recorded(self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device) -> Packed:
-        """The same for a recording: sizes are powers of two, and every row stands at its own place in the cache.
+    def recorded(
+        self, rows: Sequence[int], committed: Sequence[int], nodes: Nodes, device: torch.device
+    ) -> tuple[list[Tensor], int]:
+        """What `enter` takes, the tensors on the device: sizes are powers of two, and every row stands at its own place
+        in the cache.
 
         So one recording serves all rows and texts of about these sizes, and nothing of the cache is copied. The places
         of other rows, and nodes that are not there, are padding: written to the dump slot, looking at slot 0 alone.
         """
         batch, size = min(self.cache.rows, bucket(max(rows) + 1)), bucket(nodes.fresh)
-        count, start = nodes.start + size, nodes.start
-        width = wide(max(committed) + count, self.cache.slots)
-        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        missing = count - nodes.ids.shape[1]
-        positions = _filled((lengths + nodes.depths).clamp(max=self.max_length - 1), missing)
-        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
-        sees = pad(nodes.sees & nodes.real.unsqueeze(2), (0, missing, 0, missing))[:, start:]
-        host = [
-            lengths.squeeze(1),
-            sees,
-            positions[:, start:],
-            positions,
-            _filled(slots, missing, self.cache.dump)[:, start:],
-        ]
-        host = [_spread(part, rows, batch, self.cache.dump if part is host[-1] else 0) for part in host]
-        ids = _filled(nodes.ids, missing)[:, start:]
+        width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
+        *others, slots = self._structure(committed, nodes, missing, missing)
+        host = [*(_spread(part, rows, batch, 0) for part in others), _spread(slots, rows, batch, self.cache.dump)]
+        ids = _filled(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            tensors = sent([*host, _spread(ids, rows, batch, 0)], device)
-        else:
-            *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], device)
-            tensors = [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)]
-        return Packed(tensors=tensors, width=width)
+            return sent([*host, _spread(ids, rows, batch, 0)], device), width
+        *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], device)
+        return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
+
+    def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
+        """Lengths (B,), sees (B, N, M), query positions (B, N), node positions (B, M) and slots (B, N) of a pass: N
+        counts `missing` nodes of padding, M `unseen` ones."""
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
+        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
+        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
+        return [
+            lengths.squeeze(1),
+            pad(sees, (0, unseen, 0, missing)) if missing else sees,
+            _filled(positions[:, nodes.start :], missing),
+            _filled(positions, unseen),
+            _filled(slots[:, nodes.start :], missing, self.cache.dump),
+        ]
 
     def enter(self, tensors: Sequence[Tensor], width: int) -> dict[str, Any]:
         """Keyword arguments for the base model's forward, from what was packed for a recording."""
@@ -204,21 +208,9 @@ class Frame:
         tokens alone, as one sequence; the mask stays that of the rows. `select` is that of `SlotCache.begin`.
         """
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
-        missing = size - nodes.fresh
-        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        used = max(committed) + nodes.start + size
+        missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=device.type == "cpu")
-        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
-        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
-        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
-        host = [
-            lengths.squeeze(1),
-            sees if not missing else pad(sees, (0, 0, 0, missing)),
-            _filled(positions[:, nodes.start :], missing),
-            positions,
-            _filled(slots[:, nodes.start :], missing, self.cache.dump),
-            torch.tensor(rows, dtype=torch.int64),
-        ]
+        host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
         ids = _filled(nodes.ids[:, nodes.start :], missing)
         there = sent([*host, ids] if ids.device.type == "cpu" else host, device)
         lengths, sees, query_positions, positions, places, index = there[:6]

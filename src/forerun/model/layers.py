@@ -26,8 +26,7 @@ from forerun.types import LAST_HIDDEN, Signal
 class Plan:
     """Which layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
 
-    start: int = 0
-    """Boundary whose states go in; 0 runs from the embeddings."""
+    start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
     stop: int
     """Boundary whose states come out: the residual stream after this many layers, before the final norm."""
     skip: frozenset[tuple[int, str]] = frozenset()
@@ -36,22 +35,16 @@ class Plan:
     def check(self, layers: int) -> None:
         """Raise ArgumentError unless the plan fits a model of that many layers."""
         if not 0 <= self.start < self.stop <= layers:
-            raise ArgumentError(
-                f"a plan needs 0 <= start < stop <= {layers} layers, got start {self.start}, stop {self.stop}"
-            )
+            raise ArgumentError(f"a plan needs 0 <= start < stop <= {layers}, got {self.start} and {self.stop}")
         for layer, part in self.skip:
             if part not in ("attn", "mlp") or not self.start <= layer < self.stop:
-                raise ArgumentError(
-                    f"cannot skip {(layer, part)!r}: expected (layer, 'attn' or 'mlp') with a layer in "
-                    f"{self.start}..{self.stop - 1}"
-                )
+                expected = f"(layer, 'attn' or 'mlp') with a layer in {self.start}..{self.stop - 1}"
+                raise ArgumentError(f"cannot skip {(layer, part)!r}: expected {expected}")
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A copy that shares every parameter and submodule, whose children may be replaced without touching the original.
-
-    A forward that accelerate or a compiler put on the instance is dropped: it would call the original.
-    """
+    """A copy that shares every parameter and submodule, whose children may be replaced without touching the original. A
+    forward that accelerate or a compiler put on the instance is dropped: it would call the original."""
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
@@ -71,10 +64,7 @@ def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
 
 def base_name(model: Any) -> str:
     """The child of a causal LM that is the model without its output head: as its class says, else the one that embeds.
-
-    Raises:
-        UnsupportedModelError: there is none, or there are several.
-    """
+    UnsupportedModelError: there is none, or there are several."""
     prefix = str(model.base_model_prefix)
     if isinstance(model._modules.get(prefix), nn.Module):
         return prefix
@@ -103,16 +93,16 @@ def turn_of(base: nn.Module) -> threading.RLock:
 
 def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """Dotted name and list of the decoder layers: the one ModuleList of that length, nearest to the input embedding.
-
-    Raises:
-        UnsupportedModelError: none has that length, or several that lie equally near.
-    """
+    UnsupportedModelError: none has that length, or several that lie equally near."""
     lists = {
         name: module
         for name, module in base.named_modules()
         if name and isinstance(module, nn.ModuleList) and len(module) == count
     }
-    beside = [name for name in lists if _embeds(base.get_submodule(name.rpartition(".")[0]), base)]
+    embeds: Any = getattr(base, "get_input_embeddings", None)
+    embedding = None if embeds is None else embeds()
+    owners = {name: base.get_submodule(name.rpartition(".")[0]) for name in lists}
+    beside = [name for name, owner in owners.items() if any(module is embedding for module in owner.modules())]
     depth = min((name.count(".") for name in lists), default=0)
     nearest = beside or [name for name in lists if name.count(".") == depth]
     if len(nearest) != 1:
@@ -123,18 +113,9 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     return nearest[0], lists[nearest[0]]
 
 
-def _embeds(part: nn.Module, whole: Any) -> bool:
-    """Whether the input embedding of `whole` is in `part`."""
-    embedding = whole.get_input_embeddings() if hasattr(whole, "get_input_embeddings") else None
-    return any(module is embedding for module in part.modules())
-
-
 def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
     """Dotted name and module of the final norm: the one child behind the `count` layers whose weights are all vectors.
-
-    Raises:
-        UnsupportedModelError: there is none, or there are several.
-    """
+    UnsupportedModelError: there is none, or there are several."""
     owner, _, last = layers_of(base, count)[0].rpartition(".")
     children = list(base.get_submodule(owner).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]
@@ -144,10 +125,8 @@ def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
         if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
     ]
     if len(found) != 1:
-        raise UnsupportedModelError(
-            f"{type(base).__name__}: expected one norm after the layers, found "
-            f"{', '.join(name for name, _ in found) or 'none'}"
-        )
+        names = ", ".join(name for name, _ in found) or "none"
+        raise UnsupportedModelError(f"{type(base).__name__}: expected one norm after the layers, found {names}")
     return found[0]
 
 
@@ -218,9 +197,7 @@ def check_signals(signals: Set[Signal], layers: int) -> None:
     """Raise ArgumentError for a boundary that the model does not have."""
     for signal in signals:
         if signal != LAST_HIDDEN and not 0 <= signal <= layers:
-            raise ArgumentError(
-                f"there is no layer boundary {signal}: expected 0..{layers} or LAST_HIDDEN ({LAST_HIDDEN})"
-            )
+            raise ArgumentError(f"there is no layer boundary {signal}: expected 0..{layers} or LAST_HIDDEN (-1)")
 
 
 @contextmanager
@@ -285,8 +262,7 @@ class _Nothing(nn.Module):
 
     def __init__(self, extras: int | None) -> None:
         super().__init__()
-        self.extras = extras
-        """Further members of the answer where it is a tuple; None where it is a bare tensor."""
+        self.extras = extras  # Further members of the answer where it is a tuple; None where it is a bare tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         zeros = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
@@ -329,10 +305,8 @@ class LayerRanges:
 
     def _slice(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         if getattr(self._base.config, "hidden_size_per_layer_input", None):
-            raise UnsupportedModelError(
-                f"{type(self._base).__name__} feeds every layer an embedding by its place in the list: its "
-                "layers cannot be run in part"
-            )
+            why = "feeds every layer an embedding by its place in the list"
+            raise UnsupportedModelError(f"{type(self._base).__name__} {why}: its layers cannot be run in part")
         if (start, stop) not in self._copies:
             self._copies[start, stop] = self._copy(start, stop)
         return self._copies[start, stop]

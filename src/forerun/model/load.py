@@ -33,18 +33,12 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
-    """Tensor name -> dtype, shape and offsets.
-
-    Raises:
-        CheckpointError: the file is truncated or no safetensors file.
-    """
+    """Tensor name -> dtype, shape and offsets. CheckpointError: the file is truncated or no safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes"
-            )
+            raise CheckpointError(f"{path} is truncated or no safetensors file: its header exceeds its {size} bytes")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -53,17 +47,14 @@ def read_header(path: Path) -> Mapping[str, Any]:
             raise CheckpointError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
     if size != 8 + length + end:
         raise CheckpointError(
-            f"{path} is corrupt: {size} bytes, but its header announces {8 + length + end}; copy it again"
+            f"{path} is corrupt: {size} bytes, its header announces {8 + length + end}; copy it again"
         )
     return header
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights.
-
-    Raises:
-        CheckpointError: there are none, the index is broken, or it names files that are not there.
-    """
+    """The files that hold a checkpoint's weights. CheckpointError: there are none, or the index is broken or names
+    others."""
     if (directory / INDEX).is_file():
         files = listed_files(directory)
         absent = [file.name for file in files if not file.is_file()]
@@ -80,11 +71,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that a sharded checkpoint's index names, whether they are there or not.
-
-    Raises:
-        CheckpointError: the index is broken.
-    """
+    """The files that a sharded checkpoint names, there or not. CheckpointError: the index is broken."""
     index = directory / INDEX
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -106,13 +93,13 @@ def weight_bytes(directory: Path, float_bytes: int | None) -> int:
 # --- models ---
 
 _ONE_LOADS = threading.Lock()
-"""While transformers loads, torch's default dtype is the model's, for all threads; of two loads at once, one would set
-it back to the other's."""
+"""While transformers loads, torch's default dtype is the model's, for all threads: two loads would set back each
+other's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How to open a checkpoint; named as in transformers' ``from_pretrained``."""
+    """How to open a checkpoint, named as in transformers' ``from_pretrained``, and what is done to the model then."""
 
     dtype: Any = "auto"
     """torch dtype or its name; "auto" is the checkpoint's own."""
@@ -128,6 +115,12 @@ class LoadOptions:
     trust_remote_code: bool = False
     token: str | bool | None = None
     """Hugging Face token; None: ``HF_TOKEN`` or the one that is stored."""
+    self_check: bool = True
+    """Compare small trees with plain forwards first, which may shorten the context; see `model.self_check`."""
+    repack: bool | None = None
+    """Make the modules faster in place (`kernels.accelerate`); None: only those that were loaded here."""
+    compile: bool = False
+    """Compile the forward; takes a while at each new shape."""
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -135,11 +128,8 @@ class LoadOptions:
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
     def first_device(self) -> torch.device:
-        """Where the model goes if no map says otherwise.
-
-        Raises:
-            ArgumentError: no such device, or this machine or this torch has none.
-        """
+        """Where the model goes if no map says otherwise. ArgumentError: no such device, or this machine or this torch
+        has none."""
         if self.device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
             return torch.device("cpu") if found is None else torch.device(found.type, 0)
@@ -148,9 +138,7 @@ class LoadOptions:
         except RuntimeError as error:
             raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, xpu, mps, ...") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ArgumentError(
-                f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices here"
-            )
+            raise ArgumentError(f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices")
         return device
 
 
@@ -185,9 +173,7 @@ def check_directory(name: str | Path) -> None:
             found = hint if (path / "adapter_config.json").is_file() else ""
             raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{found}")
     elif isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
-        raise CheckpointError(
-            f"there is no directory {path}: expected a transformers checkpoint or a hub id (owner/name)"
-        )
+        raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")
 
 
 @contextmanager
@@ -208,15 +194,16 @@ def _calm(quiet: bool) -> Iterator[None]:
 
 
 def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
-    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar.
-
-    Raises:
-        CheckpointError: unreadable, or its tensors are not the ones that its configuration announces.
-    """
+    """The model with its adapter, in evaluation mode; `quiet` hides the progress bar. CheckpointError: unreadable, or
+    its tensors are not the ones that its configuration announces."""
     from transformers import AutoModelForCausalLM
 
-    placed = options.device_map
-    if placed is None and options.tp_plan is None:
+    placed, parallel = options.device_map, dict[str, Any]()
+    if options.tp_plan is not None:
+        from transformers.distributed import DistributedConfig
+
+        parallel["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
+    elif placed is None:
         placed = {"": str(options.first_device())}
     try:
         with _ONE_LOADS, _calm(quiet):
@@ -225,7 +212,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
                 config=config,
                 dtype=options.dtype,
                 device_map=placed,
-                **_parallel(options.tp_plan),
+                **parallel,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -239,20 +226,9 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
-def _parallel(tp_plan: Any) -> dict[str, Any]:
-    if tp_plan is None:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
-
-
 def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
     """Bytes that the weights will take: from the headers of the files, or from the configuration if they are not here.
-
-    Raises:
-        CheckpointError: a weight file is missing, truncated or corrupt.
-    """
+    CheckpointError: a weight file is missing, truncated or corrupt."""
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
@@ -294,12 +270,8 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:
-    """The model with a PEFT adapter's layers in place, not merged.
-
-    Raises:
-        CheckpointError: no adapter there, it lacks tensors, or belongs to another model.
-        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
-    """
+    """The model with a PEFT adapter's layers in place, not merged. CheckpointError: no adapter there, it lacks tensors,
+    or belongs to another model. Other errors as `without_wrapper`."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -318,18 +290,13 @@ def attach_adapter(model: Any, options: LoadOptions) -> Any:
 
 
 def without_wrapper(model: Any) -> Any:
-    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is.
-
-    Raises:
-        UnsupportedModelError: the adapter adds virtual tokens instead of changing weights.
-    """
+    """The causal LM inside a PEFT wrapper, adapter layers in place; any other model as it is. UnsupportedModelError:
+    the adapter adds virtual tokens instead of changing weights."""
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
-        raise UnsupportedModelError(
-            f"the adapter is of type {model.active_peft_config.peft_type}, which adds virtual tokens; only adapters "
-            "that change weights can be verified"
-        )
+        kind = model.active_peft_config.peft_type
+        raise UnsupportedModelError(f"the adapter ({kind}) adds virtual tokens; take one that changes weights")
     return model.get_base_model()
 
 
@@ -358,7 +325,11 @@ def _some(names: Any, most: int = 6) -> str:
 
 def explained(name: str | Path, error: Exception) -> ForerunError:
     """What went wrong while opening `name`, as an error that says what to do."""
-    kinds = {type(link).__name__ for link in _chain(error)}
+    kinds = set[str]()
+    link: BaseException | None = error
+    while link is not None:
+        kinds.add(type(link).__name__)
+        link = link.__cause__ or link.__context__
     text = str(error).strip() or type(error).__name__
     if "GatedRepoError" in kinds or "gated repo" in text:
         return CheckpointError(
@@ -377,18 +348,9 @@ def explained(name: str | Path, error: Exception) -> ForerunError:
     return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, or the model's own; None where ``tokenizer`` is False or an object's model brings none.
-
-    Raises:
-        CheckpointError: none can be loaded from the directory or hub id.
-    """
+    CheckpointError: none can be loaded from the directory or hub id."""
     if tokenizer is False:
         return None
     if tokenizer is not None and not isinstance(tokenizer, str | Path):

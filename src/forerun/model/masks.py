@@ -1,7 +1,7 @@
 """Attention masks for a block of tokens behind each row's committed ones: additive, in the model's dtype.
 
-Additive floats are the one form that every attention implementation of transformers reads right (facts sheet,
-section 1). A sliding window is a difference of positions, not of slots: siblings of a tree share a position.
+Additive floats are the one form that every attention implementation of transformers reads right. A sliding window is a
+difference of positions, not of slots: siblings of a tree share a position.
 """
 
 from __future__ import annotations
@@ -26,18 +26,13 @@ class MaskStyle:
 
     types: tuple[str, ...]
     """Layer types present, `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict, one as a bare tensor."""
-    window: int | None
-    """Positions that a sliding layer looks back, itself included."""
-    chunk: int | None = None
-    """Positions of a chunk; a chunked layer looks at tokens of its own chunk."""
+    window: int | None  # Positions that a sliding layer looks back, itself included
+    chunk: int | None = None  # Positions of a chunk; a chunked layer looks at tokens of its own chunk
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
-        """Read the style from a text configuration.
-
-        Raises:
-            UnsupportedModelError: a layer type is none of these, or layers of one type differ in size.
-        """
+        """Read the style from a text configuration. UnsupportedModelError: a layer type is none of these, or layers of
+        one type differ in size."""
         listed = getattr(config, "layer_types", None)
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())
@@ -70,21 +65,15 @@ class MaskStyle:
 class Block:
     """The tokens of one pass (queries) and the nodes that stand behind each row's committed tokens (keys)."""
 
-    lengths: Tensor
-    """(B,) int64 committed tokens."""
-    sees: Tensor
-    """(B, N, M) bool: query n may look at node m. Node m stands in slot ``lengths + m``."""
-    query_positions: Tensor
-    """(B, N) int64"""
-    node_positions: Tensor
-    """(B, M) int64"""
+    lengths: Tensor  # (B,) int64 committed tokens
+    sees: Tensor  # (B, N, M) bool: query n may look at node m. Node m stands in slot ``lengths + m``
+    query_positions: Tensor  # (B, N) int64
+    node_positions: Tensor  # (B, M) int64
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
-    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers.
-
-    A padding query, one that sees no node, looks at slot 0 alone.
-    """
+    """The mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum; a dict for mixed layers. A padding
+    query, one that sees no node, looks at slot 0 alone."""
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)
@@ -93,16 +82,12 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
     padding = ~block.sees.any(2, keepdim=True)
     visible = torch.where(padding, slots == 0, visible)
-    masks = {}
+    masks, zero = {}, torch.zeros((), dtype=dtype, device=visible.device)
+    lowest = torch.full_like(zero, torch.finfo(dtype).min)
     for name in style.types:
         seen = visible
         if name != FULL:
             places = torch.where(relative < 0, slots, block.node_positions.gather(1, node)).unsqueeze(1)
             seen = visible & style.within(name, block.query_positions.unsqueeze(2), places)
-        masks[name] = _additive(seen, dtype)
+        masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=visible.device)
-    return torch.where(visible, torch.zeros((), dtype=dtype, device=visible.device), lowest).unsqueeze(1)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 
-BLOCK = 512
-"""Cache slots that the CPU attention kernel takes at a time."""
+BLOCK = 512  # Cache slots that the CPU attention kernel takes at a time
 AWKWARD = range(193, 384)
 """A last block of this many slots is summed in another order than a full one. Seen on an AMD with AVX-512, where the
 widths outside always agreed to the bit; with these, a token would get other bits as the text grows."""
@@ -54,16 +53,14 @@ class Buckets:
         return min(width, slots)
 
 
-WORTH = 16
-"""Tokens that must be saved: a pass over fewer is paid by reading the weights."""
+WORTH = 16  # Tokens that must be saved: a pass over fewer is paid by reading the weights
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
     """Where the M real tokens of a pass stand among its B rows of N."""
 
-    kept: Tensor
-    """(M,) int64 index into B * N, rising."""
+    kept: Tensor  # (M,) int64 index into B * N, rising
     rows: int
     nodes: int
 
@@ -90,12 +87,9 @@ class Flat:
 class Pass:
     """What the attention of all layers has to know of one pass."""
 
-    flat: Flat | None = None
-    """How its tokens stand; None: as a rectangle."""
-    rows: Tensor | None = None
-    """(B,) rows that attention selects among those of the cache; None: it is handed theirs."""
-    cache: Any = None
-    """Of a compiled pass, whose graph holds none."""
+    flat: Flat | None = None  # How its tokens stand; None: as a rectangle
+    rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
+    cache: Any = None  # Of a compiled pass, whose graph holds none
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeated(self, mask: Tensor, times: int) -> Tensor:

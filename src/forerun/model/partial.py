@@ -12,12 +12,10 @@ from forerun.model.layers import Plan
 from forerun.model.target import Target
 from forerun.types import Drawn
 
-Begin = Callable[[Target, TokenTree], Resume]
-"""(target, tree) -> what has begun of that tree in row 0."""
+Begin = Callable[[Target, TokenTree], Resume]  # (target, tree) -> what has begun of that tree in row 0
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest root-mean-square difference between a whole pass and its parts, in units of the logits' spread."""
-_ROUGH = 1e-1
-"""The same in 16 bits."""
+_ROUGH = 1e-1  # The same in 16 bits
 
 
 @torch.inference_mode()
@@ -39,10 +37,7 @@ def prove(target: Target, boundary: int) -> None:
 
 def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the logits.
-
-    Raises:
-        UnsupportedModelError: the model's layers cannot be run in part, or the parts do not make the whole.
-    """
+    UnsupportedModelError: the layers cannot be run in part, or the parts do not make the whole."""
     name = type(target.model).__name__
     try:
         worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents)
@@ -51,9 +46,8 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UnsupportedModelError(
-            f"{name}: its layers cannot be run in part: {type(error).__name__}: {error}"
-        ) from error
+        said = f"{type(error).__name__}: {error}"
+        raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
     limit = _LIMITS.get(target.dtype, _ROUGH)
     if not worst <= limit:
         raise UnsupportedModelError(

@@ -22,8 +22,7 @@ Record = Callable[[Work, tuple[Tensor, ...]], Work]
 """(work, inputs like those that it will be given) -> the same work, as often as one likes. What it returns lives until
 the next call."""
 
-_MOST = 64
-"""Recordings that are kept; the one that was used least lately goes."""
+_MOST = 64  # Recordings that are kept; the one that was used least lately goes
 _WARM_UPS = 2
 LEAST_WIDTH = 256
 """Slots of a cache that a recorded pass reads at least; so that recordings are few, it reads this many, twice, four
@@ -31,11 +30,7 @@ times..."""
 
 
 class Recordings:
-    """The recordings of one device. Where recording fails, work runs as it comes from then on.
-
-    Args:
-        record: how; None runs all work as it comes.
-    """
+    """The recordings of one device, made by `record`; where that is None, or has failed, work runs as it comes."""
 
     def __init__(self, record: Record | None) -> None:
         self._record = record
@@ -55,11 +50,8 @@ class Recordings:
         return len(self._known)
 
     def run(self, key: Hashable | None, work: Work, *inputs: Tensor) -> Any:
-        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes.
-
-        Args:
-            key: None for work that reads a value on the host: it is never recorded.
-        """
+        """What `work` makes of the inputs; under one key it must always be the same work on the same shapes. Without a
+        key, for work that reads a value on the host, it is never recorded."""
         if self._record is None or key is None:
             return work(*inputs)
         if key not in self._known:
@@ -120,10 +112,6 @@ def recordable(config: Any) -> bool:
     """Whether a transformers model of this configuration reads nothing on the host in a pass: some rotary embeddings
     look for the largest position."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *_nested(rope))}
+    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
+    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *by_layer_type)}
     return not kinds & {"dynamic", "longrope"}
-
-
-def _nested(rope: Any) -> list[Any]:
-    """Parameters by layer type."""
-    return [one for one in rope.values() if isinstance(one, dict)]

@@ -15,10 +15,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,30 +26,23 @@ from torch import Tensor
 from forerun.core.tree import TokenTree
 from forerun.errors import UNSERVED, NumericError, UnsupportedModelError
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Scored
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.masks import WINDOWS
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 
 _log = logging.getLogger(__name__)
-_PARENTS = (0, 0, 1, 2)
-"""Root with two children, each with one child."""
-_PATHS = ((2, 4), (1, 3))
-"""Kept by row; both need tokens moved."""
+_PARENTS = (0, 0, 1, 2)  # Root with two children, each with one child
+_PATHS = ((2, 4), (1, 3))  # Kept by row; both need tokens moved
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Largest root-mean-square error of a node's logits, in units of their spread. A wrong mask gives 0.3 and more."""
 _JUMPING_LIMIT = 2.5e-1
 """For models whose logits jump where a rounding error decides: quantised activations, 16-bit routers of experts."""
 _NEAR, _SHORT_WINDOW = 64, 8
 """Sizes up to `_NEAR` tokens are passed by the first check; longer windows of forerun's own masks are shortened."""
-_BEHIND = 3
-"""Tokens by which a prompt passes a size."""
-_TREE = 8
-"""Slots behind a prompt: the tree, and what was kept of it."""
-_COMPARED = 24
-"""Positions at the end of a long prompt whose logits are compared."""
-_MOST_TOKENS = 4096
-"""A longer check would take gigabytes for attention's scores."""
+_BEHIND = 3  # Tokens by which a prompt passes a size
+_TREE = 8  # Slots behind a prompt: the tree, and what was kept of it
+_COMPARED = 24  # Positions at the end of a long prompt whose logits are compared
+_MOST_TOKENS = 4096  # A longer check would take gigabytes for attention's scores
 _WORK, _CPU_WORK = 2**44, 2**40
 """Parameters times tokens of a forward that takes about a second on an accelerator, and on a CPU."""
 
@@ -58,33 +51,23 @@ _WORK, _CPU_WORK = 2**44, 2**40
 class Reference:
     """What plain forwards of the check's sequences say."""
 
-    size: int
-    """The size that the second prompt passes; 0: all up to `_NEAR`."""
-    prefixes: tuple[list[int], ...]
-    """By row: prompt and root."""
-    nodes: tuple[list[int], ...]
-    """By row: tokens of the tree."""
-    later: tuple[list[int], ...]
-    """By row: the root of the second step and its one child."""
-    start: int
-    """Position of the first of the S logits."""
-    kept: Tensor
-    """(2, S, V) logits along prompt, kept path, second step."""
-    dropped: Tensor
-    """(2, S, V) logits along prompt and the other path."""
+    size: int  # The size that the second prompt passes; 0: all up to `_NEAR`
+    prefixes: tuple[list[int], ...]  # By row: prompt and root
+    nodes: tuple[list[int], ...]  # By row: tokens of the tree
+    later: tuple[list[int], ...]  # By row: the root of the second step and its one child
+    start: int  # Position of the first of the S logits
+    kept: Tensor  # (2, S, V) logits along prompt, kept path, second step
+    dropped: Tensor  # (2, S, V) logits along prompt and the other path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
     """What the model says before anything is repacked."""
 
-    sizes: dict[int, str]
-    """Tokens -> the keys of the configuration that name them, those within the context."""
+    sizes: dict[int, str]  # Tokens -> the keys of the configuration that name them, those within the context
     near: Reference
-    far: list[Reference]
-    """By size, rising."""
-    unchecked: int | None
-    """The first size whose check would take too long, or would not fit the context."""
+    far: list[Reference]  # By size, rising
+    unchecked: int | None  # The first size whose check would take too long, or would not fit the context
 
     @property
     def slots(self) -> int:
@@ -187,31 +170,9 @@ def _jumps(model: Any) -> str | None:
     return None
 
 
-class Scoring(Protocol):
-    """What loading and the self-check need of a `Target`."""
-
-    model: Any
-    max_length: int
-    device: torch.device
-    dtype: torch.dtype
-    cache: SlotCache
-
-    def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None) -> None: ...
-
-    def prefill(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, all_logits: bool = False) -> Scored: ...
-
-    def score(self, rows: Sequence[int], trees: Sequence[TokenTree]) -> Scored: ...
-
-    def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None: ...
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None: ...
-
-
-def check(target: Scoring, expected: Expected) -> int | None:
-    """Score the check's trees with `target`, whose rows must be free and at least two with ``expected.slots`` slots.
-
-    Returns:
-        tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
+def check(target: Any, expected: Expected) -> int | None:
+    """Score the check's trees with a `Target`, whose rows must be free and at least two with ``expected.slots`` slots.
+    Returns the tokens up to which the model was found right, where it is not, or may not be, right beyond; else None.
 
     Raises:
         UnsupportedModelError: a node's logits differ from the plain forward, or the model cannot be driven this way.
@@ -239,11 +200,11 @@ def check(target: Scoring, expected: Expected) -> int | None:
     return beyond
 
 
-def _warn_of_limit(target: Scoring, limit: int, why: str) -> None:
+def _warn_of_limit(target: Any, limit: int, why: str) -> None:
     _log.warning("The context is limited to %d of %d tokens: %s", limit, target.max_length, why)
 
 
-def _complaint(target: Scoring, expected: Reference, named: str) -> str | None:
+def _complaint(target: Any, expected: Reference, named: str) -> str | None:
     """What `target` says other than expected; `named` are the sizes that it passes."""
     with refusing(target.model):
         worst = _errors(target, expected)
@@ -269,7 +230,7 @@ def _complaint(target: Scoring, expected: Reference, named: str) -> str | None:
     return None
 
 
-def _errors(target: Scoring, expected: Reference) -> dict[str, float]:
+def _errors(target: Any, expected: Reference) -> dict[str, float]:
     """Worst error of each phase."""
     rows = [0, 1]
     start = expected.start
@@ -300,7 +261,7 @@ def _errors(target: Scoring, expected: Reference) -> dict[str, float]:
             (second[row], kept[last + 3 : last + 5]),
         )
         for what, (ours, theirs) in zip(worst, pairs, strict=True):
-            worst[what] = max(worst[what], _spread_error(ours, theirs), key=_nan_last)
+            worst[what] = max(worst[what], _spread_error(ours, theirs))
     return worst
 
 
@@ -316,11 +277,7 @@ def _misleading(cache: SlotCache, length: int) -> Iterator[None]:
 
 
 def _spread_error(ours: Tensor, theirs: Tensor) -> float:
-    """Worst node's root-mean-square difference over the standard deviation of its logits."""
+    """Worst node's root-mean-square difference over the standard deviation of its logits; infinite where one is NaN."""
     theirs = theirs.to(ours.device)
     difference = (ours.float() - theirs).square().mean(-1).sqrt()
-    return float((difference / theirs.std(-1).clamp(min=1e-9)).max())
-
-
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    return float((difference / theirs.std(-1).clamp(min=1e-9)).nan_to_num(nan=math.inf).max())

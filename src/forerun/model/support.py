@@ -24,8 +24,7 @@ _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span
 """In a key of a configuration: its value may be a number of tokens behind which attention changes."""
 _NO_SIZE = re.compile(r"expert|moe|group|layer|head|num_|_num|feed_forward|ffn|multiple_of|conv|mamba|ssm|norm|logits")
 """In such a key: it is something else after all."""
-_ELSEWHERE = re.compile(r"vision|audio|image|quant")
-"""In its path: it is not about a text's tokens."""
+_ELSEWHERE = re.compile(r"vision|audio|image|quant")  # In its path: it is not about a text's tokens
 _PICKED, _UNIT = re.compile(r"top_?k"), re.compile(r"block|compress|stride|chunk")
 """In keys of a count of blocks, and of a block's size: together they make a number of tokens."""
 
@@ -36,29 +35,18 @@ def text_config(model: Any) -> Any:
 
 
 def refuse_config(config: Any, model_class: Any = None) -> None:
-    """Refuse what cannot be verified, before any weight is loaded.
-
-    Args:
-        config: of the whole model.
-        model_class: that of a model which is loaded already; None: what transformers would load.
-
-    Raises:
-        UnsupportedModelError: an encoder-decoder, no causal LM, or recurrent state.
-    """
+    """Raise UnsupportedModelError for an encoder-decoder, what is no causal LM, or recurrent state, before any weight
+    is loaded. `model_class` is that of a model which is loaded already; None: what transformers would load."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{kind} is an encoder-decoder model; forerun verifies decoder-only causal language models"
-        )
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder model; forerun verifies causal language models only")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is not None:
         refuse_stateful(model_class, kind)
     elif not getattr(config, "auto_map", None):
-        raise UnsupportedModelError(
-            f"{kind} is no causal language model: transformers has no AutoModelForCausalLM for it"
-        )
+        raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
     MaskStyle.of(config.get_text_config(decoder=True))
 
 
@@ -73,9 +61,7 @@ def refuse_stateful(model_class: Any, kind: str) -> None:
 
 def named_sizes(config: Any) -> dict[str, int]:
     """Key -> tokens: the windows, chunks, blocks and top-k that a text configuration names, its own parts included.
-
-    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more.
-    """
+    Goes by the words in the keys. A key that names something else costs a longer self-check, nothing more."""
     named = dict(_integers(config.to_dict()))
     sizes = {
         key: value
@@ -153,8 +139,7 @@ def _switch_points(config: Any, announced: int) -> list[int]:
 # --- why a model cannot be verified ---
 
 _CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"
-_HIDDEN = 1
-"""The token that the probe's second mask hides."""
+_HIDDEN = 1  # The token that the probe's second mask hides
 
 
 def name_of(model: Any) -> str:
@@ -164,12 +149,8 @@ def name_of(model: Any) -> str:
 
 @contextmanager
 def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
-    """While open, whatever a model's own code raises becomes an UnsupportedModelError that says what is missing.
-
-    Args:
-        model: a causal LM.
-        plainly: it runs without a cache and a mask, so that nothing of forerun's can be missing.
-    """
+    """While open, whatever a model's own code raises becomes an UnsupportedModelError that says what is missing;
+    `plainly` it runs without a cache and a mask, so that nothing of forerun's can be missing."""
     try:
         yield
     except (ForerunError, torch.OutOfMemoryError):
@@ -186,12 +167,8 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
 
 @torch.inference_mode()
 def obstacle(model: Any, error: Exception | None = None) -> str | None:
-    """What of a mask, positions and a cache `model` does not follow; None where that is not what is wrong.
-
-    Args:
-        model: a causal LM whose plain forward works.
-        error: what it raised under forerun.
-    """
+    """What of a mask, positions and a cache `model`, whose plain forward works, does not follow; None where that is not
+    what is wrong. `error` is what it raised under forerun."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SlotCache):
         return f"its layers ask the KV cache for {error.name!r}, for a state that forerun cannot roll back"
     steps = torch.arange(4).unsqueeze(0)

@@ -7,19 +7,17 @@ next tree. Knows no drafter and no verification rule. Not safe for use from seve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.devices import attention_kernels, sent_ints
+from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
-from forerun.model import resuming
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Frame, Nodes, Scored
+from forerun.model.inputs import Begun, Frame, Nodes, Scored
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import (
@@ -36,22 +34,15 @@ from forerun.model.layers import (
 from forerun.model.load import LoadOptions
 from forerun.model.masks import MaskStyle
 from forerun.model.padding import Buckets, Flat, Pass, running
-from forerun.model.prepare import Sizes, Speed, default_slots, prepare
+from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import Recordings, recordable
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Signal
 
-# What the pieces of a prefill add up to: logits where they are wanted, hidden states left aligned. Knows no model.
-
 
 class Gathered:
-    """Collects the passes of one prefill.
-
-    Args:
-        counts: tokens of each sequence.
-        head: states (.., H) -> logits (.., V).
-        all_logits: of every token; else of each sequence's last.
-    """
+    """Collects the passes of one prefill of `counts` tokens a sequence; with `all_logits` those of every token, else of
+    each sequence's last, from `head`, states (.., H) -> logits (.., V)."""
 
     def __init__(self, counts: Sequence[int], head: Callable[[Tensor], Tensor], *, all_logits: bool) -> None:
         self._counts, self._head, self._all_logits = counts, head, all_logits
@@ -91,20 +82,15 @@ class Gathered:
 
 ALIGNED = 16
 """On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask."""
-PIECE = 512
-"""Most prompt tokens of a row in one pass."""
+PIECE = 512  # Most prompt tokens of a row in one pass
 
 
 class Target:
     """A causal LM with a cache of `rows` x `slots` tokens."""
 
     def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a loaded model without checking it; most callers want `load`.
-
-        Raises:
-            UnsupportedModelError: the model cannot be driven as a token tree.
-            ArgumentError: rows or slots are below 1.
-        """
+        """Wrap a loaded model without checking it; most callers want `load`. UnsupportedModelError: it cannot be driven
+        as a token tree."""
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
         refuse_stateful(type(model), model.config.model_type)
@@ -115,26 +101,21 @@ class Target:
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.max_length: int = context_length(self.config)
-        """Most positions of a sequence."""
+        self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
         self.slots = default_slots(self.max_length) if slots is None else slots
         self.buckets = Buckets() if buckets is None else buckets
         """What passes are padded to; may be replaced between steps."""
-        self.lengths: list[int] = [0] * rows
-        """Committed tokens in the cache, by row."""
-        self.writes: list[int] = [0] * rows
-        """Passes that have written to the row."""
+        self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
+        self.writes: list[int] = [0] * rows  # Passes that have written to the row
         self.head = OutputHead(model)
-        self.dtype: torch.dtype = model.dtype
-        """Of hidden states and masks."""
+        self.dtype: torch.dtype = model.dtype  # Of hidden states and masks
         self._base = base_of(model)
         self._turn = turn_of(self._base)
         name, self._layers = layers_of(self._base, self.num_layers)
         self._ranges = LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self.device = device_of(self._embedding)
-        """Where token ids go in."""
+        self.device = device_of(self._embedding)  # Where token ids go in
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
         self._style = MaskStyle.of(self.config)
@@ -144,36 +125,16 @@ class Target:
 
     @classmethod
     def load(
-        cls,
-        model: Any,
-        *,
-        rows: int = 1,
-        slots: int | None = None,
-        dtype: Any = "auto",
-        device: Any = None,
-        device_map: Any = None,
-        tp_plan: Any = None,
-        adapter: str | Path | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        token: str | bool | None = None,
-        self_check: bool = True,
-        repack: bool | None = None,
-        compile: bool = False,
-        reserve_bytes: int = 0,
-    ) -> Target:
+        cls, model: Any, *, rows: int = 1, slots: int | None = None, reserve_bytes: int = 0, **loading: Any
+    ) -> Self:
         """Open a directory or hub id, or wrap a transformers model that is already loaded.
 
         Args:
             model: a loaded model is left alone: nothing is moved or repacked unless `repack` is True.
             rows: sequences that the cache holds.
-            slots: tokens of a row, drafted ones included; default: the context, at most `DEFAULT_SLOTS`.
-            self_check: compare small trees with plain forwards first, which may shorten `max_length`; see `self_check`.
-            repack: make the modules faster in place (`kernels.accelerate`); default: only what was loaded here.
-            compile: compile the step; takes a while at each new shape.
+            slots: tokens of a row, drafted ones included; default: see `default_slots`.
             reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
-
-        The other arguments are those of transformers' ``from_pretrained``; `adapter` is a PEFT adapter.
+            loading: fields of `LoadOptions`.
 
         Raises:
             CheckpointError: missing, corrupt, gated, or not what its configuration announces.
@@ -181,19 +142,7 @@ class Target:
             OutOfMemoryError: weights and cache do not fit; says how much was needed and what to lower.
             ArgumentError: an argument is out of range or makes no sense for a loaded model.
         """
-        options = LoadOptions(
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            tp_plan=tp_plan,
-            adapter=adapter,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            token=token,
-        )
-        sizes = Sizes(rows=rows, slots=slots, reserve=reserve_bytes)
-        speed = Speed(repack=repack, compile=compile)
-        return prepare(cls, model, options, sizes, speed, check=self_check)
+        return prepare(cls, model, LoadOptions(**loading), rows=rows, slots=slots, reserve=reserve_bytes)
 
     @torch.inference_mode()
     def prefill(
@@ -208,7 +157,7 @@ class Target:
 
         Returns:
             logits (B, 1, V) after the last token of each row, or (B, M, V) with `all_logits`; signals (B, M, H), left
-            aligned, M the longest chunk.
+                aligned, M the longest chunk.
 
         Raises:
             ArgumentError: a chunk is empty, or does not fit the row's slots or the context.
@@ -228,22 +177,13 @@ class Target:
 
     @torch.inference_mode()
     def score(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[TokenTree] | Nodes,
-        *,
-        signals: Set[Signal] = frozenset(),
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, signals: Set[Signal] = frozenset()
     ) -> Scored:
-        """One forward pass over each row's tree.
+        """One forward pass over each row's tree: logits (B, N - start, V) and signals (B, N - start, H).
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
-        tree's `resume` has begun is completed: the logits are those of a whole pass.
-
-        Args:
-            trees: (B,), or what is packed already: of it the nodes from `Nodes.start` on are run.
-
-        Returns:
-            logits (B, N - start, V) and signals (B, N - start, H).
+        tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
+        from `Nodes.start` on are run.
 
         Raises:
             ArgumentError: the tree does not fit the row's slots or the context, or its `resume` does not fit it.
@@ -261,12 +201,7 @@ class Target:
 
     @torch.inference_mode()
     def run(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[TokenTree] | Nodes,
-        plan: Plan,
-        *,
-        states: Tensor | None = None,
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
     ) -> Tensor:
         """Run the nodes that `score` would run through the layers of `plan` only, in the same slots.
 
@@ -275,7 +210,7 @@ class Target:
 
         Returns:
             (B, N - start, H) at boundary ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give
-            logits. Skipped attention writes no keys; run these layers in full before committing.
+                logits. Skipped attention writes no keys; run these layers in full before committing.
 
         Raises:
             ArgumentError: the plan does not fit the model, or states are missing or misshapen.
@@ -298,13 +233,8 @@ class Target:
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the root and the accepted path (node ids) of each row: gathered into place.
-
-        Lengths grow by 1 + len(path).
-
-        Raises:
-            ArgumentError: a path names a node that was not run in this step, or does not rise.
-        """
+        """Keep the root and the accepted path (node ids) of each row, gathered into place: lengths grow by 1 +
+        len(path). ArgumentError: a path names a node that was not run in this step, or does not rise."""
         for row, path in zip(rows, paths, strict=True):
             ran = self._ran.get(row, 0)
             if list(path) != sorted(set(path)) or (path and not 1 <= path[0] <= path[-1] < ran) or ran == 0:
@@ -316,10 +246,8 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it.
-
-        What stands behind them stays in the slots until it is overwritten or `clear` is called.
-        """
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. What stands behind them stays
+        in the slots until it is overwritten or `clear` is called."""
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
@@ -397,30 +325,68 @@ class Target:
     def _score(
         self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal], flat: Flat | None
     ) -> tuple[Tensor, dict[Signal, Tensor]]:
-        begun = resuming.usable(nodes.resume, [self.writes[row] for row in rows], signals)
+        begun = nodes.begun([self.writes[row] for row in rows], signals)
         with self._turn, attention_kernels(self.device):
             if begun is None:
                 return self._forward(rows, nodes, signals, flat, padded=True)
-            resuming.check(begun, nodes, self.hidden_size, self.num_layers)
-            place = partial(self._place, rows, padded=True)
-            return resuming.complete(self._ranges, self._layers, place, nodes, begun, signals)
+            return self._complete(rows, nodes, begun, signals)
+
+    # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
+    # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
+
+    def _complete(
+        self, rows: Sequence[int], nodes: Nodes, begun: Begun, signals: Set[Signal]
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
+        """What one whole pass over `nodes` would give: states (B, N, H) after the final norm, and those asked for."""
+        size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
+        if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
+            raise ArgumentError(
+                f"a pass over nodes {nodes.start}..{size - 1} cannot resume states of the shape {shape[1:]} in a row; "
+                f"expected (1..{size}, {self.hidden_size}), root first"
+            )
+        if not 1 <= begun.boundary <= self.num_layers:
+            boundaries = f"the model has the boundaries 1..{self.num_layers}"
+            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; {boundaries}")
+        states = self._begin(rows, nodes, begun)
+        inputs = self._place(rows, nodes, padded=True)
+        states = nn.functional.pad(states, (0, 0, 0, inputs["input_ids"].shape[1] - size))
+        with captured(self._layers, signals) as caught:
+            final = self._ranges.finish(states, inputs, start=begun.boundary)
+        if begun.boundary in signals:
+            caught[begun.boundary] = states
+        if LAST_HIDDEN in signals:
+            caught[LAST_HIDDEN] = final
+        return final, caught
+
+    def _begin(self, rows: Sequence[int], nodes: Nodes, begun: Begun) -> Tensor:
+        """States (B, N, H) of all nodes at the boundary; those that lack the first layers run through them now."""
+        size = nodes.ids.shape[1]
+        states = nn.functional.pad(begun.states, (0, 0, 0, size - begun.states.shape[1]))
+        lacking = nodes.real & (torch.arange(size) >= torch.tensor(begun.counts).unsqueeze(1))
+        if not lacking.any():
+            return states
+        start = int(lacking.any(0).int().argmax())
+        inputs = self._place(rows, replace(nodes, real=lacking, start=start), padded=True)
+        early = self._ranges.run(Plan(stop=begun.boundary), inputs, None)[:, : size - start]
+        [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
+        return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, signals: Set[Signal]) -> Scored:
         """`score` as one recording for all passes of about this size, or run as it comes where recording failed."""
         self._note_passes(rows, nodes)
         frame = self._frame()
-        packed = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
+        packed, width = frame.recorded(rows, [self.lengths[row] for row in rows], nodes, self.device)
         wanted = sorted(signals)
 
         def work(*tensors: Tensor) -> list[Tensor]:
-            inputs = frame.enter(tensors, packed.width)
+            inputs = frame.enter(tensors, width)
             with captured(self._layers, signals) as caught, running(Pass()), attention_kernels(self.device):
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 
-        key = packed.width, tuple(wanted), *(tensor.shape for tensor in packed.tensors)
+        key = width, tuple(wanted), *(tensor.shape for tensor in packed)
         with self._turn:
-            found = self.recordings.run(key, work, *packed.tensors)
+            found = self.recordings.run(key, work, *packed)
         self._note_run(rows, nodes)
         index = sent_ints(rows, self.device)  # copies: what a recording returns lives until the next call
         logits, *states = [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
@@ -479,10 +445,8 @@ class Target:
         for row, count, reach in zip(rows, slots, positions, strict=True):
             held = self.lengths[row]
             if held + count > self.slots:
-                raise ArgumentError(
-                    f"row {row} holds {held} tokens; {count} more do not fit its {self.slots} cache slots: raise slots"
-                )
+                room = f"its {self.slots} cache slots: raise slots"
+                raise ArgumentError(f"row {row} holds {held} tokens; {count} more do not fit {room}")
             if held + reach > self.max_length:
-                raise ArgumentError(
-                    f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
-                )
+                context = f"the context of {self.max_length}"
+                raise ArgumentError(f"row {row} holds {held} tokens; {reach} more exceed {context}")

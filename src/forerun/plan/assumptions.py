@@ -1,24 +1,13 @@
 """What is assumed where nothing was measured: acceptance by kind of text, and costs of passes by the roofline.
 
 Every figure has its source. Acceptance: published figures of trained heads on large chat models. They are a beginning,
-not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all of them by a measurement. Tokens per pass
-of a trained head (EAGLE-3 class) drafting a chain at temperature 0:
+not a promise: ``forerun plan MODEL --drafter X --prompts FILE`` replaces all of them by a measurement.
 
-| text | tokens per pass | K | source |
-|---|---|---|---|
-| chat | 2.60 | 3 | vLLM's test of acceptance lengths: Llama-3.1-8B, EAGLE-3, MT-Bench (serving-engines sheet, 3) |
-| code | 3.10 | 4 | Ling-Flash-2.0, EAGLE-3, HumanEval (serving-engines sheet, 3) |
-| math | 3.41 | 4 | the same, GSM8K |
-| creative | 2.09 | 4 | code times 0.91 / 1.35, the speed-ups of one MTP head on one Mac (llama.cpp; same sheet) |
-| translation, summary | 1.76, 2.35 | 3 | chat times EAGLE-3's speed-ups on Spec-Bench, 2.36 and 3.14 over 3.48 |
-| qa, rag | 2.20, 2.08 | 3 | the same, 2.94 and 2.78 over 3.48 (Vicuna-13B; algorithms sheet, 12.1) |
+Temperature 1 leaves 0.92 of the tokens per pass at 0: mean of 4.50/4.78, 3.17/3.46, 2.46/2.76 (LK losses, K = 7);
+between them a line, above 1 as at 1.
 
-Temperature 1 leaves 0.92 of the tokens per pass at 0: mean of 4.50/4.78, 3.17/3.46, 2.46/2.76 (LK losses, K = 7;
-training sheet, 8.6); between them a line, above 1 as at 1.
-
-The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the pass (algorithms
-sheet, section 1.4). Left out, because no figure holds for all: launches, the traffic between tensor-parallel devices,
-the output head.
+The roofline: T(n) = max(2 * P * n / FLOPS, (weights + KV of all rows) / bandwidth), n tokens in the pass. Left out,
+because no figure holds for all: launches, the traffic between tensor-parallel devices, the output head.
 """
 
 from __future__ import annotations
@@ -33,14 +22,12 @@ from forerun.errors import ArgumentError, nearest
 class Text:
     """What is known of one kind of text."""
 
-    tokens: float
-    """Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0."""
+    tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
     source: str
     trained: tuple[str, float] | None = None
     """Drafter and its speed-up on Spec-Bench, Vicuna-7B, A100, batch 1, temperature 0."""
-    untrained: tuple[str, float] | None = None
-    """The fastest without training of the same table."""
+    untrained: tuple[str, float] | None = None  # The fastest without training of the same table
 
 
 _BENCH = "EAGLE-3's tokens per pass on MT-Bench, scaled by its Spec-Bench speed-ups (Vicuna-13B)"
@@ -71,16 +58,11 @@ TEXTS: dict[str, Text] = {
     "rag": Text(tokens=2.60 * 2.78 / 3.48, k=3, source=_BENCH, trained=("eagle", 2.13), untrained=("recycling", 2.02)),
 }
 
-HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3
-"""Tokens per pass at temperature 1 over those at 0."""
+HOT = (4.50 / 4.78 + 3.17 / 3.46 + 2.46 / 2.76) / 3  # Tokens per pass at temperature 1 over those at 0
 
 
 def text_named(name: str) -> Text:
-    """A kind of text.
-
-    Raises:
-        ArgumentError: there are no figures for it; the message names the nearest.
-    """
+    """A kind of text; an ArgumentError names the nearest where there are no figures for it."""
     key = name.lower()
     if key not in TEXTS:
         raise ArgumentError(f"no figures for text {name!r}; there are {', '.join(TEXTS)}.{nearest(key, TEXTS)}")
@@ -111,12 +93,9 @@ class Device:
     """One accelerator, as its data sheet says."""
 
     name: str
-    tflops: float
-    """Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second."""
-    bandwidth: float
-    """Peak memory bandwidth, 1e12 bytes a second."""
-    memory: float | None
-    """1e9 bytes; None where it is the machine's own."""
+    tflops: float  # Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second
+    bandwidth: float  # Peak memory bandwidth, 1e12 bytes a second
+    memory: float | None  # 1e9 bytes; None where it is the machine's own
     note: str = ""
 
 
@@ -138,7 +117,7 @@ DEVICES: dict[str, Device] = {
         note="assumed: 60 GB/s, and the balance of 24 tokens in the middle of what two AMX cores were measured at",
     ),
 }
-"""Data sheets, dense figures. Their balance points are those of the algorithms sheet, section 1.4."""
+"""As their data sheets say, dense figures."""
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Narrow weights are multiplied in bf16, as engines do at small batches; scales are not counted."""
@@ -148,11 +127,8 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "b
 
 
 def device_named(name: str) -> Device:
-    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``.
-
-    Raises:
-        ArgumentError: it is not in the table; the message names the nearest.
-    """
+    """A device by its short name, in any case, with or without maker and form factor: ``NVIDIA H100-SXM``. An
+    ArgumentError names the nearest where it is not in the table."""
     key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
     for prefix in ("nvidia", "amd", "geforce", "rtx", "instinct"):
         key = key.removeprefix(prefix)
@@ -168,11 +144,7 @@ def device_named(name: str) -> Device:
 
 
 def dtype_named(name: str) -> str:
-    """One of `BYTES`, from its usual names.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """One of `BYTES`, from its usual names, else an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
         known = [*_ALIASES, *BYTES]
@@ -182,8 +154,7 @@ def dtype_named(name: str) -> str:
     return key
 
 
-FREE_PASS = 1.05
-"""A pass counts as free up to this many plain ones."""
+FREE_PASS = 1.05  # A pass counts as free up to this many plain ones
 _MOST = 4096
 
 
@@ -191,23 +162,18 @@ _MOST = 4096
 class Size:
     """How large a model is."""
 
-    params: float
-    """All weights."""
+    params: float  # All weights
     active_params: float | None = None
     """Weights that one token runs through, for a mixture of experts; None for a dense model."""
-    experts: int | None = None
-    """Routed experts of a layer."""
-    experts_per_token: int | None = None
-    """How many of them a token is sent to."""
+    experts: int | None = None  # Routed experts of a layer
+    experts_per_token: int | None = None  # How many of them a token is sent to
 
     def __post_init__(self) -> None:
         if not self.params > 0:
             raise ArgumentError(f"the number of parameters must be positive, got {self.params:g}")
         given = [value is not None for value in (self.active_params, self.experts, self.experts_per_token)]
         if any(given) != all(given):
-            raise ArgumentError(
-                "a mixture of experts needs --active-params, --experts and --experts-per-token together"
-            )
+            raise ArgumentError("a mixture of experts needs all of --active-params, --experts and --experts-per-token")
         if self.active_params is None or self.experts is None or self.experts_per_token is None:
             return
         if not 0 < self.active_params <= self.params or not 1 <= self.experts_per_token < self.experts:
@@ -259,8 +225,7 @@ class KeyValues:
     layers: int
     kv_heads: int
     head_dim: int
-    heads: int | None = None
-    """Query heads; given, the arithmetic of attention counts, too."""
+    heads: int | None = None  # Query heads; given, the arithmetic of attention counts, too
     bytes_each: float = 2.0
 
     def __post_init__(self) -> None:
@@ -283,8 +248,7 @@ class Terms:
     compute_ms: float
     memory_ms: float
     operations: float
-    traffic: float
-    """Bytes."""
+    traffic: float  # Bytes
 
     @property
     def ms(self) -> float:
@@ -302,17 +266,12 @@ class Roofline:
 
     device: Device
     size: Size
-    dtype: str = "bfloat16"
-    """Of the weights; a key of `BYTES`."""
-    tp: int = 1
-    """Devices that share each layer; traffic between them is not counted."""
-    kv: KeyValues | None = None
-    """None: the cache's traffic is not counted."""
+    dtype: str = "bfloat16"  # Of the weights; a key of `BYTES`
+    tp: int = 1  # Devices that share each layer; traffic between them is not counted
+    kv: KeyValues | None = None  # None: the cache's traffic is not counted
     compute_efficiency: float = 0.4
-    """Share of the peak arithmetic that is reached. With `bandwidth_efficiency` the free width is half of the peak
-    figure's, as the sheet advises."""
-    bandwidth_efficiency: float = 0.8
-    """Share of the peak bandwidth that is reached."""
+    """Share of the peak arithmetic that is reached: with `bandwidth_efficiency` half of the peak's free width."""
+    bandwidth_efficiency: float = 0.8  # Share of the peak bandwidth that is reached
 
     def __post_init__(self) -> None:
         if self.tp < 1:

@@ -22,16 +22,12 @@ from forerun.plan.trial import Trial, measure_draft, try_drafter
 from forerun.types import SamplingParams
 
 JSON_LINES = (".jsonl", ".ndjson")
-UserPrompt = str | Sequence[Mapping[str, Any]]
-"""A text, or the messages of a conversation whose last answer is wanted."""
+UserPrompt = str | Sequence[Mapping[str, Any]]  # A text, or the messages of a conversation whose last answer is wanted
 
 
 def read_prompts(path: Path) -> list[UserPrompt]:
-    """The prompts of a file, empty lines left out.
-
-    Raises:
-        DataError: it cannot be read, holds none, or a line of JSON has neither ``prompt`` nor ``messages``.
-    """
+    """The prompts of a file, empty lines left out. DataError: it cannot be read, holds none, or a line of JSON has
+    neither ``prompt`` nor ``messages``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -62,8 +58,7 @@ def _from_json(line: str, where: str) -> UserPrompt:
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
-LONGEST = 32
-"""Depth of a trial where neither user nor drafter says one."""
+LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +66,12 @@ class Measured:
     """One drafter on the user's prompts."""
 
     method: str
-    model: str | None
-    """Directory or hub id of the drafter's model, where it has one."""
+    model: str | None  # Directory or hub id of the drafter's model, where it has one
     trial: Trial
     draft: DraftCost
 
     @property
     def name(self) -> str:
-        """Method and model."""
         return self.method if self.model is None else f"{self.method} {self.model}"
 
     @property
@@ -140,11 +133,8 @@ class Answers:
     def of(
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
     ) -> Answers:
-        """Token ids and resolved parameters; conversations go through the chat template.
-
-        Raises:
-            ArgumentError: no prompt, or one that leaves no room for an answer.
-        """
+        """Token ids and resolved parameters; conversations go through the chat template. ArgumentError: no prompt, or
+        one that leaves no room for an answer."""
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
         reader = PromptReader(
@@ -160,11 +150,8 @@ class Answers:
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: Answers, tell: Tell) -> Measured:
-    """Let one drafter help with the answers; its text is the target's own, whatever is drafted.
-
-    Raises:
-        ForerunError: the drafter cannot be built, or no row of the target is free.
-    """
+    """Let one drafter help with the answers; its text is the target's own, whatever is drafted. ForerunError: the
+    drafter cannot be built, or no row of the target is free."""
     target = llm.target
     drafter = build(
         config.method,

@@ -1,7 +1,5 @@
-"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict.
-
-Knows formulas and costs; does not know where they came from, and prints nothing.
-"""
+"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict. Knows
+formulas and costs; does not know where they came from, and prints nothing."""
 
 from __future__ import annotations
 
@@ -14,35 +12,28 @@ from forerun.engine.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan.assumptions import TEXTS
 
-MOST_K = 16
-"""Draft lengths that are looked at; more where the user asks for more."""
+MOST_K = 16  # Draft lengths that are looked at; more where the user asks for more
 MOST_BATCH = 1024
 WORTH_IT, A_LITTLE = 1.3, 1.05
 """Predicted speed-ups that the verdict calls worth it, and a small gain: half of the latter is within the error of a
 prediction (goal: 10 %)."""
 
-DraftAt = Callable[[int], DraftCost]
-"""The drafter's cost for a batch of that many rows."""
+DraftAt = Callable[[int], DraftCost]  # The drafter's cost for a batch of that many rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """What is decoded: acceptance, costs, batch."""
 
-    survival: Sequence[float]
-    """By depth; beyond the last, its conditional acceptance goes on."""
+    survival: Sequence[float]  # By depth; beyond the last, its conditional acceptance goes on
     cost: PassCost
     draft: DraftAt
-    rows: int = 1
-    """Batch: sequences that are decoded together."""
-    context: int = 0
-    """Committed tokens of each row."""
-    coverage: float = 1.0
-    """Share of the steps in which something is drafted."""
+    rows: int = 1  # Batch: sequences that are decoded together
+    context: int = 0  # Committed tokens of each row
+    coverage: float = 1.0  # Share of the steps in which something is drafted
     nodes_per_level: float = 1.0
     """Drafted nodes over the K that was allowed; 1 for a chain, less where a drafter often finds less to say."""
-    filled: float = 1.0
-    """Mean depth of a draft over the K that was allowed."""
+    filled: float = 1.0  # Mean depth of a draft over the K that was allowed
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.context < 0:
@@ -71,8 +62,7 @@ class Line:
     k: int
     tokens_per_pass: float
     speedup: float
-    v: float
-    """Cost of the pass over all nodes, in plain passes."""
+    v: float  # Cost of the pass over all nodes, in plain passes
     step_ms: float
 
 
@@ -80,25 +70,17 @@ class Line:
 class Plan:
     """The answer."""
 
-    lines: tuple[Line, ...]
-    """By draft length, from 0."""
-    asked: Line
-    """The length that was asked for, else the best."""
+    lines: tuple[Line, ...]  # By draft length, from 0
+    asked: Line  # The length that was asked for, else the best
     best: Line
     break_even_batch: int | None
     """Largest batch at which `asked` (the best, where that is plain) still gains 2 %; None: beyond `MOST_BATCH`."""
-    batches: tuple[tuple[int, float], ...]
-    """(batch, speed-up of the best length there)."""
-    unbounded: bool
-    """Neither drafting nor verifying costs anything on paper, so more is always better."""
+    batches: tuple[tuple[int, float], ...]  # (batch, speed-up of the best length there)
+    unbounded: bool  # Neither drafting nor verifying costs anything on paper, so more is always better
 
 
 def plan(load: Load, *, k: int | None = None) -> Plan:
-    """Look at every draft length and at every batch.
-
-    Raises:
-        ArgumentError: `k` is below 1.
-    """
+    """Look at every draft length and at every batch. ArgumentError: `k` is below 1."""
     if k is not None and k < 1:
         raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {k}")
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
@@ -146,19 +128,14 @@ class Verdict:
     """Worth it or not, and with what."""
 
     worth_it: bool
-    method: str | None
-    """A drafter of `forerun drafters`; None where plain decoding is best."""
+    method: str | None  # A drafter of `forerun drafters`; None where plain decoding is best
     words: str
     notes: list[str] = field(default_factory=list)
 
 
 def judge(found: Plan, load: Load, *, drafter: str | None, text: str | None) -> Verdict:
-    """The verdict at the best draft length.
-
-    Args:
-        drafter: that was measured, where one was.
-        text: the kind of text, for the methods that published figures favour.
-    """
+    """The verdict at the best draft length of the `drafter` that was measured, or of the methods that published figures
+    favour for a kind of `text`."""
     best = found.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k} at batch {load.rows}"
     if found.unbounded:

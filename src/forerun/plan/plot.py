@@ -14,11 +14,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a plot that could not be drawn, before anything is measured for it.
-
-    Raises:
-        ArgumentError: matplotlib is not installed, or the file's type is unknown.
-    """
+    """Raise ArgumentError for a plot that could not be drawn, before anything is measured for it."""
     if path is None:
         return
     if path.suffix.lower() not in _SUFFIXES:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from forerun.core.row import Row
@@ -29,12 +29,10 @@ from forerun.types import SamplingParams, Source, SpeculationStats
 class TrialStep:
     """One step of a trial."""
 
-    drafted: int
-    """Nodes, probes not counted."""
+    drafted: int  # Nodes, probes not counted
     depth: int
     accepted: int
-    context: int
-    """Committed tokens before the step."""
+    context: int  # Committed tokens before the step
     draft_ms: float
     verify_ms: float
     commit_ms: float
@@ -100,9 +98,8 @@ def try_drafter(
     rule: str | None = None,
     seconds: float | None = None,
 ) -> Trial:
-    """Answer the prompts one after the other on a free row, which is free again afterwards.
-
-    The drafter learns from what it sees, as in use; it must know nothing of the row.
+    """Answer the prompts one after the other on a free row, which is free again afterwards. The drafter learns from
+    what it sees, as in use; it must know nothing of the row. ArgumentError: no row is free, or a prompt does not fit.
 
     Args:
         drafter: None decodes plainly.
@@ -110,14 +107,11 @@ def try_drafter(
         depths: most levels of a draft; the steps take turns.
         stop_ids: tokens that end an answer.
         seconds: stop after this long.
-
-    Raises:
-        ArgumentError: no row is free, or a prompt does not fit.
     """
     [row_id] = free_rows(target, 1)
     deadline = time.perf_counter() + (seconds or float("inf"))
     done: list[TrialStep] = []
-    turns = itertools.cycle(depths)
+    turns = _turns(drafter, name, depths)
     for index, prompt in enumerate(prompts):
         row = Row(
             cache_row=row_id,
@@ -131,8 +125,7 @@ def try_drafter(
         )
         try:
             _begin(target, drafter, row)
-            group = _Turns(drafter=drafter, name=name, depths=turns)
-            done += _answer(target, row, group, len(prompt) + (params.max_tokens or 1), deadline)
+            done += _answer(target, row, turns, len(prompt) + (params.max_tokens or 1), deadline)
         finally:
             target.truncate([row_id], [0])
             if drafter is not None:
@@ -140,18 +133,13 @@ def try_drafter(
     return Trial(steps=tuple(done))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Turns:
-    drafter: Drafter | None
-    name: str
-    depths: itertools.cycle[int]
-
-    def next(self) -> list[Group]:
-        """Who drafts in the next step."""
-        if self.drafter is None:
-            return []
-        depths = [next(self.depths)]
-        return [Group(name=self.name, drafter=self.drafter, members=[0], depths=depths, nodes=MAX_SPECULATIVE_TOKENS)]
+def _turns(drafter: Drafter | None, name: str, depths: Sequence[int]) -> Iterator[list[Group]]:
+    """Who drafts, step by step."""
+    for depth in itertools.cycle(depths):
+        if drafter is None:
+            yield []
+        else:
+            yield [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
 
 
 def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
@@ -164,11 +152,11 @@ def _begin(target: Target, drafter: Drafter | None, row: Row) -> None:
         drafter.extend(context_for([row], [0], [len(row.tokens)], scored.signals))
 
 
-def _answer(target: Target, row: Row, turns: _Turns, end: int, deadline: float) -> list[TrialStep]:
+def _answer(target: Target, row: Row, turns: Iterator[list[Group]], end: int, deadline: float) -> list[TrialStep]:
     done: list[TrialStep] = []
     while len(row.tokens) < end and row.tokens[-1] not in row.stop_ids and time.perf_counter() < deadline:
         context = len(row.tokens) - 1
-        [emitted] = step(target, [row], turns.next())
+        [emitted] = step(target, [row], next(turns))
         row.room -= len(emitted.tokens)
         done.append(
             TrialStep(
@@ -191,21 +179,15 @@ def _mean(values: Sequence[float]) -> float:
 
 # --- what a proposal costs ------------------------------------------------------------------------------------------
 
-STEPS = 32
-"""Steps that are timed by default."""
+STEPS = 32  # Steps that are timed by default
 SECONDS = 8.0
 
 
 def measure_draft(
-    target: Target,
-    drafter: Drafter,
-    text: Sequence[int],
-    *,
-    depth: int,
-    steps: int = STEPS,
-    seconds: float = SECONDS,
+    target: Target, drafter: Drafter, text: Sequence[int], *, depth: int, steps: int = STEPS, seconds: float = SECONDS
 ) -> DraftCost:
     """Let a drafter continue `text` on a free row, at full depth and at depth 1 in turns, and fit a line.
+    ArgumentError: no row is free, or the text does not fit beside the answer.
 
     What it does when it is shown accepted tokens (its share of the commit) counts, the target's pass does not, and the
     first step, in which it may catch up with the whole text, does not either. One row.
@@ -216,9 +198,6 @@ def measure_draft(
         depth: levels of a full draft.
         steps: that are timed.
         seconds: stop after this long.
-
-    Raises:
-        ArgumentError: no row is free, or the text does not fit beside the answer.
     """
     if depth < 1 or steps < 4:
         raise ArgumentError(f"a drafter is timed over at least 4 steps of depth 1 or more, got {steps} and {depth}")
@@ -228,9 +207,12 @@ def measure_draft(
     # A step of depth 1 emits at most two tokens, a full one depth + 1: half of the steps are of either kind.
     tokens = min(steps * (depth + 3) // 2 + 2, room - len(text))
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    plain = try_drafter(target, None, [list(text)], _short(params), depths=(0,), seconds=seconds / 4)
+    short = replace(params, max_tokens=min(tokens, 12))  # as few as a median needs
+    plain = try_drafter(target, None, [list(text)], short, depths=(0,), seconds=seconds / 4)
     trial = try_drafter(target, drafter, [list(text)], params, depths=(depth, 1), seconds=seconds)
-    return fit(trial, besides_ms=median(_beside(plain)))
+    # What a step takes besides the target's pass and its verification.
+    besides = [done.draft_ms + done.commit_ms for done in plain.steps if not done.first]
+    return fit(trial, besides_ms=median(besides or [0.0]))
 
 
 def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
@@ -251,13 +233,3 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
     slope = sum(count * (depth - mean_depth) * (ms - mean_ms) for depth, ms, count in points)
     level = min(max(0.0, slope / spread), mean_ms / mean_depth) if spread else 0.0
     return DraftCost(fixed_ms=max(0.0, mean_ms - level * mean_depth), level_ms=level)
-
-
-def _beside(trial: Trial) -> list[float]:
-    """Time of each step but the first that is not the target's pass and its verification, ms."""
-    return [done.draft_ms + done.commit_ms for done in trial.steps if not done.first] or [0.0]
-
-
-def _short(params: SamplingParams) -> SamplingParams:
-    """As few tokens as a median needs."""
-    return SamplingParams(temperature=0.0, max_tokens=min(params.max_tokens or 1, 12), ignore_eos=True)

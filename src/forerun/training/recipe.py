@@ -43,7 +43,7 @@ class DraftSettings:
     start: str | None = None
     """Directory of a head to go on from, instead of a fresh one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Variant and shape: the `OPTIONS` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
+    """Variant and shape: `option_names` of the kind's configuration, of EAGLE-3 ``boundaries``, ``fc_norm``, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,32 +17,25 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.core.acceptance import Acceptance, Evidence, by_draft_prob
+from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, changed, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, changed, check_least
 from forerun.drafters.combined.members import Spec, member_of, options_of
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import check_vocabulary, resolved
 from forerun.errors import NumericError
 from forerun.model import Scored, Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind, Drawn, Signal
 
-# An inner level of a cascade: a draft model as the target of a cheaper drafter, and the rows that it advances.
-#
-# What the inner level emits is the outer level's draft, so its draws are the outer level's draft draws.
-
 
 class InnerRng(Rng):
-    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it.
-
-    So a cascade proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the
-    inner drafter draws comes from the next stream.
-    """
+    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it. So a cascade
+    proposes the very chain that its draft model would sample by itself, whoever drafts inside. What the inner drafter
+    draws comes from the next stream."""
 
     def __init__(self, row: InnerRow) -> None:
         self._row, self._offset = row, len(row.tokens) - row.begun
@@ -60,14 +53,11 @@ class InnerRng(Rng):
 class InnerRow(Row):
     """A sequence whose next tokens an inner level drafts."""
 
-    outer: Rng
-    """Of the outer level's step."""
-    begun: int
-    """Committed tokens when the draft began."""
+    outer: Rng  # Of the outer level's step
+    begun: int  # Committed tokens when the draft began
     probs: dict[int, Tensor] = field(default_factory=dict)
     """Position in the chain -> (V,) the distribution that its token was drawn from; empty at temperature 0."""
-    drawn: dict[int, int] = field(default_factory=dict)
-    """Position in the chain -> that token."""
+    drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
     certainty: list[float] = field(default_factory=list)
     """At temperature 0: the draft model's probability of each token of the chain."""
 
@@ -82,7 +72,6 @@ class InnerRow(Row):
 
     @property
     def chain(self) -> list[int]:
-        """What was drafted."""
         return self.tokens[self.begun :]
 
 
@@ -105,11 +94,7 @@ class DraftTarget(Target):
         return [token if token < self.known else 0 for token in tokens]
 
     def score(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[TokenTree] | Nodes,
-        *,
-        signals: Set[Signal] = frozenset(),
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, signals: Set[Signal] = frozenset()
     ) -> Scored:
         scored = super().score(rows, trees, signals=signals)
         missing = self.vocab_size - scored.logits.shape[-1]
@@ -150,9 +135,8 @@ class _Row:
 
     text: int = 0
     chain: list[int] = field(default_factory=list)
-    submitted: Submitted | None = None
-    sampler: tuple[Sampler, Sampler] | None = None
-    """The request's, and what it is in here."""
+    submitted: Drafted | None = None
+    sampler: tuple[Sampler, Sampler] | None = None  # The request's, and what it is in here
 
     def inner(self, sampler: Sampler) -> Sampler:
         """The request's sampler for the inner level, made once."""
@@ -215,8 +199,10 @@ class CascadeDrafter(Drafter):
         self._write(rows)
         for index, row in zip(active, rows, strict=True):
             self._submit(trees[index], row)
-            if row.error is not None:
-                self._give_up(context, index, row)
+            if row.error is not None:  # the draft model's numbers, or the row's own processors, which the target meets
+                if isinstance(row.error, NumericError) and not row.chain:
+                    context.fail(index, row.error)
+                self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
         going = [(index, row) for index, row in zip(active, rows, strict=True) if row.error is None]
         if self.config.tail and going:
             chains = [(trees[index], budget.nodes[index], budget.depth[index]) for index, _ in going]
@@ -235,10 +221,8 @@ class CascadeDrafter(Drafter):
         self._shrink(row_id, state, agreed, len(tokens))
 
     def _shrink(self, row_id: int, state: _Row, agreed: int, length: int) -> None:
-        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step.
-
-        An inner drafter that reads hidden states wants that of the token before the first new one, so this runs again.
-        """
+        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step. An inner
+        drafter that reads hidden states wants that of the token before the first new one, so this runs again."""
         kept = agreed - 1 if self._inner.requires else agreed
         kept = max(0, min(self.model.lengths[row_id], kept, length - 1))
         self.model.truncate([row_id], [kept])
@@ -303,16 +287,11 @@ class CascadeDrafter(Drafter):
                     row.certainty += [math.exp(chosen.logprob) for chosen, _ in emitted.logprobs or ()]
             running = [row for row in running if row.room > 0 and row.error is None]
 
-    def _give_up(self, context: DraftContext, index: int, row: InnerRow) -> None:
-        """The draft model's numbers failed, or the row's own processors, which the target meets, too: begin anew."""
-        if isinstance(row.error, NumericError) and not row.chain:
-            context.fail(index, row.error)
-        self._shrink(row.cache_row, self._rows[row.cache_row], row.begun, row.begun)
-
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
         """The chain as a tree, each sampled token with the distribution that it was drawn from."""
-        state, acceptance = self._rows[row.cache_row], self._estimates.of(row.cache_salt)
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
+        state = self._rows[row.cache_row]
+        state.chain = row.chain
+        state.submitted = submitted = Drafted.below(tree, row.begun, self._estimates.of(row.cache_salt))
         for position, token in enumerate(row.chain):
             probs = row.probs.get(position)
             if probs is None:
@@ -320,9 +299,7 @@ class CascadeDrafter(Drafter):
             else:
                 drawn, prob = Drawn.IID, float(probs.max())
                 tree.set_probs(position, probs)
-            evidence = submitted.evidence[position + 1] = by_draft_prob(drawn, 0, prob)
-            tree.add(token, position, drawn=drawn, confidence=acceptance.estimate(*evidence))
-        state.chain, state.submitted = row.chain, submitted
+            submitted.add(token, position, by_draft_prob(drawn, 0, prob), drawn)
 
     def _append(self, rows: Sequence[InnerRow], grown: Sequence[tuple[TokenTree, int, int]]) -> None:
         """Hang what the inner drafter expects behind each chain below its end, within (nodes, depth) of the row."""
@@ -336,15 +313,13 @@ class CascadeDrafter(Drafter):
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
         tails = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
         for tail, row, (tree, _, _) in zip(tails, rows, grown, strict=True):
-            end, evidence, acceptance = tree.size, dict[int, Evidence](), self._estimates.of(row.cache_salt)
+            end, submitted = tree.size, self._rows[row.cache_row].submitted
+            assert submitted is not None, "its chain was submitted"
             graft(tree, tail, end, since=end)
             for node in range(end + 1, tree.size + 1):
                 # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
-                evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
-                tree.confidence[node] = acceptance.estimate(*evidence[node])
-            submitted = self._rows[row.cache_row].submitted
-            if submitted is not None:
-                submitted.evidence.update(evidence)
+                evidence = submitted.evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
+                tree.confidence[node] = submitted.acceptance.estimate(*evidence)
 
 
 def _batches(rows: Sequence[InnerRow], missing: Sequence[int]) -> list[list[InnerRow]]:
@@ -363,7 +338,6 @@ def _load(config: CascadeConfig, setup: DrafterSetup) -> DraftTarget:
     model = resolved(config.model)
     slots = setup.slots + _extra(config)
     loaded = DraftTarget.load(model, rows=setup.rows, slots=slots, dtype=config.dtype, device=setup.device_for(model))
-    assert isinstance(loaded, DraftTarget)
     check_vocabulary(setup, model, loaded.vocab_size)
     loaded.speak(setup.target.vocab_size)
     return loaded

@@ -16,16 +16,11 @@ from forerun.types import DraftKind, Signal, Verdict
 if TYPE_CHECKING:
     from forerun.core.scores import Scores
 
-Spec = Mapping[str, Any] | str
-"""A member: ``{"method": name, option: value, ...}``, or a name alone."""
+Spec = Mapping[str, Any] | str  # A member: ``{"method": name, option: value, ...}``, or a name alone
 
 
 def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
-    """A member's method and its own options, from what a user gave.
-
-    Raises:
-        ArgumentError: saying what was expected; an unknown method is named with the nearest known one.
-    """
+    """A member's method and its own options, from what a user gave; an ArgumentError says what was expected."""
     spec = {"method": given} if isinstance(given, str) else given
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
         raise ArgumentError(

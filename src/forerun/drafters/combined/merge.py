@@ -7,7 +7,6 @@ Deterministic nodes of the others may stand beside and below sampled ones; trave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forerun.core.tree import TokenTree, join
@@ -44,15 +43,12 @@ class MergeDrafter(Composed):
         context, most = self.for_members(context), self.config.nodes
         nodes = [own if most is None else min(own, most) for own in budget.nodes]
         drafts = [member.propose(context, replace(budget, nodes=nodes)) for member in self.members]
-        lead, joined = self._lead(drafts), []
+        # The member whose trees go in whole: the first that sampled, else the first whose nodes were begun.
+        sampled = (member for member, trees in enumerate(drafts) if any(tree.sampled for tree in trees))
+        begun = (member for member, trees in enumerate(drafts) if any(tree.resume is not None for tree in trees))
+        lead, joined = next(sampled, next(begun, 0)), []
         for root, row, count in zip(context.trees(), zip(*drafts, strict=True), nodes, strict=True):
             whole = row[lead].sampled or row[lead].resume is not None
             others = [tree for member, tree in enumerate(row) if member != lead or not whole]
             joined.append(join(row[lead] if whole else root, others, count))
         return joined
-
-    def _lead(self, drafts: Sequence[Sequence[TokenTree]]) -> int:
-        """The member whose trees go in whole: the first that sampled, else the first whose nodes were begun."""
-        sampled = (member for member, trees in enumerate(drafts) if any(tree.sampled for tree in trees))
-        begun = (member for member, trees in enumerate(drafts) if any(tree.resume is not None for tree in trees))
-        return next(sampled, next(begun, 0))

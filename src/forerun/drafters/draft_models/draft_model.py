@@ -51,17 +51,12 @@ class Stop(StrEnum):
 
 DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}
 """Threshold of each rule; SVIP and AdaEDL tune theirs to the pair of models."""
-ENTROPY_SHARE = 0.2
-"""AdaEDL's factor before the entropy, gamma in the paper."""
+ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopping:
-    """One rule with its threshold.
-
-    Raises:
-        ArgumentError: an unknown rule, or a threshold out of its range.
-    """
+    """One rule with its threshold. ArgumentError: the threshold is out of its range."""
 
     rule: Stop = Stop.NEVER
     threshold: float | None = None
@@ -94,11 +89,7 @@ class Stopping:
 
 
 def stopping_named(rule: str, threshold: float | None) -> Stopping:
-    """The rule of that name.
-
-    Raises:
-        ArgumentError: there is none, or the threshold is out of its range.
-    """
+    """The rule of that name. ArgumentError: there is none, or the threshold is out of its range."""
     known = [kind.value for kind in Stop]
     if rule not in known:
         raise ArgumentError(f"stop is one of {', '.join(known)}, got {rule!r}.{nearest(rule, known)}")
@@ -151,10 +142,8 @@ class DraftModelConfig(TreeOptions):
 class _Row:
     """What the draft model's cache knows of one row."""
 
-    cached: int = 0
-    """Committed tokens in the cache, counted as the draft model reads them."""
-    drafted: Submitted | None = None
-    """The last proposal, until the target has spoken."""
+    cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
+    drafted: Submitted | None = None  # The last proposal, until the target has spoken
 
 
 class DraftModelDrafter(Drafter):
@@ -166,9 +155,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = config.fixed_tree()
-        self._stopping = Stopping()
-        if isinstance(config, DraftModelConfig):
-            self._stopping = stopping_named(config.stop, config.stop_threshold)
+        self._stopping = stopping_named(config.stop, config.stop_threshold)
         self.model = self._load(setup)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
@@ -238,8 +225,10 @@ class DraftModelDrafter(Drafter):
         rows = [context.rows[index] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            if level.start == 1:
-                self._release_roots(rows)
+            if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
+                for row in rows:
+                    self._rows[row].cached -= 1
+                self.model.truncate(rows, [self._rows[row].cached for row in rows])
             roots, shape = self._readable([text[-1] for text in texts]), self._tree.shape
             counts, known = [shape.size] * len(rows), self._known(ids)
             nodes = Nodes.of_levels(roots, known, shape.parents, counts=counts, start=level.start)
@@ -248,7 +237,7 @@ class DraftModelDrafter(Drafter):
         first, most = ending.look(self._fit(self._catch_up(rows, texts))), max(ending.nodes)
         size = first.shape[-1] if self._shared is None else self._shared.size
         draws = self._tree.draws(context, active, first.device, size)
-        return self._tree.grow(context, active, most, first, descend, self._shared, draws=draws, enough=ending.enough)
+        return self._tree.grow(draws, most, first, descend, self._shared, enough=ending.enough)
 
     def _catch_up(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Run what the cache lacks, the root last: its logits (B, 1, V)."""
@@ -272,12 +261,6 @@ class DraftModelDrafter(Drafter):
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens; ids from the padding of the target's embedding, which the draft model may lack, read as 0."""
         return [token if token < self.model.vocab_size else 0 for token in tokens]
-
-    def _release_roots(self, rows: Sequence[int]) -> None:
-        """The root becomes node 0 of a tree: it keeps its slot but is no longer committed."""
-        for row in rows:
-            self._rows[row].cached -= 1
-        self.model.truncate(rows, [self._rows[row].cached for row in rows])
 
     def _fit(self, logits: Tensor) -> Tensor:
         """(B, F, V) over the target's ids: padding beyond them is dropped, ids that the draft lacks are impossible."""
@@ -303,14 +286,8 @@ class DraftModelDrafter(Drafter):
 
 
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
-    """Cut the rows' caches to `cached` tokens and run what is missing behind them.
-
-    Args:
-        missing: at least one token for each row.
-
-    Returns:
-        (B, 1, V) logits after the last token of each row.
-    """
+    """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one token for each row), and
+    return the logits (B, 1, V) after the last token of each."""
     model.truncate(rows, cached)
     rest = list(missing)
     for index, (row, text) in enumerate(zip(rows, missing, strict=True)):

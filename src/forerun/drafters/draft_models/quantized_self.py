@@ -2,15 +2,13 @@
 
 The idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305) with plain rounding of the weights alone: the linear
 layers of the decoder get 8 bits with one scale for each output channel, or 4 bits with scale and offset for each group
-of inputs; embeddings, norms and output head are shared with the target, whose weights are only read. The twin has a
-key-value cache of its own and drafts as `draft_model` does. Experts kept in one tensor (mixtures of
-experts) are shared as they are.
+of inputs; embeddings, norms, output head and experts kept in one tensor are shared with the target, whose weights are
+only read. The twin has a key-value cache of its own and drafts as `draft_model` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +23,8 @@ from forerun.model.kernels.packing import FusedLinear, PackedLinear
 from forerun.model.layers import base_name, base_of, layers_of, replaced, shallow
 
 BITS = (8, 4)
-GROUPS = (64, 32)
-"""Inputs that share a scale at 4 bits; the first that divides a layer's inputs."""
-_INT4_OUTPUTS = 16
-"""torch's 4-bit kernel computes outputs in blocks of so many; other layers get 8 bits."""
+GROUPS = (64, 32)  # Inputs that share a scale at 4 bits; the first that divides a layer's inputs
+_INT4_OUTPUTS = 16  # torch's 4-bit kernel computes outputs in blocks of so many; other layers get 8 bits
 KERNEL_ROWS = 24
 """Up to so many rows torch's int8 kernel is faster than unpacking the weight for one matrix product (AMD, AVX-512)."""
 _LARGEST = 127
@@ -47,63 +43,61 @@ class QuantizedSelfConfig(TreeOptions):
             raise ArgumentError(f"quantized_self: bits is 8 or 4, got {self.bits}")
 
 
-class Int8Linear(nn.Module):
-    """A linear layer whose weight is int8 with one scale for each output.
+class _Rounded(nn.Module):
+    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,) or
+    None."""
 
-    Args:
-        weight: (out, in) of the layer it stands for; read, not kept.
-        bias: (out,) shared with that layer, or None.
-    """
-
-    int8_weight: Tensor
+    rounded: Tensor
     scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        largest = weight.detach().float().abs().amax(1, keepdim=True)
-        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
-        # By the scale as it is stored: its own rounding then costs nothing more.
-        whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
-        self.register_buffer("int8_weight", whole.to(torch.int8), persistent=False)
-        self.register_buffer("scales", scales.squeeze(1), persistent=False)
         self.shared_bias = bias
-        self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        rounded, scales = self.round(weight)
+        self.register_buffer("rounded", rounded, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight (out, in) as it is kept, and its scales."""
+        raise NotImplementedError
+
+    def product(self, rows: Tensor) -> Tensor:
+        """(M, in) -> (M, out), without the bias."""
+        raise NotImplementedError
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
-        rows = states.reshape(-1, self.in_features)
-        if self._kernel and rows.shape[0] <= KERNEL_ROWS:
-            result = torch._weight_int8pack_mm(rows.contiguous(), self.int8_weight, self.scales)
-        else:
-            result = functional.linear(rows, self.int8_weight.to(rows.dtype)) * self.scales
+        result = self.product(states.reshape(-1, self.in_features))
         if self.shared_bias is not None:
             result = result + self.shared_bias
         return result.view(*states.shape[:-1], self.out_features)
 
     def nbytes(self) -> int:
         """Bytes of weight and scales; the bias belongs to the target."""
-        return self.int8_weight.nbytes + self.scales.nbytes
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+        return self.rounded.nbytes + self.scales.nbytes
 
 
-class Int4Linear(nn.Module):
-    """A linear layer whose weight is 4 bits wide, two to a byte in the layout of torch's CPU kernel.
+class Int8Linear(_Rounded):
+    """A linear layer whose weight is int8 with one scale for each output."""
 
-    Args:
-        weight: (out, in) of the layer it stands for; read, not kept. `suits` says which are possible.
-        bias: (out,) shared with that layer, or None.
-    """
+    def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        largest = weight.detach().float().abs().amax(1, keepdim=True)
+        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
+        # By the scale as it is stored: its own rounding then costs nothing more.
+        whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
+        return whole.to(torch.int8), scales.squeeze(1)
 
-    int4_weight: Tensor
-    scales: Tensor
+    def product(self, rows: Tensor) -> Tensor:
+        if self._kernel and rows.shape[0] <= KERNEL_ROWS:
+            return torch._weight_int8pack_mm(rows.contiguous(), self.rounded, self.scales)
+        return functional.linear(rows, self.rounded.to(rows.dtype)) * self.scales
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+
+class Int4Linear(_Rounded):
+    """A linear layer whose weight is 4 bits wide, two to a byte in the layout of torch's CPU kernel; see `suits`."""
+
+    def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         self.group = next(size for size in GROUPS if self.in_features % size == 0)
         groups = weight.detach().float().view(self.out_features, -1, self.group)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -111,31 +105,18 @@ class Int4Linear(nn.Module):
         whole = ((groups - low) / scales).round().clamp(0, 15).to(torch.int32).flatten(1)
         # The kernel computes (whole - 8) * scale + offset.
         pairs = torch.cat([scales, low + 8 * scales], dim=2).transpose(0, 1).to(weight.dtype).contiguous()
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1)
-        self.register_buffer("int4_weight", packed, persistent=False)
-        self.register_buffer("scales", pairs, persistent=False)
-        self.shared_bias = bias
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1), pairs
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
         """Whether the kernel takes a layer of this shape."""
         return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
 
-    def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
-        rows = states.reshape(-1, self.in_features).contiguous()
-        result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.int4_weight, self.group, self.scales)
-        if self.shared_bias is not None:
-            result = result + self.shared_bias
-        return result.view(*states.shape[:-1], self.out_features)
-
-    def nbytes(self) -> int:
-        """Bytes of weight, scales and offsets; the bias belongs to the target."""
-        return self.int4_weight.nbytes + self.scales.nbytes
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=4, group={self.group}"
+    def product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows.contiguous(), self.rounded, self.group, self.scales
+        )
+        return product
 
 
 class QuantizedSelfDrafter(DraftModelDrafter):
@@ -145,34 +126,25 @@ class QuantizedSelfDrafter(DraftModelDrafter):
     Config: ClassVar[type[Any]] = QuantizedSelfConfig
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
-        model = DraftModelConfig(
-            model=rounded_twin(setup.target.model, config.bits),
-            num_speculative_tokens=config.num_speculative_tokens,
-            shape=config.shape,
-            draw=config.draw,
-            temperature=config.temperature,
-        )
-        super().__init__(model, setup)
+        tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
+        super().__init__(DraftModelConfig(model=rounded_twin(setup.target.model, config.bits), **tree), setup)
 
     def memory_bytes(self) -> int:
         """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""
-        return sum(layer.nbytes() for layer in _rounded_layers(self.model.model)) + self.model.cache.nbytes()
+        layers = (layer for layer in self.model.model.modules() if isinstance(layer, _Rounded))
+        return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
 
 
 def rounded_twin(model: Any, bits: int = 8) -> Any:
     """The same causal LM with rounded linears in its decoder layers; everything else is shared, nothing is written to.
 
-    Raises:
-        UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run; or
-            4 bits are asked for where torch has no kernel.
+    UnsupportedModelError: the decoder has no plain linear layers, or they are moved between devices as they run; or 4
+    bits are asked for where torch has no kernel.
     """
     if bits == 4 and model.device.type != "cpu":
         raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
     if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
-        raise UnsupportedModelError(
-            "quantized_self copies weights that lie on one device; this model is spread or offloaded. "
-            "Load it on one device, or draft with skip_layers"
-        )
+        raise UnsupportedModelError("quantized_self needs a model on one device; load it so, or draft with skip_layers")
     base = base_of(model)
     name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
     rounded = [_rounded(layer, bits) for layer in layers]
@@ -209,7 +181,3 @@ def _weight(module: nn.Module) -> Tensor | None:
         transposed: Tensor = module.weight.T  # type: ignore[assignment]
         return transposed
     return None
-
-
-def _rounded_layers(model: nn.Module) -> Iterator[Int8Linear | Int4Linear]:
-    return (module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear))

@@ -2,10 +2,9 @@
 
 arXiv 2502.05202 (transformers' universal assisted generation). The draft model continues the text greedily in its own
 tokens; the target's tokenizer reads the end of the committed text together with the drafted one, and what follows the
-border is proposed: a chain, deterministic, so no distribution is needed. If a token of the target would lie across the
-border, the target has already decided against it and the row drafts nothing in that step. The other way round, the
-draft model reads the committed text, tokenised again near its end; what of that is in its cache is not run again. Knows
-no rule.
+border is proposed: a deterministic chain. If a token of the target would lie across the border, the target has already
+decided against it and the row drafts nothing in that step. The other way round, the draft model reads the committed
+text, tokenised again near its end; what of that is in its cache is not run again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.draft_models.draft_model import run_missing
 from forerun.drafters.draft_models.token_bytes import (
@@ -32,7 +31,6 @@ from forerun.drafters.draft_models.token_bytes import (
     starts_character,
     whole_characters,
 )
-from forerun.drafters.trees import Submitted
 from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokenizer
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
@@ -68,25 +66,16 @@ class SlemConfig:
 class TextAlignment:
     """One row's text, tokenised again near its end whenever it has grown."""
 
-    encoder: Encoder
-    """The draft model's."""
-    shown: Sequence[bytes]
-    """Of each target token id what the draft model is shown (`rendering`)."""
-    look_behind: int
-    """Tokens before the new text that are tokenised again with it."""
+    encoder: Encoder  # The draft model's
+    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`rendering`)
+    look_behind: int  # Tokens before the new text that are tokenised again with it
     opening: Sequence[int] = ()
-    silent: int | None = None
-    """A target token that is not shown at the very beginning."""
-    data: bytearray = field(default_factory=bytearray)
-    """The text."""
-    ids: list[int] = field(default_factory=list)
-    """Draft tokens of the text, the opening not counted."""
-    agreed: int = 0
-    """Draft tokens that have not changed since the reader last set this."""
-    _ends: list[int] = field(default_factory=list)
-    """Byte behind each draft token."""
-    _marks: list[int] = field(default_factory=list)
-    """Byte behind each target token."""
+    silent: int | None = None  # A target token that is not shown at the very beginning
+    data: bytearray = field(default_factory=bytearray)  # The text
+    ids: list[int] = field(default_factory=list)  # Draft tokens of the text, the opening not counted
+    agreed: int = 0  # Draft tokens that have not changed since the reader last set this
+    _ends: list[int] = field(default_factory=list)  # Byte behind each draft token
+    _marks: list[int] = field(default_factory=list)  # Byte behind each target token
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """The draft tokens, opening included, of a text that begins with what was followed before."""
@@ -132,11 +121,8 @@ class TextAlignment:
             back *= 2
 
     def _splice(self, start: int, *, words: bool) -> bool:
-        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place.
-
-        Args:
-            words: old and new tokens must meet where a word begins: tokenizers hardly look farther back than that.
-        """
+        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place: with
+        `words`, where a word begins, since tokenizers hardly look farther back than that."""
         base = self._ends[start - 1] if start else 0
         spans = self.encoder.encode(bytes(self.data[base:]), opening=not start)
         meeting = 0
@@ -167,7 +153,7 @@ class _Row:
     alignment: TextAlignment
     held: list[int] = field(default_factory=list)
     """Draft tokens in the cache: committed text, and behind it what was drafted last."""
-    submitted: Submitted | None = None
+    submitted: Drafted | None = None
 
     def common(self, ids: Sequence[int]) -> int:
         """How many tokens of the text as it is now stand in the cache; its last one is always run again."""
@@ -182,18 +168,12 @@ class _Written:
     """What the draft model wrote for one row."""
 
     row: _Row
-    tokens: Sequence[int]
-    """The target's, committed."""
-    ids: list[int]
-    """The draft model's, committed text first."""
-    acceptance: Acceptance
-    """Of the row's domain."""
-    pieces: list[bytes] = field(default_factory=list)
-    """Drafted, as the target's text."""
-    probs: list[float] = field(default_factory=list)
-    """Of each drafted token."""
-    ended: bool = False
-    """Nothing can follow: a special token came, or the draft model's context is full."""
+    tokens: Sequence[int]  # The target's, committed
+    ids: list[int]  # The draft model's, committed text first
+    acceptance: Acceptance  # Of the row's domain
+    pieces: list[bytes] = field(default_factory=list)  # Drafted, as the target's text
+    probs: list[float] = field(default_factory=list)  # Of each drafted token
+    ended: bool = False  # Nothing can follow: a special token came, or the draft model's context is full
 
 
 class SlemDrafter(Drafter):
@@ -218,10 +198,6 @@ class SlemDrafter(Drafter):
         self._opening = opening_of(self._draft)
         self._estimates = PerDomain(Acceptance)
         self._rows: dict[int, _Row] = {}
-
-    def known_ids(self, row_id: int) -> list[int]:
-        """The draft model's token ids that stand in its cache for a row, what it drafted last included."""
-        return self._rows[row_id].held
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -328,13 +304,11 @@ class SlemDrafter(Drafter):
         if found is None:
             return
         spans, confidences, length = found
-        submitted = Submitted(tokens=tree.tokens, parents=tree.parents, acceptance=text.acceptance)
+        text.row.submitted = Drafted.below(tree, len(text.tokens), text.acceptance)
         for node, (span, raw) in enumerate(zip(spans[:most], confidences, strict=False)):
             # The last token may go on: with the text that follows the target might read a longer one there.
             last = span.end == length and not text.ended
-            evidence = submitted.evidence[node + 1] = by_draft_prob(Drawn.DETERMINISTIC, int(last), raw)
-            tree.add(span.id, node, confidence=text.acceptance.estimate(*evidence))
-        text.row.submitted = submitted
+            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), raw))
 
     def _translate(self, text: _Written) -> tuple[list[Span], list[float], int] | None:
         """The target's tokens of what was written, a raw confidence for each, and the length of the text in bytes."""

@@ -32,22 +32,16 @@ if TYPE_CHECKING:
 class Intersection:
     """Pairs of token ids that stand for the same bytes, and special tokens that mean the same; each id once."""
 
-    target_ids: Tensor
-    """(V',) int64, ascending."""
-    draft_ids: Tensor
-    """(V',) int64, the draft model's id of each."""
+    target_ids: Tensor  # (V',) int64, ascending
+    draft_ids: Tensor  # (V',) int64, the draft model's id of each
 
     def __len__(self) -> int:
         return len(self.target_ids)
 
     @classmethod
     def of(cls, target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Intersection:
-        """What both spell.
-
-        Args:
-            target_size: token ids of the target's embedding; a tokenizer may hold more.
-            draft_size: the same of the draft model.
-        """
+        """What both spell; `target_size` and `draft_size` are the token ids of the embeddings, a tokenizer may hold
+        more."""
         pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
         taken = set[int]()
         for ours, theirs in target.counterparts(draft).items():
@@ -60,14 +54,8 @@ class Intersection:
 
 
 def require(shared: Intersection, least: float, target: TokenBytes, draft: TokenBytes) -> None:
-    """Refuse vocabularies that have too little in common.
-
-    Args:
-        least: below 1 a share of the smaller vocabulary, else a number of tokens.
-
-    Raises:
-        VocabularyMismatchError: naming both tokenizers, what they share and what was asked for.
-    """
+    """Raise VocabularyMismatchError where too little is shared; `least` is below 1 a share of the smaller vocabulary,
+    else a number of tokens."""
     smaller = min(len(target), len(draft))
     needed = max(1, round(least * smaller) if least < 1 else round(least))
     if len(shared) >= needed:
@@ -106,8 +94,7 @@ class TokenAlignment:
 
     def __init__(self, dictionary: Dictionary) -> None:
         self._dictionary = dictionary
-        self.ids: list[int] = list(dictionary.opening)
-        """Draft tokens."""
+        self.ids: list[int] = list(dictionary.opening)  # Draft tokens
         self._ends: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
@@ -131,11 +118,7 @@ class TokenAlignment:
             del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
 
 
-# An output head that computes the logits of some token ids only; one that is not linear is left as it is.
-
-
-_TOLERANCE = 0.02
-"""Share of the largest logit: what sums in another order may differ by in bfloat16."""
+_TOLERANCE = 0.02  # Share of the largest logit: what sums in another order may differ by in bfloat16
 
 
 class PrunedHead(OutputHead):
@@ -155,18 +138,14 @@ class PrunedHead(OutputHead):
             kept.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
         packed = isinstance(output, PackedLinear) and packable(kept)
         self._model._modules[name] = PackedLinear(kept) if packed else kept
-        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())
-        """Of the rows that were copied."""
+        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())  # Of the rows that were copied
 
 
 @torch.inference_mode()
 def prune_head(target: Target, ids: Tensor) -> int | None:
-    """Let `target` compute the logits of these token ids only, in their order; the model itself is not changed.
-
-    Returns:
-        bytes of the copied rows; None, with nothing changed, where the head is no linear layer, or where the model does
-        more with its logits than what it does to each of them alone.
-    """
+    """Let `target` compute the logits of these token ids only, in their order; the model itself is not changed. Returns
+    the bytes of the copied rows; None, with nothing changed, where the head is no linear layer, or where the model does
+    more with its logits than what it does to each of them alone."""
     output = target.model.get_output_embeddings()
     name = next((name for name, child in target.model._modules.items() if child is output), None)
     if name is None or not (type(output) is nn.Linear or isinstance(output, PackedLinear)):
@@ -215,10 +194,6 @@ class TliDrafter(DraftModelDrafter):
     def __init__(self, config: TliConfig, setup: DrafterSetup) -> None:
         super().__init__(config, setup)
         self._alignments: dict[int, TokenAlignment] = {}
-
-    def known_ids(self, row_id: int) -> list[int]:
-        """What the draft model has read of a row: its own token ids, the first of which are in its cache."""
-        return self._alignment(row_id).ids
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + (self._pruned or 0)

@@ -35,10 +35,8 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.specials: dict[int, str] = _specials(tokenizer)
-        """Token id -> how the tokenizer writes it in a text."""
-        self.fallbacks: set[int] = set()
-        """Token ids that are written as ``<0xNN>``."""
+        self.specials: dict[int, str] = _specials(tokenizer)  # Token id -> how the tokenizer writes it in a text
+        self.fallbacks: set[int] = set()  # Token ids that are written as ``<0xNN>``
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
         """(V,) bytes of each token id; none where no token has that id. Of a special token those of its name."""
@@ -70,9 +68,7 @@ class TokenBytes:
 
     def counterparts(self, other: TokenBytes) -> dict[int, int]:
         """Special tokens of this tokenizer -> those of the other: of the same name, else end and beginning of text.
-
-        Padding and unknown tokens have none: they mean nothing that could be carried over.
-        """
+        Padding and unknown tokens have none: they mean nothing that could be carried over."""
         named = {text: token for token, text in other.specials.items()}
         pairs = {token: named[text] for token, text in self.specials.items() if text in named}
         for role in ("eos_token_id", "bos_token_id"):
@@ -93,10 +89,8 @@ class TokenBytes:
 
 
 def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
-    """How the texts of `source` are shown to `reader`, token id by token id: special tokens by the reader's own name.
-
-    Special tokens that the reader has no counterpart for are left out.
-    """
+    """How the texts of `source` are shown to `reader`, token id by token id: special tokens by the reader's own name,
+    left out where it has no counterpart."""
     pairs = source.counterparts(reader)
     shown = list(source.table)
     for token in source.specials:
@@ -161,8 +155,7 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
     return text.encode()
 
 
-_ANCHORS = ("\n", "a", ".")
-"""What may stand before a piece so that it is no beginning of a text."""
+_ANCHORS = ("\n", "a", ".")  # What may stand before a piece so that it is no beginning of a text
 
 
 class Span(NamedTuple):
@@ -202,13 +195,9 @@ class Encoder:
         self._bytes = {piece[0]: token for piece, token in token_bytes.ordinary.items() if len(piece) == 1}
 
     def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
-        """The tokens of a text, without those that a tokenizer adds around it.
-
-        Bytes that are no UTF-8 become the tokens of single bytes; a tokenizer without such tokens leaves them out.
-
-        Args:
-            opening: the text begins here, so that a tokenizer may put a space before it; else it is a piece of one.
-        """
+        """The tokens of a text, without those that a tokenizer adds around it. Bytes that are no UTF-8 become the
+        tokens of single bytes; a tokenizer without such tokens leaves them out. Where the text is `opening`, a
+        tokenizer may put a space before it."""
         found, place = list[Span](), 0
         for part in _parts(data):
             if isinstance(part, str):

@@ -1,12 +1,9 @@
-"""Base classes of draft heads and of their configurations.
-
-Training and drafting run the same module.
-"""
+"""Base classes of draft heads and of their configurations. Training and drafting run the same module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,8 +12,7 @@ from torch import Tensor, nn
 from forerun.errors import ArgumentError, nearest
 from forerun.types import Signal
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines (B, N, D) of the positions."""
+Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
 
@@ -25,8 +21,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class HeadConfig:
     """Configuration of a head; a kind of head adds its own fields."""
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """Fields that a recipe may choose; the others follow from the target."""
+    FROM_TARGET: ClassVar[frozenset[str]] = frozenset(
+        {"target_hidden_size", "vocab_size", "draft_vocab_size", "boundaries", "extra"}
+    )
+    """Fields that follow from the target, or are settled elsewhere; a recipe may choose the others."""
 
     target_hidden_size: int
     vocab_size: int
@@ -36,8 +34,7 @@ class HeadConfig:
     boundaries: tuple[Signal, ...]
     """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the file it came from that mean nothing to drafting (names, versions), or of which nothing is known;
-    written back."""
+    """Keys of the file it came from that mean nothing to drafting (names, versions) or are unknown; written back."""
 
     @property
     def kind(self) -> str:
@@ -60,27 +57,22 @@ class HeadConfig:
         return None
 
     @classmethod
+    def option_names(cls) -> list[str]:
+        """The fields that a recipe may choose."""
+        return [field.name for field in fields(cls) if field.name not in cls.FROM_TARGET]
+
+    @classmethod
     def for_target(
         cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
     ) -> Self:
-        """The shape of a head for a transformers causal LM.
-
-        Args:
-            kind: name of the head's kind.
-            model: the target.
-            draft_vocab_size: tokens that the head can propose; None is all of them.
-            options: fields of `OPTIONS` that shall differ from what follows from the target.
-
-        Raises:
-            ArgumentError: an unknown option (naming the nearest), or one that does not fit the target.
-        """
-        config, given = model.config.get_text_config(), dict(options or {})
+        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) that shall
+        differ from what follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not
+        fit the target."""
+        config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
-            if name not in cls.OPTIONS:
-                raise ArgumentError(
-                    f"a head of the kind {kind} has no option {name!r}; it has {', '.join(cls.OPTIONS)}."
-                    f"{nearest(name, cls.OPTIONS)}"
-                )
+            if name not in known:
+                has = f"it has {', '.join(known)}.{nearest(name, known)}"
+                raise ArgumentError(f"a head of the kind {kind} has no option {name!r}; {has}")
         shape = {
             "target_hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
@@ -89,9 +81,8 @@ class HeadConfig:
         }
         made = cls(**shape)
         if max(made.boundaries) > config.num_hidden_layers:
-            raise ArgumentError(
-                f"boundary {max(made.boundaries)} does not exist: the target has {config.num_hidden_layers} layers"
-            )
+            layers = config.num_hidden_layers
+            raise ArgumentError(f"boundary {max(made.boundaries)} does not exist: the target has {layers} layers")
         return made
 
     @classmethod
@@ -115,7 +106,6 @@ class Head(nn.Module):
             model: the target, a transformers causal LM.
             config: from `HeadConfig.for_target`.
             token_ids: (Vd,) the target's ids that the head can propose; needed if the vocabulary is reduced.
-            seed: of what starts at random.
         """
         if config.reduced_vocabulary and token_ids is None:
             raise ArgumentError(f"a draft vocabulary of {config.draft_vocab_size} tokens needs to know which ones")
@@ -162,17 +152,13 @@ class Head(nn.Module):
 class Advanced:
     """What one pass of a sequential head gives for each position."""
 
-    feature: Tensor
-    """(B, N, H): what the next step reads in place of the target's feature."""
-    output: Tensor
-    """(B, N, H): what the output head reads."""
+    feature: Tensor  # (B, N, H): what the next step reads in place of the target's feature
+    output: Tensor  # (B, N, H): what the output head reads
 
 
 class SequentialHead(Head):
-    """Drafts level by level over keys and values of its own: each level reads the features of the one before.
-
-    Entry i reads the embedding of token i + 1 and the feature of token i at position i, and predicts token i + 2.
-    """
+    """Drafts level by level over keys and values of its own: each level reads the features of the one before. Entry i
+    reads the embedding of token i + 1 and the feature of token i at position i, and predicts token i + 2."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -197,10 +183,8 @@ class SequentialHead(Head):
 
 
 class ParallelHead(Head):
-    """Drafts all depths from one state: what depth k holds does not depend on the tokens drafted above it.
-
-    From the state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the target's own.
-    """
+    """Drafts all depths from one state: what depth k holds does not depend on the tokens drafted above it. From the
+    state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the target's own."""
 
     def states(self, features: Tensor, depths: int) -> Tensor:
         """(.., H) from `fuse` -> (.., depths, H), what the output heads of the first depths read."""

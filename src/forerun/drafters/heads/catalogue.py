@@ -10,30 +10,26 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownHead:
     """One published head."""
 
-    target: str
-    """Name of the target without its owner, as the report writes it."""
-    model: str | None
-    """Hub id, where the report gives it in full."""
-    named: str
-    """What the report calls the head."""
+    target: str  # Name of the target without its owner, as the report writes it
+    model: str | None = None  # Hub id, where the report gives it in full
+    named: str  # What the report calls the head
     publisher: str
-    collection: str
-    """Where it is reported: SpecBundle, a paper, a project."""
-    format: str | None
-    """eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said."""
-    boundaries: tuple[int, ...] | None
-    """Layers after which it reads the target, where it is said."""
-    acceptance_length: float | None
+    collection: str  # Where it is reported: SpecBundle, a paper, a project
+    format: str | None = None  # eagle (flat, SpecForge and SGLang), speculators, modelopt; None where it is not said
+    boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
+    acceptance_length: float | None = None
     """Tokens per target pass as reported, under `conditions`; not comparable across conditions."""
-    conditions: str
-    url: str | None
+    conditions: str = ""
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)
 
     @property
     def drafter(self) -> str:
@@ -45,17 +41,14 @@ class KnownHead:
 def known_heads() -> tuple[KnownHead, ...]:
     """The whole catalogue, by target."""
     text = resources.files(__package__ or __name__).joinpath("catalogue.json").read_text(encoding="utf-8")
-    heads = [_head(entry) for entry in json.loads(text)]
+    heads = [KnownHead(**entry) for entry in json.loads(text)]
     return tuple(sorted(heads, key=lambda head: (head.target.casefold(), head.model is None)))
 
 
 def suggest(target_name: str) -> list[KnownHead]:
-    """Heads for a target, those that can be downloaded by name first.
-
-    Args:
-        target_name: hub id, or a directory named like it. ``X`` also finds heads that are reported for ``X-Instruct``
-            and the reverse, after the exact ones: reports are not always precise.
-    """
+    """Heads for a target (hub id, or a directory named like it), those that can be downloaded by name first. ``X`` also
+    finds heads that are reported for ``X-Instruct`` and the reverse, after the exact ones: reports are not always
+    precise."""
     wanted = _short(target_name)
     loose = wanted.removesuffix("-instruct")
     found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
@@ -64,19 +57,3 @@ def suggest(target_name: str) -> list[KnownHead]:
 
 def _short(name: str) -> str:
     return name.rstrip("/").rsplit("/", 1)[-1].casefold().removeprefix("meta-")
-
-
-def _head(entry: dict[str, Any]) -> KnownHead:
-    boundaries = entry.get("boundaries")
-    return KnownHead(
-        target=entry["target"],
-        model=entry.get("model"),
-        named=entry["named"],
-        publisher=entry["publisher"],
-        collection=entry["collection"],
-        format=entry.get("format"),
-        boundaries=tuple(boundaries) if boundaries else None,
-        acceptance_length=entry.get("acceptance_length"),
-        conditions=entry.get("conditions", ""),
-        url=entry.get("url"),
-    )

@@ -1,8 +1,5 @@
-"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree.
-
-The head is fed with the target's features as tokens are committed, so a proposal starts at the root's children with no
-catching up.
-"""
+"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree. The head is fed with the
+target's features as tokens are committed, so a proposal starts at the root's children with no catching up."""
 
 from __future__ import annotations
 
@@ -23,15 +20,7 @@ from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.catalogue import suggest
 from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import (
-    DynamicTree,
-    Expanded,
-    FixedTree,
-    Grown,
-    Submitted,
-    check_drawing,
-    not_finite,
-)
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Submitted, check_drawing, not_finite
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Budget, DraftKind, Signal
@@ -60,8 +49,8 @@ class HeadDrafterConfig:
     stop_below: float = 0.0
     """Grow a dynamic tree no deeper once every open path is less likely than this; 0 never stops."""
     draw: str = "auto"
-    """``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``; of a dynamic tree one of the
-    first two."""
+    """``auto``, ``deterministic``, ``iid``, ``without_replacement``, ``greedy_k``; of a dynamic tree one of the first
+    two."""
     temperature: float | None = None
     """Draft at this temperature instead of the request's; requests at temperature 0 are not touched."""
     repack: bool = True
@@ -88,8 +77,7 @@ class HeadDrafterConfig:
 class _Row:
     """What is known of one row."""
 
-    ready: bool = False
-    """The head has seen every committed token, the root included."""
+    ready: bool = False  # The head has seen every committed token, the root included
     submitted: Submitted | None = None
 
 
@@ -104,13 +92,11 @@ class HeadDrafter(Drafter):
         self.head = _load(config, setup, kind)
         deepest = self.head.config.max_depth or config.num_speculative_tokens
         self.tree = self._tree(min(deepest, config.num_speculative_tokens))
-        self.sampled = self._sampled_tree(self.tree)
-        """Grows for requests above temperature 0; mostly the same."""
-        if _depth(self.tree) > deepest and self.head.config.max_depth is not None:
-            raise ArgumentError(
-                f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {_depth(self.tree)}"
-            )
-        most = max(map(_size, (self.tree, self.sampled)))
+        self.sampled = self._sampled_tree(self.tree)  # Grows for requests above temperature 0; mostly the same
+        if self.tree.depth > deepest and self.head.config.max_depth is not None:
+            asked = f"the shape asks for {self.tree.depth}"
+            raise ArgumentError(f"{self.name}: the head drafts {deepest} tokens on one path, {asked}")
+        most = max(self.tree.run, self.sampled.run)
         self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots + most)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
@@ -123,11 +109,10 @@ class HeadDrafter(Drafter):
 
     @property
     def depth(self) -> int | None:
-        return None if self.head.config.max_depth is None else _depth(self.tree)
+        return None if self.head.config.max_depth is None else self.tree.depth
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        tree = self.tree if sampler.greedy else self.sampled
-        return tree.kind(sampler) if isinstance(tree, FixedTree) else DraftKind()
+        return (self.tree if sampler.greedy else self.sampled).kind(sampler)
 
     @property
     def requires(self) -> frozenset[Signal]:
@@ -138,22 +123,20 @@ class HeadDrafter(Drafter):
 
     def extend(self, context: DraftContext) -> None:
         """Feed the head what was committed, with the target's own features."""
-        fed = list[int]()
+        fed, new = list[int](), list[Sequence[int]]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _Row())
             if row.submitted is not None:
                 row.submitted.learn(tokens[len(tokens) - fresh :])
                 row.submitted = None
-            count = min(fresh, len(tokens) - 1)
-            row.ready = self.runner.lengths[row_id] == len(tokens) - 1 - count and count > 0
+            known = max(1, len(tokens) - fresh)  # no feature stands before the very first token
+            row.ready = self.runner.lengths[row_id] == known - 1 and known < len(tokens)
             if row.ready:
                 fed.append(index)
+                new.append(tokens[known:])
         if fed:
-            rows = [context.rows[index] for index in fed]
-            texts = [context.tokens[index] for index in fed]
-            counts = [min(context.fresh[index], len(tokens) - 1) for index, tokens in zip(fed, texts, strict=True)]
-            new = [tokens[len(tokens) - count :] for tokens, count in zip(texts, counts, strict=True)]
-            self.runner.ingest(rows, new, {signal: rows_of(states, fed) for signal, states in context.signals.items()})
+            signals = {signal: rows_of(states, fed) for signal, states in context.signals.items()}
+            self.runner.ingest([context.rows[index] for index in fed], new, signals)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
@@ -161,7 +144,6 @@ class HeadDrafter(Drafter):
             self._rows.pop(row_id, None)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """A tree for each row whose every token the head has seen."""
         ready = [self._rows.get(row, _Row()).ready for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
         trees = context.trees()
@@ -211,14 +193,12 @@ class HeadDrafter(Drafter):
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
         def grow(logits: Tensor, *numbers: Tensor) -> Grown:
-            given = None if draws is None else draws.with_tensors(numbers)
-            return tree.grow(context, active, max(within), logits, descend, self._vocabulary, draws=given)
+            return tree.grow(draws.with_tensors(numbers), max(within), logits, descend, self._vocabulary)
 
         rows = [context.rows[index] for index in active]
-        key = None if draws is None else (max(within), tree is self.sampled, draws.key)
-        numbers = () if draws is None else draws.tensors
+        key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)
         levels = tree.shape.depths[max(within)]
-        grown = self.runner.unroll(rows, _size(tree), grow, *numbers, levels=levels, key=key)
+        grown = self.runner.unroll(rows, tree.run, grow, *draws.tensors, levels=levels, key=key)
         cuts = tree.cut(context, active, grown, [within[index] for index in active])
         for index, cut in zip(active, cuts, strict=True):
             trees[index], self._rows[context.rows[index]].submitted = cut
@@ -239,16 +219,6 @@ class HeadDrafter(Drafter):
         return FixedTree(shape=fitting[-1], draw=Draw.AUTO, temperature=self.config.temperature)
 
 
-def _size(tree: FixedTree | DynamicTree) -> int:
-    """Nodes that the head runs at most."""
-    return tree.run if isinstance(tree, DynamicTree) else tree.shape.size
-
-
-def _depth(tree: FixedTree | DynamicTree) -> int:
-    """Most tokens on one path."""
-    return tree.depth if isinstance(tree, DynamicTree) else len(tree.shape.widths)
-
-
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:
     """The head, checked against the target, in its dtype and on its device."""
     target = setup.target
@@ -261,10 +231,8 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
 
         head = named(READ_HEAD)(demo.resolve(head), num_layers=target.num_layers).build(target.dtype)
     if not isinstance(head, Head):
-        raise ArgumentError(
-            f"{kind.name}: model is a directory, a hub id or a head of the kind {kind.stored_as}, "
-            f"got {type(head).__name__}"
-        )
+        expected = f"a directory, a hub id or a head of the kind {kind.stored_as}"
+        raise ArgumentError(f"{kind.name}: model is {expected}, got {type(head).__name__}")
     _check(head, setup, kind)
     if loaded:
         head = head.to(target.device).eval()
@@ -295,18 +263,13 @@ def _check(head: Head, setup: DrafterSetup, kind: HeadKind) -> None:
     if config.kind != kind.stored_as:
         raise ArgumentError(f"{name}: the checkpoint holds a head for the method {config.kind!r}; use that method")
     if config.target_hidden_size != target.hidden_size:
-        raise ArgumentError(
-            f"{name}: the head reads hidden states of size {config.target_hidden_size}, the target's have "
-            f"{target.hidden_size}; it was trained for another model"
-        )
+        sizes = f"{config.target_hidden_size}, the target's have {target.hidden_size}"
+        raise ArgumentError(f"{name}: the head reads hidden states of size {sizes}; it is another model's")
     if config.vocab_size != target.vocab_size:
-        raise VocabularyMismatchError(
-            f"{name}: the head was made for a vocabulary of {config.vocab_size} tokens, the target has "
-            f"{target.vocab_size}; a head works only with the model that it was trained for"
-        )
+        sizes = f"{config.vocab_size} tokens, the target has {target.vocab_size}"
+        raise VocabularyMismatchError(f"{name}: the head's vocabulary has {sizes}; it is another model's")
     if config.obstacle is not None:
         raise ArgumentError(f"{name}: {config.obstacle}")
     if max(config.boundaries) > target.num_layers:
-        raise ArgumentError(
-            f"{name}: the head reads boundary {max(config.boundaries)}, the target has {target.num_layers} layers"
-        )
+        deepest, layers = max(config.boundaries), target.num_layers
+        raise ArgumentError(f"{name}: the head reads boundary {deepest}, the target has {layers} layers")

@@ -137,28 +137,11 @@ class EagleConfig(HeadConfig):
     hidden state and reads its output head (EAGLE-1 and EAGLE-2, arXiv 2401.15077 and 2406.16858).
     """
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        "boundaries",
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "max_position_embeddings",
-        "hidden_act",
-        "sliding_window",
-        "full_layers",
-        "attention_bias",
-        "mlp_bias",
-        "qk_norm",
-        *FEATURE_NORMS,
-        "own_embedding",
-        "own_lm_head",
-        "initializer_range",
-    )
+    FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET - {"boundaries"} | {
+        "generation",
+        "hidden_size",
+        "fc_bias",
+    }
 
     generation: int = 3
     hidden_size: int
@@ -248,11 +231,8 @@ class EagleConfig(HeadConfig):
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice for a target of that many layers: after 2 layers, half, and all but 3; distinct, in 1..n.
-
-    Raises:
-        ArgumentError: the target has fewer than three layers.
-    """
+    """EAGLE-3's choice for a target of that many layers, at least 3: after 2 layers, half, and all but 3; distinct, in
+    1..n."""
     if num_layers < 3:
         raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
     chosen: list[int] = []
@@ -492,10 +472,7 @@ class EagleHead(SequentialHead):
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
     """Llama's rotary embedding in float32 whatever the head is turned into: in bfloat16 far positions fall together.
-
-    Raises:
-        KeyError, TypeError, ValueError: a parameter of `EagleConfig.rope_scaling` is missing or makes no sense.
-    """
+    Raises KeyError, TypeError or ValueError where a parameter of `EagleConfig.rope_scaling` makes no sense."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(_rotary_config(config))

@@ -96,11 +96,7 @@ KINDS: dict[str, HeadKind] = {
 
 
 def kind_named(name: str) -> HeadKind:
-    """The kind of that name.
-
-    Raises:
-        ArgumentError: there is none; the message names the nearest.
-    """
+    """The kind of that name; an ArgumentError names the nearest where there is none."""
     if name not in KINDS:
         raise ArgumentError(f"unknown kind of head {name!r}; there are {', '.join(KINDS)}.{nearest(name, KINDS)}")
     return KINDS[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ from forerun.types import LAST_HIDDEN
 class MedusaConfig(HeadConfig):
     """Shape of a Medusa head."""
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("num_heads", "num_layers")
-
     num_heads: int = 5
     """Output heads: tokens drafted beyond the target's own."""
     num_layers: int = 1
@@ -35,10 +33,8 @@ class MedusaConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0:
-            raise ArgumentError(
-                f"Medusa head: num_heads must be at least 1 and num_layers at least 0, got {self.num_heads} and "
-                f"{self.num_layers}"
-            )
+            got = f"{self.num_heads} and {self.num_layers}"
+            raise ArgumentError(f"Medusa head: num_heads must be at least 1 and num_layers at least 0, got {got}")
         if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,):
             raise ArgumentError(
                 "Medusa head: it proposes all of the target's tokens and reads its last hidden state; leave "

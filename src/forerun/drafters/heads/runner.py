@@ -1,14 +1,12 @@
 """Runs a draft head: feeds it the target's hidden states as tokens are committed, and drafts trees level by level.
-
-Both ways to draft look alike from outside: `unroll` gives the logits after the roots, `descend` those of a further
-level. All levels stay on the device and may be one recording there.
+`unroll` gives the logits after the roots, `descend` those of a further level; all may be one recording on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +25,7 @@ from forerun.model.padding import Pass
 from forerun.model.recordings import Recordings, bucket, wide
 from forerun.types import Signal
 
-PIECE = 512
-"""Most entries of a row in one pass over a prompt."""
+PIECE = 512  # Most entries of a row in one pass over a prompt
 Tree = TypeVar("Tree")
 
 
@@ -36,28 +33,24 @@ Tree = TypeVar("Tree")
 class _Frontier:
     """The last level of the trees that are being drafted."""
 
-    lengths: Tensor
-    """(B,) committed entries."""
+    lengths: Tensor  # (B,) committed entries
     sees: Tensor
     """(B, F, M) bool: which of the M nodes run so far each node of the level descends from, itself included."""
-    positions: Tensor
-    """(B, M) int64 of these nodes."""
-    features: Tensor
-    """(B, F, H)"""
+    positions: Tensor  # (B, M) int64 of these nodes
+    features: Tensor  # (B, F, H)
     depth: int
-    width: int
-    """Slots of the cache that hold all that any node will ever see."""
+    width: int  # Slots of the cache that hold all that any node will ever see
 
 
 class HeadRunner:
     """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, drafted ones included."""
 
     head: Head
+    _frontier: Any = None  # Where the trees that are being drafted have come to
 
     def __init__(self, head: Head, target: Target, rows: int, slots: int) -> None:
         self.head, self.target = head, target
-        self.lengths = [0] * rows
-        """Entries with the target's own features, by row."""
+        self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
         self._dtype = weight.dtype
         self.device: torch.device = weight.device
@@ -66,7 +59,6 @@ class HeadRunner:
         self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
     def memory_bytes(self) -> int:
-        """Bytes of weights and cache."""
         return sum(weight.nbytes for weight in self.head.parameters()) + packed_bytes(self.head)
 
     def truncate(self, row: int, length: int) -> None:
@@ -74,12 +66,8 @@ class HeadRunner:
         self.lengths[row] = min(self.lengths[row], length)
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
-        """Append entries: ``tokens[b][i]`` follows the token whose feature is ``signals[boundary][b, i]``.
-
-        Args:
-            tokens: (B,) at least one token each.
-            signals: boundary -> (B, F, Ht), left aligned.
-        """
+        """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
+        ``signals[boundary][b, i]``, (B, F, Ht), left aligned."""
         raise NotImplementedError
 
     def unroll(
@@ -91,7 +79,8 @@ class HeadRunner:
         levels: int | None = None,
         key: Hashable | None = None,
     ) -> Tree:
-        """Draft trees from the roots of `rows`.
+        """Draft trees from the roots of `rows`; returns what `grow` made, which of a recording lives until the next
+        call.
 
         Args:
             run: most nodes of a row that `grow` lets the head run.
@@ -100,18 +89,33 @@ class HeadRunner:
             numbers: what differs from call to call under one key, on the device.
             levels: of the tree, at most; None: as many as the head drafts.
             key: what `grow` does, so that it can be recorded; None where it reads values on the host.
-
-        Returns:
-            what `grow` made. Of a recording it lives until the next call.
         """
+        count, recorded = len(rows), key is not None and self.recordings.active
+        if recorded:
+            rows, numbers = _filled(rows, numbers)
+        size = self._make_room(rows, run, levels, recorded)
+
+        def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
+            return grow(self._begin(rows, index, lengths, size, recorded), *numbers)
+
+        host = torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
+        index, lengths = sent(host, self.device)
+        whole = (key, len(rows), size) if recorded else None
+        tree: Tree = self.recordings.run(whole, work, index, lengths, *numbers)
+        self._frontier = None
+        return tree if len(rows) == count else _first(tree, count)
+
+    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+        """For the nodes of `unroll`; returns what size, besides the rows' number, its work depends on."""
+        raise NotImplementedError
+
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+        """Logits (B, 1, V') at the roots of `rows`, whose ids are `index` (B,) and entries `lengths` (B,)."""
         raise NotImplementedError
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """The next level: `tokens` (B, F), children of the nodes `parents` (B, F) of the level before.
-
-        Returns:
-            logits (B, F, V') after each of them.
-        """
+        """The next level: logits (B, F, V') after `tokens` (B, F), children of the nodes `parents` (B, F) of the level
+        before. Only inside `unroll`."""
         raise NotImplementedError
 
 
@@ -119,9 +123,7 @@ class ParallelRunner(HeadRunner):
     """All levels of a row from one state, that of the token before the root: nothing else is kept of a row."""
 
     head: ParallelHead
-    _levels: Tensor | None = None
-    """(B, depths, V') of the trees that are being drafted."""
-    _depth = 0
+    _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], signals: Mapping[Signal, Tensor]) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
@@ -132,44 +134,30 @@ class ParallelRunner(HeadRunner):
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
 
-    def unroll(
-        self,
-        rows: Sequence[int],
-        run: int,
-        grow: Callable[..., Tree],
-        *numbers: Tensor,
-        levels: int | None = None,
-        key: Hashable | None = None,
-    ) -> Tree:
-        def work(index: Tensor, *numbers: Tensor) -> Tree:
-            depths = self.head.config.max_depth if levels is None else levels
-            assert depths is not None, "a parallel head has so many output heads"
-            self._levels, self._depth = self.head.logits(self.head.states(self._features[index], depths)), 0
-            return grow(self._levels[:, :1], *numbers)
+    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+        depths = self.head.config.max_depth if levels is None else levels
+        assert depths is not None, "a parallel head has so many output heads"
+        return depths
 
-        count, whole = len(rows), None
-        if key is not None and self.recordings.active:
-            rows, numbers = _filled(rows, numbers)
-            whole = key, len(rows), levels
-        (index,) = sent((torch.tensor(rows),), self.device)
-        tree: Tree = self.recordings.run(whole, work, index, *numbers)
-        self._levels = None
-        return tree if len(rows) == count else _first(tree, count)
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+        every = self.head.logits(self.head.states(self._features[index], size))
+        self._frontier = every, 0
+        return every[:, :1]
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        assert self._levels is not None, "only inside unroll"
-        self._depth += 1
-        return self._levels[:, self._depth : self._depth + 1].expand(-1, tokens.shape[1], -1)
+        assert self._frontier is not None, "only inside unroll"
+        every, depth = self._frontier
+        self._frontier = every, depth + 1
+        return every[:, depth + 1 : depth + 2].expand(-1, tokens.shape[1], -1)
 
 
 class SequentialRunner(HeadRunner):
-    """Level by level over a row-and-slot cache of the head's own.
-
-    Entry i of a row stands in slot i. Behind the committed entries stand the drafted nodes, which read the head's own
-    features; the target's take their place as soon as they are known.
-    """
+    """Level by level over a row-and-slot cache of the head's own. Entry i of a row stands in slot i. Behind the
+    committed entries stand the drafted nodes, which read the head's own features; the target's take their place as soon
+    as they are known."""
 
     head: SequentialHead
+    _frontier: _Frontier | None
 
     def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int) -> None:
         super().__init__(head, target, rows, slots)
@@ -178,7 +166,6 @@ class SequentialRunner(HeadRunner):
         reach = next((window for window in head.windows if window is not None), None)
         self._style = MaskStyle(types=tuple(sorted(set(self._kinds))), window=reach)
         self._outputs = torch.zeros_like(self._features)
-        self._frontier: _Frontier | None = None
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self._cache.nbytes()
@@ -196,30 +183,23 @@ class SequentialRunner(HeadRunner):
             states = [rows_of(signals[b], active)[:, start : start + size] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)
 
-    def unroll(
-        self,
-        rows: Sequence[int],
-        run: int,
-        grow: Callable[..., Tree],
-        *numbers: Tensor,
-        levels: int | None = None,
-        key: Hashable | None = None,
-    ) -> Tree:
-        count, width = len(rows), max(self.lengths[row] for row in rows) + run
-        if recorded := key is not None and self.recordings.active:
-            width, (rows, numbers) = wide(width, self._cache.slots), _filled(rows, numbers)
-            key = key, len(rows), width
+    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+        ends = [self.lengths[row] + run for row in rows]
+        self._cache.touch(rows, ends)
+        return wide(max(ends), self._cache.slots) if recorded else max(ends)
 
-        def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
-            self._begin(rows, index, lengths, width, anywhere=recorded)
-            return grow(self.logits(self._outputs[index].unsqueeze(1)), *numbers)
-
-        self._cache.touch(rows, [self.lengths[row] + run for row in rows])
-        host = torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
-        index, lengths = sent(host, self.device)
-        tree: Tree = self.recordings.run(key, work, index, lengths, *numbers)
-        self._frontier = None
-        return tree if len(rows) == count else _first(tree, count)
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+        none = index.new_zeros(len(rows), 0)
+        self._cache.begin(rows, none, size, index=index, anywhere=recorded)
+        self._frontier = _Frontier(
+            lengths=lengths,
+            sees=none.bool().unsqueeze(1),
+            positions=none,
+            features=self._features[index].unsqueeze(1),
+            depth=0,
+            width=size,
+        )
+        return self.logits(self._outputs[index].unsqueeze(1))
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         last = self._frontier
@@ -243,14 +223,6 @@ class SequentialRunner(HeadRunner):
         """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
         own = self.head.logits(output)
         return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
-
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, width: int, *, anywhere: bool) -> None:
-        none = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=self.device)
-        self._cache.begin(rows, index.new_zeros(len(rows), 0), width, index=index, anywhere=anywhere)
-        features = self._features[index].unsqueeze(1)
-        self._frontier = _Frontier(
-            lengths=lengths, sees=none, positions=index.new_zeros(len(rows), 0), features=features, depth=0, width=width
-        )
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
         eager = self.device.type == "cpu"

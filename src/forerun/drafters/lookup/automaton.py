@@ -11,56 +11,39 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-SEPARATOR = -1
-"""Stands between two texts in one automaton; never drafted, never matched."""
-ROOT = 0
-"""The state of the empty string."""
+SEPARATOR = -1  # Stands between two texts in one automaton; never drafted, never matched
+ROOT = 0  # The state of the empty string
 NONE = -1
-_WIDTH = 1 << 32
-"""More than there are token ids: (state, token) as one number."""
-_ROOM = 16
-"""Room is made for so many states at once, or for one to every so many that there are."""
-_INT_BYTES = 60
-"""Two boxed numbers: key and value of one entry of the dictionary of transitions."""
+_WIDTH = 1 << 32  # More than there are token ids: (state, token) as one number
+_ROOM = 16  # Room is made for so many states at once, or for one to every so many that there are
+_INT_BYTES = 60  # Two boxed numbers: key and value of one entry of the dictionary of transitions
 
 
 class SuffixAutomaton:
     """All substrings of a text, one state for those that end at the same positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
-    strings of at most `depth` tokens. Flat arrays of 32 bits hold the states; of each state the transition along its
-    first occurrence is one of these numbers and its token is read from the text, so that only branchings need an entry
-    in the one dictionary of transitions. Measured on source code: about 110 bytes per token; at most about 450.
-
-    Args:
-        depth: longest string whose occurrences are counted, tokens, at least 2.
+    strings of at most `depth` tokens, at least 2. Flat arrays of 32 bits hold the states; of each state the transition
+    along its first occurrence is one of these numbers and its token is read from the text, so that only branchings need
+    an entry in the one dictionary of transitions. Measured on source code: about 110 bytes per token; at most about
+    450.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.tokens = array("i")
-        """The text."""
-        self._states = 0
-        """How many there are; the arrays that follow are longer."""
-        self._length = array("i")
-        """Of each state: tokens of its longest string."""
-        self._link = array("i")
-        """State of the longest suffix that occurs at more positions."""
-        self._end = array("i")
-        """How many tokens of the text end with the first occurrence."""
-        self._count = array("i")
-        """Occurrences; right where the state's shortest string has at most `depth` tokens."""
-        self._first = array("i")
-        """Target of the transition that the first occurrence takes."""
+        self.tokens = array("i")  # The text
+        self._states = 0  # How many there are; the arrays that follow are longer
+        self._length = array("i")  # Of each state: tokens of its longest string
+        self._link = array("i")  # State of the longest suffix that occurs at more positions
+        self._end = array("i")  # How many tokens of the text end with the first occurrence
+        self._count = array("i")  # Occurrences; right where the state's shortest string has at most `depth` tokens
+        self._first = array("i")  # Target of the transition that the first occurrence takes
         self._best = array("i")
         """Target of the most frequent transition, the most recent of equals; of uncounted states the first one."""
-        self._edges = array("i")
-        """First entry of the list of further transitions."""
+        self._edges = array("i")  # First entry of the list of further transitions
         self._targets = array("i")
-        self._next = array("i")
-        """Of each further transition: its target, and the next in its state's list."""
-        self._index: dict[int, int] = {}
-        """(state, token) to further transition."""
+        self._next = array("i")  # Of each further transition: its target, and the next in its state's list
+        self._index: dict[int, int] = {}  # (state, token) to further transition
         self._link[self._new(0, 0)] = NONE
         self._last = ROOT
         self._deep, self._deep_length = ROOT, 0
@@ -68,11 +51,6 @@ class SuffixAutomaton:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text."""
-        for token in tokens:
-            self._append(token)
 
     def step(self, state: int, token: int) -> int:
         """The state after `token`, NONE where the text does not go on like this."""
@@ -122,10 +100,8 @@ class SuffixAutomaton:
         return state == ROOT or self._length[self._link[state]] + 2 <= self.depth
 
     def likeliest(self, state: int) -> int:
-        """The state after the most frequent next token, the most recent of equals; NONE where nothing follows.
-
-        Where the state is not `counted`: after the next token of its first occurrence.
-        """
+        """The state after the most frequent next token, the most recent of equals; NONE where nothing follows. Where
+        the state is not `counted`: after the next token of its first occurrence."""
         return self._best[state]
 
     def following(self, state: int, most: int) -> list[int]:
@@ -162,24 +138,26 @@ class SuffixAutomaton:
         self._next.append(self._edges[state])
         self._edges[state] = len(self._targets) - 1
 
-    def _append(self, token: int) -> None:
-        self.tokens.append(token)
-        made = self._new(len(self.tokens), len(self.tokens))
-        self._first[self._last] = made
-        if token != SEPARATOR:
-            self._best[self._last] = made
-        state = self._link[self._last]
-        while state != NONE:
-            target = self.step(state, token)
-            if target != NONE:
-                if self._length[target] != self._length[state] + 1:
-                    target = self._split(state, target, token)
-                self._link[made] = target
-                break
-            self._add_edge(state, token, made)
-            state = self._link[state]
-        self._last = made
-        self._tally(token)
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self.tokens.append(token)
+            made = self._new(len(self.tokens), len(self.tokens))
+            self._first[self._last] = made
+            if token != SEPARATOR:
+                self._best[self._last] = made
+            state = self._link[self._last]
+            while state != NONE:
+                target = self.step(state, token)
+                if target != NONE:
+                    if self._length[target] != self._length[state] + 1:
+                        target = self._split(state, target, token)
+                    self._link[made] = target
+                    break
+                self._add_edge(state, token, made)
+                state = self._link[state]
+            self._last = made
+            self._tally(token)
 
     def _split(self, state: int, target: int, token: int) -> int:
         """A state of its own for those strings of `target` that are suffixes of the text: these occur once more."""
@@ -220,12 +198,9 @@ class SuffixAutomaton:
             self._elect(before if self.counted(before) else link[before], after)
 
     def _elect(self, before: int, after: int) -> None:
-        """For each suffix that stood before the new token: does this token now follow it most often?
-
-        Args:
-            before: state of the longest such suffix whose continuations are counted.
-            after: state of the longest suffix that is counted and ends with the new token.
-        """
+        """For each suffix that stood before the new token: does this token now follow it most often? `before` is the
+        state of the longest such suffix whose continuations are counted, `after` that of the longest counted one that
+        ends with the token."""
         link, length, count, best = self._link, self._length, self._count, self._best
         while before != NONE:
             size = length[link[before]] + 2 if before != ROOT else 1
@@ -258,22 +233,16 @@ class Cursor:
 
 
 class OutputStore:
-    """Outputs of requests that have ended, in one index of bounded size.
+    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`.
 
     SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs enter the younger; when
-    that is full, the older one is dropped and the younger takes its place.
-    An output waits until `digest` has room for it, so that a long one does not hold up a step.
-
-    Args:
-        depth: longest string whose occurrences are counted, tokens.
-        tokens: most tokens held, those that wait not counted.
-        requests: most outputs held.
+    that is full, the older one is dropped and the younger takes its place. An output waits until `digest` has room for
+    it, so that a long one does not hold up a step.
     """
 
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
-        self.generations = [SuffixAutomaton(depth)]
-        """The youngest first; at most two."""
+        self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
         self._held = 0
         self._waiting: deque[array[int]] = deque()
         self._reading: array[int] | None = None
@@ -283,13 +252,12 @@ class OutputStore:
     def waiting(self) -> int:
         """Tokens that are not yet in an index."""
         rest = 0 if self._reading is None else len(self._reading) - self._read
-        return rest + sum(len(output) for output in self._waiting)
+        return rest + sum(map(len, self._waiting))
 
     @property
     def held(self) -> int:
         """Tokens of all outputs, those that wait included."""
-        rest = 0 if self._reading is None else len(self._reading) - self._read
-        return sum(map(len, self.generations)) + rest + sum(map(len, self._waiting))
+        return sum(map(len, self.generations)) + self.waiting
 
     def add(self, output: Sequence[int]) -> None:
         """Take in an output; of one longer than half the store, only the end."""
@@ -303,8 +271,10 @@ class OutputStore:
         """Index at most `most` of the tokens that wait, in the order in which they came."""
         while most > 0 and (self._reading is not None or self._waiting):
             if self._reading is None:
-                self._open(self._waiting.popleft())
-            assert self._reading is not None
+                self._reading, self._read = self._waiting.popleft(), 0
+                if self._held == self._requests or len(self.generations[0]) + len(self._reading) + 1 > self._tokens:
+                    self.generations, self._held = [SuffixAutomaton(self._depth), self.generations[0]], 0
+                self._held += 1
             piece = self._reading[self._read : self._read + most]
             self.generations[0].extend(piece)
             self._read += len(piece)
@@ -314,13 +284,4 @@ class OutputStore:
                 self._reading = None
 
     def memory_bytes(self) -> int:
-        """Bytes of all indices."""
         return sum(generation.memory_bytes() for generation in self.generations)
-
-    def _open(self, output: array[int]) -> None:
-        """Begin to read an output, in a new generation where the young one has no room for it."""
-        if self._held == self._requests or len(self.generations[0]) + len(output) + 1 > self._tokens:
-            self.generations = [SuffixAutomaton(self._depth), self.generations[0]]
-            self._held = 0
-        self._held += 1
-        self._reading, self._read = output, 0

@@ -30,12 +30,9 @@ KIND = ManifestKind(
 )
 TOKENS, SUFFIXES = "tokens.bin", "suffixes.bin"
 ITEM: np.dtype[np.uint32] = np.dtype("<u4")
-SEPARATOR = 2**32 - 1
-"""Stands between documents; no token, and larger than any."""
-SORTED_TOKENS = 64
-"""How many tokens before a place decide its order: no match can be longer."""
-MOST_ITEMS = 2**32 - 2
-"""Most numbers in ``tokens.bin``: places are 32 bits wide."""
+SEPARATOR = 2**32 - 1  # Stands between documents; no token, and larger than any
+SORTED_TOKENS = 64  # How many tokens before a place decide its order: no match can be longer
+MOST_ITEMS = 2**32 - 2  # Most numbers in ``tokens.bin``: places are 32 bits wide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,33 +52,18 @@ class StoredFile:
 class Manifest:
     """What ``manifest.json`` says."""
 
-    tokenizer: TokenizerIdentity
-    """Whose token ids these are."""
+    tokenizer: TokenizerIdentity  # Whose token ids these are
     documents: int
-    tokens: int
-    """Of all documents, separators not counted."""
-    places: int
-    """Entries of ``suffixes.bin``."""
-    largest_token: int
-    """The largest token id that occurs."""
-    sorted_tokens: int
-    """Longest match that the order allows, tokens."""
-    files: Mapping[str, StoredFile]
-    """By file name."""
-    sources: tuple[Mapping[str, Any], ...] = ()
-    """Name and sha256 of each data file."""
+    tokens: int  # Of all documents, separators not counted
+    places: int  # Entries of ``suffixes.bin``
+    largest_token: int  # The largest token id that occurs
+    sorted_tokens: int  # Longest match that the order allows, tokens
+    files: Mapping[str, StoredFile]  # By file name
+    sources: tuple[Mapping[str, Any], ...] = ()  # Name and sha256 of each data file
 
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:
-        """Refuse token ids that mean something else to the target.
-
-        Args:
-            given: the target's tokenizer; None where the engine works on token ids alone: then sizes must do.
-            vocabulary: token ids of the target are below this.
-            where: the directory, for the message.
-
-        Raises:
-            VocabularyMismatchError: another tokenizer, or token ids that the target does not have.
-        """
+        """Raise VocabularyMismatchError where token ids mean something else to the target, whose ids are below
+        `vocabulary`. `given` is its tokenizer; None where the engine works on token ids alone: then sizes must do."""
         own = self.tokenizer
         if given is not None and given.vocabulary != own.vocabulary:
             raise VocabularyMismatchError(
@@ -94,20 +76,6 @@ class Manifest:
                 f"{where} was built with the tokenizer of {own.name!r} ({own.vocab_size} tokens, the largest in use "
                 f"{self.largest_token}), the target has {vocabulary} token ids; build a datastore for this target"
             )
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    """Read ``manifest.json`` and compare the lengths of the files with it.
-
-    Raises:
-        DataError: no datastore, another version, a manifest that is damaged, or files that are missing or cut short.
-    """
-    value = KIND.read(folder)
-    files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
-    tokenizer = TokenizerIdentity(**value["tokenizer"])
-    manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
-    _check_lengths(folder, manifest)
-    return manifest
 
 
 def _check_lengths(folder: Path, manifest: Manifest) -> None:
@@ -127,43 +95,37 @@ def _check_lengths(folder: Path, manifest: Manifest) -> None:
 class Match:
     """The places that follow the longest stretch of the text's end that occurs in the datastore."""
 
-    length: int
-    """Tokens that match."""
-    start: int
-    """The first of the places, as an index into the sorted ones."""
-    stop: int
-    """One beyond the last."""
+    length: int  # Tokens that match
+    start: int  # The first of the places, as an index into the sorted ones
+    stop: int  # One beyond the last
 
     @property
     def hits(self) -> int:
-        """How many places there are."""
         return self.stop - self.start
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Datastore:
     """A datastore directory, memory-mapped: of files of any size only what is looked at is read. Use `open`."""
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, tokens: NDArray[np.uint32], places: NDArray[np.uint32]
-    ) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.tokens = tokens
-        """(N,) uint32, see the top of this file."""
-        self.places = places
-        """(places,) uint32, see the top of this file."""
+    folder: Path
+    manifest: Manifest
+    tokens: NDArray[np.uint32]  # (N,) see the top of this file
+    places: NDArray[np.uint32]  # (places,) see the top of this file
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:
-        """Open a directory that `forerun datastore build` wrote.
-
-        Raises:
-            DataError: no datastore, another version, an empty one, or files cut short.
-        """
+        """Open a directory that `forerun datastore build` wrote. DataError: there is none, another version, or it is
+        damaged."""
         folder = Path(folder).expanduser()
-        manifest = _read_manifest(folder)
+        value = KIND.read(folder)
+        files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
+        tokenizer = TokenizerIdentity(**value["tokenizer"])
+        manifest = Manifest(**{**value, "files": files, "tokenizer": tokenizer, "sources": tuple(value["sources"])})
+        _check_lengths(folder, manifest)
         # Plain arrays: indexing a `np.memmap` costs several times more.
         tokens, places = (np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r")) for name in (TOKENS, SUFFIXES))
-        return cls(folder, manifest, tokens, places)
+        return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
 
     def verify(self) -> None:
         """Compare every byte with the manifest's hashes: slow. DataError if one has changed."""
@@ -186,10 +148,8 @@ class Datastore:
         return Match(length=length, start=start, stop=stop) if length >= shortest else None
 
     def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
-        """Those of the places ``start:stop`` that have `token` `back` tokens before them.
-
-        All of them match ``back - 1`` tokens, none a separator, so the index stays within the file.
-        """
+        """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
+        1`` tokens, none a separator, so the index stays within the file."""
         tokens, places = self.tokens, self.places
 
         def before(place: int) -> int:
@@ -201,13 +161,8 @@ class Datastore:
         return left, bisect_right(places, token, left, stop, key=before)
 
     def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
-        """What followed: (H, length) uint32, ended early by a separator where a document ends.
-
-        Args:
-            match: of this datastore.
-            length: tokens of each continuation.
-            most: largest H; of more places every so manieth is taken, spread evenly over all.
-        """
+        """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
+        places every so manieth is taken, spread evenly over all."""
         if match.hits > most:
             chosen = self.places[match.start + np.arange(most) * match.hits // most]
         else:

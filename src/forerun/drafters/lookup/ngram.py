@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_choice, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying import Copied, by_match
-from forerun.errors import ArgumentError, nearest
+from forerun.drafters.lookup.copying import by_match
+from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
 _SCANNED = 32
@@ -47,10 +47,7 @@ class NgramConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if high < low:
             raise ArgumentError(f"ngram: prompt_lookup_max ({high}) is below prompt_lookup_min ({low})")
-        if self.match not in _MATCHES:
-            raise ArgumentError(
-                f"ngram: match must be one of {', '.join(_MATCHES)}, got {self.match!r}.{nearest(self.match, _MATCHES)}"
-            )
+        check_choice("ngram", self, "match", _MATCHES)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +57,7 @@ class _Row:
     acceptance: Acceptance
     tokens: list[int] = field(default_factory=list)
     positions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    drafted: Copied | None = None
+    drafted: Drafted | None = None
 
     def append(self, token: int, sizes: range) -> None:
         self.tokens.append(token)
@@ -109,7 +106,7 @@ class NgramDrafter(Drafter):
                 row = self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.learn(tokens)
+                row.drafted.follow(tokens)
                 row.drafted = None
             for token in tokens[len(row.tokens) :]:
                 row.append(token, self._sizes)
@@ -136,7 +133,7 @@ class NgramDrafter(Drafter):
 
     def _grow(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> None:
         """A trie of up to `max_branches` continuations: longest match first, then as `match` prefers."""
-        row.drafted = drafted = Copied(tree, len(row.tokens), row.acceptance)
+        row.drafted = drafted = Drafted.below(tree, len(row.tokens), row.acceptance)
         length = min(self.config.num_speculative_tokens, depth)
         branches = 0
         for position, size in self._matches(row, length):

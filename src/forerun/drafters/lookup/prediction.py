@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from forerun.core.acceptance import Acceptance
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.lookup.copying import Copied, by_match
+from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-# Where an answer stands in a text that was predicted for it, found again after every edit.
-
-
-_LONGEST = 4
-"""Longest string searched for, tokens."""
+_LONGEST = 4  # Longest string searched for, tokens
 _REACH = 16
 """A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere."""
 
@@ -40,12 +36,9 @@ class Alignment:
         self.predicted = predicted
         self.position: int | None = 0
         """Index of the token that comes next; None where the answer stands nowhere in the prediction."""
-        self.matched = 0
-        """How many tokens before the position are the same in both texts."""
-        self.edited = False
-        """Whether the texts have parted before."""
-        self._parted = 0
-        """Index of the first predicted token that has not come."""
+        self.matched = 0  # How many tokens before the position are the same in both texts
+        self.edited = False  # Whether the texts have parted before
+        self._parted = 0  # Index of the first predicted token that has not come
         self._recent: list[int] = []
         self._positions: dict[tuple[int, ...], list[int]] = {}
         for size in range(1, _LONGEST + 1):
@@ -75,8 +68,7 @@ class Alignment:
         return None, 0
 
 
-_TRUST = 2
-"""After an edit, tokens drafted for each token that has agreed since."""
+_TRUST = 2  # After an edit, tokens drafted for each token that has agreed since
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +87,9 @@ class PredictionConfig:
 @dataclass(kw_only=True, slots=True)
 class _Row:
     alignment: Alignment
-    read: int
-    """How many of the row's tokens the alignment knows."""
+    read: int  # How many of the row's tokens the alignment knows
     acceptance: Acceptance
-    drafted: Copied | None = None
+    drafted: Drafted | None = None
 
 
 class PredictionDrafter(Drafter):
@@ -106,9 +97,7 @@ class PredictionDrafter(Drafter):
 
     Until the answer first leaves the prediction, and after an edit from eight agreeing tokens on, a draft has
     `num_speculative_tokens`; nearer to an edit it is shorter, so that a prediction which was wrong costs little.
-
-    Raises:
-        ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
+    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary.
     """
 
     name = "prediction"
@@ -131,7 +120,7 @@ class PredictionDrafter(Drafter):
             if row is None or row.read > known:
                 row = self._rows[row_id] = self._new(context, index)
             if row.drafted is not None:
-                row.drafted.learn(tokens)
+                row.drafted.follow(tokens)
             self._read(row, tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -165,14 +154,14 @@ class PredictionDrafter(Drafter):
             row.alignment.advance(token)
         row.read = max(row.read, len(tokens))
 
-    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Copied | None:
+    def _draft(self, tree: TokenTree, row: _Row, most: int) -> Drafted | None:
         alignment = row.alignment
         if alignment.position is None:
             return None
         length = min(most, self.config.num_speculative_tokens)
         if alignment.edited:
             length = min(length, _TRUST * alignment.matched)
-        drafted, parent = Copied(tree, row.read, row.acceptance), 0
+        drafted, parent = Drafted.below(tree, row.read, row.acceptance), 0
         source = "edited" if alignment.edited else "prediction"
         for offset, token in enumerate(alignment.predicted[alignment.position : alignment.position + length]):
             parent = drafted.add(token, parent, by_match(source, alignment.matched + offset))

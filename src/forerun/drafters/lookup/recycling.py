@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
@@ -32,9 +32,6 @@ from forerun.writing import written
 
 if TYPE_CHECKING:
     from forerun.core.scores import Scores
-
-# The matrix of likely successors of every token, in memory and in a file.
-
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +51,7 @@ class SuccessorMatrix:
     def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
         self.successors = successors
         self.path = path
-        self.changed = False
-        """Whether anything was learned since the last `save`."""
+        self.changed = False  # Whether anything was learned since the last `save`
         self._identity = identity
 
     @classmethod
@@ -173,8 +169,7 @@ _MEASURED = (
 """How often the text's next token had each rank in its predecessor's row: below the root, and below a node that was
 right. Of all eight ranks, drafted or not; mean of T = 0 and T = 0.8 on the demo target, 18 shipped prompts of 500
 tokens continued by 128, seed 1, one matrix for all (4,600 places)."""
-WEIGHT = 32.0
-"""Observations that the measured rate is worth."""
+WEIGHT = 32.0  # Observations that the measured rate is worth
 
 
 def measured(depth: int, ranks: int) -> NDArray[np.float64]:
@@ -191,21 +186,14 @@ def measured(depth: int, ranks: int) -> NDArray[np.float64]:
 class RankedNode(NamedTuple):
     """A node of a tree of ranks."""
 
-    rank: int
-    """Which successor of its parent's token it holds."""
-    parent: int
-    """Index of the parent in the tree, -1 for the root."""
-    depth: int
-    """1 for children of the root."""
+    rank: int  # Which successor of its parent's token it holds
+    parent: int  # Index of the parent in the tree, -1 for the root
+    depth: int  # 1 for children of the root
 
 
 def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
-    """Nodes of the best tree, at most `most`, that yields most tokens for its time.
-
-    Args:
-        rates: (depth, ranks), see `best_tree`.
-        pass_ms: of a pass with so many drafted nodes.
-    """
+    """Nodes of the best tree for `rates`, at most `most`, that yields most tokens for its time, the `pass_ms` of its
+    nodes."""
     tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
     for count, node in enumerate(best_tree(rates, most), start=1):
         above = alive[node.parent] if node.parent >= 0 else 1.0
@@ -216,11 +204,8 @@ def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: in
 
 
 def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
-    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer.
-
-    Every beginning of it is the best tree of its size. A node comes after its parent, and after its siblings of
-    smaller rank.
-    """
+    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer. Every
+    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank."""
     falling = np.argsort(-rates, axis=1, kind="stable")
     tree = list[RankedNode]()
     # (-probability, order of entry, place in the falling order, parent, probability of the parent)
@@ -240,14 +225,10 @@ def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
     return tree
 
 
-_MOST = 80
-"""Nodes of the paper's tree."""
-_REGROWN = 64
-"""Steps between two looks at what an adaptive tree should be."""
-_SAVED = 256
-"""Steps between two writes of the file, which happen where a sequence ends."""
-_MOST_BYTES = 128 * 2**20
-"""Of the matrices of all isolation domains together; the shared one comes on top."""
+_MOST = 80  # Nodes of the paper's tree
+_REGROWN = 64  # Steps between two looks at what an adaptive tree should be
+_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
+_MOST_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,20 +258,9 @@ class _Memory:
     """What is known of an isolation domain."""
 
     matrix: SuccessorMatrix
-    acceptance: Acceptance
-    """By (depth of the parent, rank)."""
+    acceptance: Acceptance  # By (depth of the parent, rank)
     shape: list[RankedNode]
-    steps: int = 0
-    """That the matrix learned from."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Drafted(Proposal):
-    """A row's last draft, to be compared with what the text goes on with."""
-
-    end: int
-    """Committed tokens when it was made."""
-    tree: TokenTree
+    steps: int = 0  # That the matrix learned from
 
 
 class RecyclingDrafter(Drafter):
@@ -300,13 +270,7 @@ class RecyclingDrafter(Drafter):
     Config = RecyclingConfig
 
     def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
-        """Make an empty matrix, or read the one that was kept.
-
-        Raises:
-            ArgumentError: `top_k` beyond the vocabulary, another one than the file's, or no place for the file.
-            DataError: a file that is no matrix.
-            VocabularyMismatchError: a file of another tokenizer.
-        """
+        """Make an empty matrix, or read the one that was kept; errors as `SuccessorMatrix.open`."""
         self.config = config
         size = setup.target.vocab_size
         if config.top_k > size:
@@ -325,7 +289,7 @@ class RecyclingDrafter(Drafter):
             self._new_memory, size=lambda memory: memory.matrix.successors.nbytes, most_size=_MOST_BYTES
         )
         self._steps = self._saved = 0
-        self._rows: dict[int, _Drafted] = {}
+        self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
         # Text is learned from until the process ends; the callback must not keep the drafter alive.
         self._finalizer = weakref.finalize(self, save_quietly, self.matrix)
@@ -350,7 +314,7 @@ class RecyclingDrafter(Drafter):
         for index, (row_id, tokens, fresh) in enumerate(entries):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.learn(tokens[drafted.end :])
+                drafted.follow(tokens)
             # Where the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
@@ -372,7 +336,10 @@ class RecyclingDrafter(Drafter):
             memory.matrix.put(nodes, row[: len(nodes)])
             memory.steps += 1
             if self.config.adaptive_tree and memory.steps % _REGROWN == 0:
-                memory.shape = best_tree(self._rates(memory.acceptance), self._nodes)
+                found = [
+                    memory.acceptance.estimate(where, float(prior)) for where, prior in np.ndenumerate(self._prior)
+                ]
+                memory.shape = best_tree(np.array(found).reshape(self._prior.shape), self._nodes)
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             self._covered[row_id] = len(tokens) - 1
 
@@ -403,15 +370,10 @@ class RecyclingDrafter(Drafter):
     def _memory_of(self, matrix: SuccessorMatrix) -> _Memory:
         return _Memory(matrix=matrix, acceptance=Acceptance(weight=WEIGHT), shape=best_tree(self._prior, self._nodes))
 
-    def _rates(self, acceptance: Acceptance) -> NDArray[np.float64]:
-        """(depth, ranks) as far as the text has shown."""
-        found = [acceptance.estimate(place, float(prior)) for place, prior in np.ndenumerate(self._prior)]
-        return np.array(found).reshape(self._prior.shape)
-
-    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> _Drafted:
+    def _grown(self, memory: _Memory, tokens: Sequence[int], nodes: int, depth: int) -> Drafted:
         """The shape's first `nodes` nodes, where the matrix knows a token for them and for what is above them."""
-        successors, acceptance, tree = memory.matrix.successors, memory.acceptance, TokenTree(tokens[-1])
-        drafted = _Drafted(acceptance=acceptance, tokens=tree.tokens, parents=tree.parents, end=len(tokens), tree=tree)
+        successors = memory.matrix.successors
+        drafted = Drafted.below(TokenTree(tokens[-1]), len(tokens), memory.acceptance)
         placed = {-1: (0, tokens[-1])}
         for entry, (rank, parent, level) in enumerate(memory.shape[:nodes]):
             if level > depth or parent not in placed:
@@ -420,6 +382,5 @@ class RecyclingDrafter(Drafter):
             token = int(successors[last, rank])
             if token >= 0:
                 evidence = Evidence((level - 1, rank), float(self._prior[level - 1, rank]))
-                node = tree.add(token, above, confidence=acceptance.estimate(*evidence))
-                drafted.evidence[node], placed[entry] = evidence, (node, token)
+                placed[entry] = drafted.add(token, above, evidence), token
         return drafted

@@ -14,49 +14,32 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
+from forerun.drafters.lookup.copying import SHARES
 from forerun.drafters.lookup.datastore import SEPARATOR, SORTED_TOKENS, Datastore
 from forerun.errors import ArgumentError
 from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget
 
-# Many continuations merged into one trie, of which the most frequent nodes are kept.
-
-
 _LOW = 2**32 - 1
-_FEW = 24
-"""So many continuations are merged faster in plain Python than by arrays."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trie:
-    """The kept nodes, the most frequent first, which puts parents before their children."""
-
-    tokens: list[int]
-    parents: list[int]
-    """Node ids: node k + 1 is entry k, 0 is the root."""
-    counts: list[int]
-    """Continuations that run through the node."""
+_FEW = 24  # So many continuations are merged faster in plain Python than by arrays
 
 
 @dataclass(slots=True)
-class _Nodes:
-    """Nodes found so far, in order of their ids: node k + 1 is entry k."""
+class Trie:
+    """The nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the root."""
 
-    most: int
-    """How many will be kept."""
+    most: int  # How many will be kept
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # Continuations that run through the node
 
     def floor(self) -> int:
         """What a deeper node's count must exceed: so many shallower ones are at least as frequent already."""
-        if len(self.counts) < self.most:
-            return 0
-        return int(np.partition(self.counts, -self.most)[-self.most])
+        return 0 if len(self.counts) < self.most else int(np.partition(self.counts, -self.most)[-self.most])
 
     def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
         """Further nodes; a key is a parent's id and, in the lower 32 bits, a token."""
@@ -65,10 +48,11 @@ class _Nodes:
         self.counts.extend(counts)
 
     def best(self) -> Trie:
-        """The most frequent ones, under new ids."""
+        """The most frequent ones first, under new ids, which puts parents before their children."""
         order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
         names = {0: 0, **{node + 1: place for place, node in enumerate(order, start=1)}}
         return Trie(
+            self.most,
             tokens=[self.tokens[node] for node in order],
             parents=[names[self.parents[node]] for node in order],
             counts=[self.counts[node] for node in order],
@@ -76,14 +60,10 @@ class _Nodes:
 
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
-    """The `nodes` most frequent nodes of the trie of some continuations.
-
-    Args:
-        continuations: (H, D), each ended early by a `SEPARATOR`.
-        nodes: most nodes to keep, at least 1. Of equally frequent ones the shallower is kept, then the one whose
-            parent, then whose token is the smaller.
-    """
-    found = _Nodes(nodes)
+    """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
+    `SEPARATOR`. Of equally frequent ones the shallower is kept, then the one whose parent, then whose token is the
+    smaller."""
+    found = Trie(nodes)
     alive = continuations.astype(np.int64)
     owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
     for depth in range(alive.shape[1]):
@@ -104,7 +84,7 @@ def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
     return found.best()
 
 
-def _merge_few(rows: list[list[int]], owner: list[int], found: _Nodes) -> None:
+def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
     """The same, without arrays; `rows` are what is left of the continuations."""
     for depth in range(len(rows[0]) if rows else 0):
         keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
@@ -118,10 +98,6 @@ def _merge_few(rows: list[list[int]], owner: list[int], found: _Nodes) -> None:
         owner = [names[key] for key in keys if key in names]
         if not rows:
             return
-
-
-_SHARES = 10
-"""Bins of a node's share of its parent's continuations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,18 +120,8 @@ class RestConfig:
     def __post_init__(self) -> None:
         check_least("rest", self, num_speculative_tokens=1, min_match=1, max_hits=1, nodes=1)
         if not self.min_match <= self.max_match <= SORTED_TOKENS:
-            raise ArgumentError(
-                f"rest: max_match must be from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores "
-                f"are sorted; got {self.max_match}"
-            )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Drafted(Proposal):
-    """A row's last draft, to be compared with what the text goes on with."""
-
-    end: int
-    """Committed tokens when it was made."""
+            limits = f"from min_match ({self.min_match}) to {SORTED_TOKENS}, by which datastores are sorted"
+            raise ArgumentError(f"rest: max_match must be {limits}; got {self.max_match}")
 
 
 class RestDrafter(Drafter):
@@ -165,44 +131,36 @@ class RestDrafter(Drafter):
     Config = RestConfig
 
     def __init__(self, config: RestConfig, setup: DrafterSetup) -> None:
-        """Open the datastore.
-
-        Raises:
-            DataError: no datastore there, or a damaged one.
-            VocabularyMismatchError: built with another tokenizer than the target's.
-        """
+        """Open the datastore. DataError: none there, or damaged. VocabularyMismatchError: of another tokenizer."""
         self.config = config
         self.store = Datastore.open(config.datastore)
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
-        self._rows: dict[int, _Drafted] = {}
+        self._rows: dict[int, Drafted] = {}
         self._estimates = PerDomain(Acceptance)
 
     def extend(self, context: DraftContext) -> None:
         for row_id, tokens in zip(context.rows, context.tokens, strict=True):
             drafted = self._rows.pop(row_id, None)
             if drafted is not None:
-                drafted.learn(tokens[drafted.end :])
+                drafted.follow(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees = context.trees()
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
+            self._rows.pop(row_id, None)
             acceptance = self._estimates.of(context.salt(index))
             drafted = self._look_up(tokens, min(nodes, self.config.nodes), depth, acceptance)
-            if drafted is None:
-                self._rows.pop(row_id, None)
-            else:
-                self._rows[row_id] = drafted
-                confidence = [acceptance.estimate(*drafted.evidence[node]) for node in range(1, len(drafted.tokens))]
-                trees[index] = TokenTree.of(tokens[-1], drafted.tokens[1:], drafted.parents[1:], confidence)
+            if drafted is not None:
+                self._rows[row_id], trees[index] = drafted, drafted.tree
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id in rows:
             self._rows.pop(row_id, None)
 
-    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> _Drafted | None:
+    def _look_up(self, tokens: Sequence[int], nodes: int, depth: int, acceptance: Acceptance) -> Drafted | None:
         length = min(self.config.num_speculative_tokens, depth)
         if nodes < 1 or length < 1:
             return None
@@ -211,26 +169,18 @@ class RestDrafter(Drafter):
             return None
         found = self.store.continuations(match, length, self.config.max_hits)
         trie = merge(found, nodes)
-        evidence = {node + 1: _evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))}
-        return _Drafted(
-            acceptance=acceptance,
-            tokens=[tokens[-1], *trie.tokens],
-            parents=[-1, *trie.parents],
-            evidence=evidence,
-            end=len(tokens),
-        )
+        evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
+        confidence = [acceptance.estimate(*one) for one in evidence]
+        tree = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
+        drafted = Drafted.below(tree, len(tokens), acceptance)
+        drafted.evidence = dict(enumerate(evidence, start=1))
+        return drafted
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
     """Of entry `node` of a trie: by the length of the match, the parent's continuations and the node's share of them.
-
-    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says.
-
-    Args:
-        match: tokens that matched.
-        hits: continuations that were read.
-    """
+    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says."""
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
-    key = match.bit_length(), min(total.bit_length(), 8), min(_SHARES * count // total, _SHARES - 1)
+    key = match.bit_length(), min(total.bit_length(), 8), min(SHARES * count // total, SHARES - 1)
     return Evidence(key, count / (total + 1))

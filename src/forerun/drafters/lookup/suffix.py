@@ -7,33 +7,29 @@ expected number of accepted tokens is largest. All nodes are deterministic.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forerun.core.acceptance import Acceptance
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.drafters.lookup.automaton import NONE, ROOT, Cursor, OutputStore, SuffixAutomaton
-from forerun.drafters.lookup.copying import Branch, Copied, by_match, grow
+from forerun.drafters.lookup.copying import by_match
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
-_SEEN = 32
-"""Most continuations of one string looked at for a tree: a frequent word has thousands."""
-_WIDTH = 8
-"""Most of them that become nodes, the most frequent ones."""
-_BACKED_OFF = 4
-"""Ever shorter strings asked for the share of a continuation."""
-_UNSEEN = 1.0
-"""Occurrences that the share after the next shorter string counts for."""
+_SEEN = 32  # Most continuations of one string looked at for a tree: a frequent word has thousands
+_WIDTH = 8  # Most of them that become nodes, the most frequent ones
+_BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
+_UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
 _PACE = 64
 """Tokens of past outputs indexed in a call at least; besides, two for each token that the running requests gained."""
-_FULL_STORES = 4
-"""What the stores of all isolation domains may hold together, in full ones."""
+_FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,17 +73,21 @@ class SuffixConfig:
             if not passed:
                 raise ArgumentError(f"suffix: {name} must be {expected}, got {getattr(self, name)}")
         if self.max_spec_factor == 0 and self.max_spec_offset < 1:
-            raise ArgumentError(
-                "suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one of them"
-            )
+            raise ArgumentError("suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one")
 
 
 class _Position(NamedTuple):
     state: int
-    matched: int
-    """Tokens before it that are the same here and there."""
-    probability: float
-    """Of the path so far, by the counts."""
+    matched: int  # Tokens before it that are the same here and there
+    probability: float  # Of the path so far, by the counts
+
+
+class _Branch(NamedTuple):
+    """One way on from a position."""
+
+    token: int
+    evidence: Evidence
+    position: _Position
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,9 +103,8 @@ class _Row:
     automaton: SuffixAutomaton
     memory: _Memory
     prompt_length: int = 0
-    drafted: Copied | None = None
-    cursors: list[Cursor] = field(default_factory=list)
-    """Where the text stands in each generation of the store."""
+    drafted: Drafted | None = None
+    cursors: list[Cursor] = field(default_factory=list)  # Where the text stands in each generation of the store
 
 
 class SuffixDrafter(Drafter):
@@ -135,7 +134,7 @@ class SuffixDrafter(Drafter):
             row.prompt_length = prompt_length
             self._shrink(row, len(tokens) - fresh)
             if row.drafted is not None:
-                row.drafted.learn(tokens)
+                row.drafted.follow(tokens)
                 row.drafted = None
             row.automaton.extend(tokens[len(row.automaton) :])
             self._follow(row, tokens)
@@ -196,41 +195,43 @@ class SuffixDrafter(Drafter):
         for cursor in row.cursors:
             cursor.follow(tokens)
 
-    def _best_draft(self, row: _Row, nodes: int, depth: int) -> Copied | None:
+    def _best_draft(self, row: _Row, nodes: int, depth: int) -> Drafted | None:
         """The draft with most expected tokens, of the request's own text at equality; None without any match."""
+        config, best, most = self.config, None, 0.0
         positions = [("request", row.automaton, *row.automaton.repeated())]
         positions += [("store", cursor.automaton, cursor.state, cursor.matched) for cursor in row.cursors]
-        best = None
         for source, automaton, state, matched in positions:
-            length = min(self._length(matched), depth)
-            if matched >= self.config.min_match and length > 0 and nodes > 0:
-                drafted = self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length)
-                if best is None or drafted.expected > best.expected:
-                    best = drafted
+            wanted = int(config.max_spec_factor * matched + config.max_spec_offset + 1e-6)
+            length = min(config.num_speculative_tokens, wanted, depth)
+            if matched >= config.min_match and length > 0 and nodes > 0:
+                drafted, expected = self._draft(row, automaton, _Position(state, matched, 1.0), source, nodes, length)
+                if best is None or expected > most:
+                    best, most = drafted, expected
         return best
-
-    def _length(self, matched: int) -> int:
-        """Most tokens on a path after a match of this length."""
-        config = self.config
-        wanted = config.max_spec_factor * matched + config.max_spec_offset
-        return min(config.num_speculative_tokens, int(wanted + 1e-6))
 
     def _draft(
         self, row: _Row, automaton: SuffixAutomaton, position: _Position, source: str, nodes: int, depth: int
-    ) -> Copied:
-        ends = automaton.suffixes()
+    ) -> tuple[Drafted, float]:
+        """The `nodes` nodes of largest estimated survival below a position, and the sum of their survival."""
+        ends, acceptance = automaton.suffixes(), row.memory.acceptance
         most = nodes if self.config.nodes is None else min(nodes, self.config.nodes)
-        return grow(
-            position,
-            lambda position: self._branches(automaton, position, source, ends),
-            row.memory.acceptance,
-            root=row.automaton.tokens[-1],
-            start=len(row.automaton),
-            nodes=most,
-            depth=depth,
-        )
+        drafted = Drafted.below(TokenTree(row.automaton.tokens[-1]), len(row.automaton), acceptance)
+        heap: list[tuple[float, int, int, int, _Branch]] = []
+        parent, level, survival, expected, serial = 0, 0, 1.0, 0.0, 0
+        while drafted.tree.size < most:
+            if level < depth:
+                for branch in self._branches(automaton, position, source, ends):
+                    serial += 1
+                    reached = survival * acceptance.estimate(*branch.evidence)
+                    heapq.heappush(heap, (-reached, serial, parent, level + 1, branch))
+            if not heap:
+                break
+            negative, _, above, level, branch = heapq.heappop(heap)
+            parent, survival, position = drafted.add(branch.token, above, branch.evidence), -negative, branch.position
+            expected += survival
+        return drafted, expected
 
-    def _branches(self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]) -> list[Branch]:
+    def _branches(self, automaton: SuffixAutomaton, position: _Position, source: str, ends: set[int]) -> list[_Branch]:
         """How the text goes on from a position, the most frequent way first; one way only for a chain."""
         state, matched, probability = position
         while (likeliest := automaton.likeliest(state)) == NONE and state != ROOT:
@@ -249,16 +250,13 @@ class SuffixDrafter(Drafter):
             if chance >= self.config.min_token_prob:
                 token = automaton.token(following)
                 evidence = by_match(source, matched, _share(automaton, state, token, ends))
-                found.append(Branch(token, evidence, _Position(following, matched + 1, chance)))
+                found.append(_Branch(token, evidence, _Position(following, matched + 1, chance)))
         return found
 
 
 def _share(automaton: SuffixAutomaton, state: int, token: int, ends: set[int]) -> float:
-    """How often `token` follows the state's strings, blended with how often it follows ever shorter ones.
-
-    A long string that was met once says little by itself; the shorter ones tell whether it could have gone on
-    otherwise.
-    """
+    """How often `token` follows the state's strings, blended with how often it follows ever shorter ones. A long string
+    that was met once says little by itself; the shorter ones tell whether it could have gone on otherwise."""
     states = list[int]()
     while state != ROOT and len(states) < _BACKED_OFF:
         states.append(state)

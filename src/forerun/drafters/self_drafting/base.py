@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 
 class _Thresholds(Limits):
-    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there.
-
-    The figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`).
-    """
+    """The nodes that each row may submit: a row whose last nodes are all less likely than its threshold ends there. The
+    figure of a sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
 
     def __init__(self, levels: Sequence[range], nodes: Sequence[int], below: Sequence[float | None]) -> None:
         super().__init__(levels, nodes)
@@ -93,4 +91,4 @@ class SelfDrafter(Drafter):
 
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
-        return self._tree.grow(context, active, max(limits.nodes), first, descend, draws=draws, enough=limits.enough)
+        return self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)

@@ -8,7 +8,7 @@ leaves, which nobody had to run to draft them. No second cache, no second set of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,26 +68,23 @@ class EarlyExitDrafter(SelfDrafter):
         super().__init__(config.fixed_tree(), setup.target)
         layers = setup.target.num_layers
         if not 1 <= config.exit_layer < layers:
-            raise ArgumentError(
-                f"early_exit: exit_layer must be in 1..{layers - 1} for a target of {layers} layers, got "
-                f"{config.exit_layer}"
-            )
+            expected = f"in 1..{layers - 1} for a target of {layers} layers"
+            raise ArgumentError(f"early_exit: exit_layer must be {expected}, got {config.exit_layer}")
         prove(setup.target, config.exit_layer)
         self.config = config
-        self._head = _shared_head(setup.target) if config.head is None else ExitHead(Path(config.head), setup.target)
+        self._head = None if config.head is None else ExitHead(Path(config.head), setup.target)
         self._rows: Sequence[int] = ()
-        self._states: list[Tensor] = []
-        """Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`."""
+        self._states: list[Tensor] = []  # Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`
 
     def memory_bytes(self) -> int:
-        return self._head.nbytes() if isinstance(self._head, ExitHead) else 0
+        return 0 if self._head is None else self._head.nbytes()
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
         """What the exit expects after them: (A, N - start, V)."""
         states = self.target.run(rows, nodes, Plan(stop=self.config.exit_layer))
         self._rows = rows
         self._states.append(states)
-        return self._head(states)
+        return self.target.lm_head(self.target.final_norm(states)) if self._head is None else self._head(states)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._states = []
@@ -110,29 +107,20 @@ class EarlyExitDrafter(SelfDrafter):
             trees[row].resume = Resume(boundary=self.config.exit_layer, states=run[: len(nodes) + 1], stamp=stamp)
 
 
-def _shared_head(target: Target) -> Callable[[Tensor], Tensor]:
-    """The target's own: states at the exit (.., H) -> logits (.., V)."""
-    return lambda states: target.lm_head(target.final_norm(states))
-
-
 class ExitHead:
     """An output head that was trained for the exit: a norm like the target's final one, then a matrix."""
 
     def __init__(self, path: Path, target: Target) -> None:
-        """Read the file.
-
-        Raises:
-            CheckpointError: it is missing, broken, or holds other tensors than ``lm_head.weight`` and ``norm.weight``.
-        """
+        """Read the file. CheckpointError: it is missing, broken, or holds other tensors than it should."""
         if not path.is_file():
             raise CheckpointError(f"early_exit: there is no file {path}; head is a safetensors file")
         shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}
         expected = {_HEAD: (target.vocab_size, target.hidden_size), _NORM: (target.hidden_size,)}
         unknown = sorted(shapes.keys() - expected.keys())
         if _HEAD not in shapes or unknown:
+            held = ", ".join(sorted(shapes)) or "nothing"
             raise CheckpointError(
-                f"early_exit: {path} must hold {_HEAD} and may hold {_NORM}, nothing else; it holds "
-                f"{', '.join(sorted(shapes)) or 'nothing'}"
+                f"early_exit: {path} must hold {_HEAD}, may hold {_NORM}, nothing else; it holds {held}"
             )
         for name, shape in shapes.items():
             if shape != expected[name]:

@@ -8,14 +8,14 @@ submitted and not only probed. Deterministic at every temperature.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal
+from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
 from forerun.types import Budget, DraftKind, Verdict
 
@@ -29,29 +29,22 @@ class Window:
     Element (r, j) stands r + j positions after the last committed token, which is element (0, 0). Row 0, the oldest, is
     a chain; column j, its rows 1 and up, hangs from row 0's element j. As a token tree that is the published mask: an
     element of row r >= 1 sees the text, row 0 up to column j, and its own column up to itself. One row (N = 2) is plain
-    Jacobi decoding.
-
-    Args:
-        level: N >= 2, the length of the n-grams that columns grow into.
+    Jacobi decoding. `level` is N >= 2, the length of the n-grams that columns grow into.
     """
 
     def __init__(self, level: int) -> None:
         self._rows = level - 1
         self._base = 0
         self._cursor = 0
-        self.columns: list[list[int]] = []
-        """The columns as they were fitted last, each of N - 1 tokens."""
+        self.columns: list[list[int]] = []  # The columns as they were fitted last, each of N - 1 tokens
 
     def widest(self, nodes: int, depth: int) -> int:
         """The most columns that stay within so many nodes and so deep; W columns are W - 1 + (N - 2) W nodes."""
         return max(0, min((nodes + 1) // self._rows, depth - self._rows + 2))
 
     def fit(self, tokens: Sequence[int], width: int) -> None:
-        """Make it `width` columns that start at the text's last token.
-
-        Columns that fell behind the text are dropped, and new ones begin as copies of the text, read from its
-        beginning on: a guess, as every beginning of a Jacobi iteration is, and one that needs no randomness.
-        """
+        """Make it `width` columns that start at the text's last token. Columns that fell behind the text are dropped,
+        and new ones begin as copies of the text, read from its beginning on: a guess that needs no randomness."""
         late = len(tokens) - self._base
         self.columns = self.columns[late:width] if late >= 0 else []
         while len(self.columns) < width:
@@ -72,11 +65,8 @@ class Window:
                 parent = tree.add(token, parent, probe=True)
 
     def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
-        """The token that each column goes on with, left to right, up to the first column that was not scored.
-
-        Args:
-            choose: node -> the target's choice after it.
-        """
+        """The token that each column goes on with by `choose`, the target's choice after a node, left to right, up to
+        the first column that was not scored."""
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
             below = tree.child(head, column[0]) if index else head
@@ -93,11 +83,8 @@ class Window:
         """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows.
 
         Row r + 1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further
-        one passes a column. Columns that `new` does not reach are dropped.
-
-        Args:
-            new: as `read` gave it; empty if the window was not scored, and then the next `fit` drops what is late.
-            emitted: tokens that the step committed, at least 1.
+        one passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the
+        window was not scored and the next `fit` drops what is late.
         """
         if new:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]
@@ -105,8 +92,7 @@ class Window:
             self._base += emitted
 
 
-_PRIOR = 0.15
-"""First guess that a token is right if those before it were."""
+_PRIOR = 0.15  # First guess that a token is right if those before it were
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,39 +107,35 @@ class JacobiConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class WindowRow:
+    """What a drafter with a window knows of one row."""
+
+    window: Window
     acceptance: Acceptance
-    """By position in the chain."""
-    window: Window = field(default_factory=lambda: Window(level=2))
-    guessed: Proposal | None = None
-    """The last chain, until the target has spoken."""
+    guessed: Drafted | None = None  # The last guesses, until the target has spoken
 
 
-class JacobiDrafter(Drafter):
-    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
+RowOf = TypeVar("RowOf", bound=WindowRow)
 
-    name = "jacobi"
-    Config = JacobiConfig
 
-    def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
-        self.config = config
-        self._rows: dict[int, _Row] = {}
+class WindowDrafter(Drafter, Generic[RowOf]):
+    """The base of drafters with a window, which every pass of the target refines; a method says how a row begins."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, RowOf] = {}
         self._estimates = PerDomain(Acceptance)
 
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return DraftKind(chain=True)
+    def _new(self, salt: str | None) -> RowOf:
+        raise NotImplementedError
 
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        trees = context.trees()
-        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
-            row, tree, parent = self._row(context, index), trees[index], 0
-            length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
-            row.window.fit(tokens, length + 1)
-            row.guessed = Proposal(acceptance=row.acceptance, tokens=tree.tokens, parents=tree.parents)
-            for position, column in enumerate(row.window.columns[1:]):
-                parent = tree.add(column[0], parent, confidence=row.acceptance.estimate(position, _PRIOR))
-                row.guessed.evidence[parent] = Evidence(position, _PRIOR)
-        return trees
+    def _row(self, context: DraftContext, index: int) -> RowOf:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            self._rows[row_id] = self._new(context.salt(index))
+        return self._rows[row_id]
+
+    def _collect(self, row: RowOf, new: Sequence[int]) -> None:
+        """Columns have just grown by the `new` tokens, see `Window.read`."""
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
@@ -163,6 +145,7 @@ class JacobiDrafter(Drafter):
             row.guessed.learn(tokens[-emitted:])
             row.guessed = None
             new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
+            self._collect(row, new)
             row.window.roll(new, emitted)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -172,8 +155,30 @@ class JacobiDrafter(Drafter):
             elif row_id in self._rows:
                 self._rows[row_id].guessed = None
 
-    def _row(self, context: DraftContext, index: int) -> _Row:
-        row_id = context.rows[index]
-        if row_id not in self._rows:
-            self._rows[row_id] = _Row(acceptance=self._estimates.of(context.salt(index)))
-        return self._rows[row_id]
+
+class JacobiDrafter(WindowDrafter[WindowRow]):
+    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
+
+    name = "jacobi"
+    Config = JacobiConfig
+
+    def __init__(self, config: JacobiConfig, setup: DrafterSetup) -> None:
+        super().__init__()
+        self.config = config
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = context.trees()
+        for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
+            row, parent = self._row(context, index), 0
+            length = max(0, min(self.config.num_speculative_tokens, nodes, depth))
+            row.window.fit(tokens, length + 1)
+            row.guessed = Drafted.below(trees[index], len(tokens), row.acceptance)
+            for position, column in enumerate(row.window.columns[1:]):
+                parent = row.guessed.add(column[0], parent, Evidence(position, _PRIOR))
+        return trees
+
+    def _new(self, salt: str | None) -> WindowRow:
+        return WindowRow(window=Window(level=2), acceptance=self._estimates.of(salt))

@@ -13,32 +13,23 @@ guessed and never what is accepted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
-from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
+from forerun.core.acceptance import by_draft_prob
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, Drafted, DrafterSetup, check_least
 from forerun.drafters.domains import PerDomain
-from forerun.drafters.self_drafting.jacobi import Window
-from forerun.types import Budget, Drawn, Verdict
-
-if TYPE_CHECKING:
-    from forerun.core.scores import Scores
-
-# The n-grams that a request has come across, by their first token; the least recently seen are forgotten.
-
+from forerun.drafters.self_drafting.jacobi import Window, WindowDrafter, WindowRow
+from forerun.types import Budget, Drawn
 
 Gram = tuple[int, ...]
 
 
 class Pool:
-    """At most `per_key` continuations of each of at most `keys` tokens.
-
-    Both bounds forget what was added longest ago; adding a continuation again makes it new again.
-    """
+    """The n-grams that a request has come across: at most `per_key` continuations of each of at most `keys` tokens.
+    Both bounds forget what was added longest ago; adding a continuation again makes it new again."""
 
     def __init__(self, per_key: int, keys: int) -> None:
         self._per_key, self._keys = per_key, keys
@@ -63,12 +54,9 @@ class Pool:
         return list(reversed(self._grams.get(first, {})))
 
 
-_PRIOR = (0.25, 0.45, 0.6, 0.7)
-"""First guess that a guess's token 1, 2, ... is right if those before it were."""
-_PRIOR_DECAY = 0.6
-"""By how much that falls from one sibling to the next older one."""
-_POOLS = 16
-"""Isolation domains whose shared pools are kept: a full one takes some 6 MB."""
+_PRIOR = (0.25, 0.45, 0.6, 0.7)  # First guess that a guess's token 1, 2, ... is right if those before it were
+_PRIOR_DECAY = 0.6  # By how much that falls from one sibling to the next older one
+_POOLS = 16  # Isolation domains whose shared pools are kept: a full one takes some 6 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,27 +85,21 @@ class LookaheadConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
-    window: Window
+class _Row(WindowRow):
     pool: Pool
-    acceptance: Acceptance
-    copied: int = 0
-    """Tokens of the text whose n-grams are in the pool."""
-    guessed: Proposal | None = None
-    """The last guesses, until the target has spoken."""
+    copied: int = 0  # Tokens of the text whose n-grams are in the pool
 
 
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(WindowDrafter[_Row]):
     """Jacobi trajectories as probes, and guesses from the n-grams that they grew into."""
 
     name = "lookahead"
     Config = LookaheadConfig
 
     def __init__(self, config: LookaheadConfig, setup: DrafterSetup) -> None:
+        super().__init__()
         self.config = config
-        self._estimates = PerDomain(Acceptance)
         self._shared = PerDomain(self._new_pool, most=_POOLS)
-        self._rows: dict[int, _Row] = {}
 
     @property
     def depth(self) -> int:
@@ -134,36 +116,16 @@ class LookaheadDrafter(Drafter):
         limits = enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True))
         return [self._grow(self._row(context, index), *limit) for index, limit in limits]
 
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
-            row, emitted = self._row(context, index), len(verdict.path) + 1
-            if row.guessed is None:
-                continue
-            row.guessed.learn(tokens[-emitted:])
-            row.guessed = None
-            new = row.window.read(scores.trees[index], partial(scores.raw_argmax, index))
-            for column, token in zip(row.window.columns, new, strict=False):
-                row.pool.add(column[0], (*column[1:], token))
-            row.window.roll(new, emitted)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row_id, length in zip(rows, lengths, strict=True):
-            if length == 0:
-                self._rows.pop(row_id, None)
-            elif row_id in self._rows:
-                row = self._rows[row_id]
-                row.copied, row.guessed = min(row.copied, length), None
+    def _collect(self, row: _Row, new: Sequence[int]) -> None:
+        for column, token in zip(row.window.columns, new, strict=False):
+            row.pool.add(column[0], (*column[1:], token))
 
     def _new_pool(self) -> Pool:
         return Pool(per_key=self.config.guesses, keys=self.config.pool_keys)
 
-    def _row(self, context: DraftContext, index: int) -> _Row:
-        row_id, salt = context.rows[index], context.salt(index)
-        if row_id not in self._rows:
-            pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
-            window, acceptance = Window(self.config.level), self._estimates.of(salt)
-            self._rows[row_id] = _Row(window=window, pool=pool, acceptance=acceptance)
-        return self._rows[row_id]
+    def _new(self, salt: str | None) -> _Row:
+        pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
+        return _Row(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
 
     def _copy(self, row: _Row, tokens: Sequence[int]) -> None:
         """The text's n-grams that end in new tokens, of a long prompt those that the pool would not forget at once."""
@@ -182,27 +144,22 @@ class LookaheadDrafter(Drafter):
         column = self.config.level - 2
         spare = column if column <= min(depth, nodes) else 0
         longest = min(depth, self.config.num_speculative_tokens or depth)
-        row.guessed = self._guess(tree, row, nodes - spare, longest)
+        row.guessed = Drafted.below(tree, len(tokens), row.acceptance)
+        self._guess(row.guessed, row.pool, nodes - spare, longest)
         row.window.fit(tokens, min(self.config.window, row.window.widest(nodes - tree.size, depth)))
         row.window.plant(tree)
         return tree
 
-    def _guess(self, tree: TokenTree, row: _Row, nodes: int, depth: int) -> Proposal:
+    def _guess(self, guessed: Drafted, pool: Pool, nodes: int, depth: int) -> None:
         """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes` reach."""
-        guessed = Proposal(tokens=tree.tokens, parents=tree.parents, acceptance=row.acceptance)
-        children = dict[int, int]()
-        for gram in row.pool.after(tree.tokens[0]):
+        children = Counter[int]()
+        for gram in pool.after(guessed.tokens[0]):
             parent = 0
             for position, token in enumerate(gram[:depth]):
-                if tree.size >= nodes:
-                    return guessed
-                rank = children.get(parent, 0)
+                if guessed.tree.size >= nodes:
+                    return
+                before, rank = guessed.tree.size, children[parent]
                 prior = _PRIOR[min(position, len(_PRIOR) - 1)] * _PRIOR_DECAY**rank
-                evidence = by_draft_prob(Drawn.DETERMINISTIC, rank, prior)
-                before = tree.size
-                node = tree.add(token, parent, confidence=row.acceptance.estimate(*evidence))
-                if tree.size > before:
-                    guessed.evidence[node] = evidence
-                    children[parent] = rank + 1
+                node = guessed.add(token, parent, by_draft_prob(Drawn.DETERMINISTIC, rank, prior))
+                children[parent] += guessed.tree.size > before
                 parent = node
-        return guessed

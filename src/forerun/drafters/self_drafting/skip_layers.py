@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,38 +18,24 @@ from torch import Tensor
 
 from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup, check_least
+from forerun.drafters.base import DraftContext, DrafterSetup, check_choice, check_least
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.self_drafting.skipping import (
-    Floats,
-    SkipFile,
-    SkipSet,
-    Space,
-    Trial,
-    evenly,
-    every,
-    parse,
-    propose,
-)
+from forerun.drafters.self_drafting.skipping import SkipFile, SkipSet, Space, Trial, evenly, every, parse, propose
 from forerun.drafters.trees import TreeOptions
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError
 from forerun.model import Plan
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
-# The skip set is searched while decoding: SWIFT (arXiv 2410.06916).
-#
-# As in the paper: a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates are
-# random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
+# SWIFT as in the paper: a fixed share of the sub-layers is skipped, the first and the last layer are kept, candidates
+# are random except every 25th, which a Gaussian process proposes (upper confidence bound, 2.5 standard deviations); a
 # candidate is judged over a window of 32 tokens by how often its likeliest token is the target's; the search ends at a
 # score of .95, after 1000 candidates, or when 300 in a row were no better.
 #
-# Unlike the paper: * The paper runs a candidate over the last committed tokens once more, beside decoding. Here a
-# candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the scores that
-# verification computes anyway: no extra pass and no second set of keys, but while the search goes on half of the drafts
-# come from candidates. * A candidate that can no longer reach the best is dropped before its window is full. * The best
-# set's score goes on being measured while it drafts, so a set that was lucky once is replaced.
-
+# Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
+# scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
+# that can no longer reach the best is dropped before its window is full, and the best set's score goes on being
+# measured, so that a set which was lucky once is replaced.
 
 SKIP_RATIO = 0.45
 WINDOW = 32
@@ -59,8 +44,7 @@ MAX_CANDIDATES = 1000
 BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
 _KAPPA = 2.5
-_MEMORY = 8
-"""Windows after which the best set's older counts fade."""
+_MEMORY = 8  # Windows after which the best set's older counts fade
 
 
 @dataclass(slots=True)
@@ -80,24 +64,15 @@ class _Record:
         self.judged += judged
 
 
-def _upper_bound(mean: Floats, spread: Floats, _best: float) -> Floats:
-    """(m,) what a set might be worth."""
-    bound: Floats = mean + _KAPPA * spread
-    return bound
-
-
 class OnlineSearch:
-    """Which set drafts the coming step; learns from how it did.
+    """Which set drafts the coming step; learns from how it did. ArgumentError: with the first and the last layer kept
+    there are not enough sub-layers to choose from.
 
     Args:
         layers: of the model.
         ratio: share of all sub-layers that is skipped, 0..1.
         window: drafted nodes over which a candidate is judged.
         patience: candidates in a row that may fail before the search ends.
-        seed: of the proposals.
-
-    Raises:
-        ArgumentError: with the first and the last layer kept there are not enough sub-layers to choose from.
     """
 
     def __init__(
@@ -111,11 +86,9 @@ class OnlineSearch:
                 f"the last layer and needs 1 to {len(allowed) - 1} for a model of {layers} layers"
             )
         self.space = Space(allowed=allowed, size=size)
-        self.candidates = 0
-        """Judged so far."""
+        self.candidates = 0  # Judged so far
         self._window, self._patience = window, patience
-        self._propose = partial(propose, self.space, random=np.random.default_rng(seed), acquisition=_upper_bound)
-        self._random = np.random.default_rng(seed + 1)
+        self._proposing, self._random = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         self._best = _Record(evenly(allowed, size))
         self._candidate: _Record | None = None
         self._trials: list[Trial] = []
@@ -176,17 +149,15 @@ class OnlineSearch:
         """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
         found: SkipSet | None = None
         if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
-            found = self._propose(self._trials)
+            found = propose(self.space, self._trials, self._proposing, lambda mean, spread, _: mean + _KAPPA * spread)
         while found is None or found == self._best.skip:
             found = self.space.random(self._random)
         return found
 
 
 SEARCHES = ("swift",)
-_FIRST_THRESHOLD = (0.8, 0.5)
-"""Where an adapted threshold begins: greedy, sampled (Draft & Verify)."""
-_RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9
-"""Draft & Verify's beta 1, epsilon and beta 2."""
+_FIRST_THRESHOLD = (0.8, 0.5)  # Where an adapted threshold begins: greedy, sampled (Draft & Verify)
+_RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta 1, epsilon and beta 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,12 +187,10 @@ class SkipLayersConfig(TreeOptions):
     def __post_init__(self) -> None:
         self.check_tree("skip_layers")
         if (self.skip is None) == (self.search is None):
-            raise ArgumentError(
-                "skip_layers needs either skip, a list such as ['3.attn', '3.mlp'] or the file that forerun tune "
-                "skip-layers wrote, or search='swift'"
-            )
-        if self.search is not None and self.search not in SEARCHES:
-            raise ArgumentError(f"skip_layers: search is 'swift', got {self.search!r}.{nearest(self.search, SEARCHES)}")
+            given = "a list such as ['3.attn', '3.mlp'] or the file that forerun tune skip-layers wrote"
+            raise ArgumentError(f"skip_layers needs either skip, {given}, or search='swift'")
+        if self.search is not None:
+            check_choice("skip_layers", self, "search", SEARCHES)
         for name in ("skip_ratio", "stop_below", "target_acceptance"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
@@ -233,20 +202,12 @@ class SkipLayersConfig(TreeOptions):
 class Threshold:
     """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
 
-    value: float
-    """In 0..1."""
-    acceptance: float
-    """Running accepted / drafted, 0..1."""
+    value: float  # In 0..1
+    acceptance: float  # Running accepted / drafted, 0..1
 
     def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
-        """Learn from one step.
-
-        Args:
-            accepted: depth of the accepted path.
-            drafted: depth of the drafted tree, at least 1.
-            wanted: accepted / drafted to aim at.
-            whole: drafting was not stopped, so that a lower threshold would change nothing.
-        """
+        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens, where `wanted` is the share to
+        aim at. With `whole` drafting was not stopped, so that a lower threshold would change nothing."""
         self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
         step = 0.0 if whole else -_STEP
         if self.acceptance < wanted:
@@ -263,19 +224,19 @@ class SkipLayersDrafter(SelfDrafter):
     def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
         super().__init__(config.fixed_tree(), setup.target)
         self.config = config
-        self.search: OnlineSearch | None = None
-        """What SWIFT knows; None where the set is given."""
+        self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
         if config.search is not None:
             self.search = OnlineSearch(
-                setup.target.num_layers,
-                config.skip_ratio,
-                window=config.search_window,
-                patience=config.search_patience,
+                setup.target.num_layers, config.skip_ratio, window=config.search_window, patience=config.search_patience
             )
         self.skip: SkipSet = self.search.best if self.search else _given(config.skip, setup)
         """The sub-layers that the next draft leaves out; may be replaced between steps."""
         self._thresholds: dict[int, Threshold] = {}
-        self._try_out(frozenset(self.search.space.allowed) if self.search else self.skip)
+        # One token with these left out: a model that cannot do this is refused now, not when it drafts.
+        tried = frozenset(self.search.space.allowed) if self.search else self.skip
+        row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
+        self.target.run([row], [TokenTree(0)], Plan(stop=self.target.num_layers, skip=tried))
+        self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
         states = self.target.run(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip))
@@ -317,19 +278,10 @@ class SkipLayersDrafter(SelfDrafter):
             if length == 0:
                 self._thresholds.pop(row, None)
 
-    def _try_out(self, skip: SkipSet) -> None:
-        """One token with these sub-layers left out: a model that cannot do this is refused now, not when it drafts."""
-        row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
-        plan = Plan(stop=self.target.num_layers, skip=skip)
-        self.target.run([row], [TokenTree(0)], plan)
-        self.target.truncate([row], [self.target.lengths[row]])
-
 
 def agreement(scores: Scores, index: int) -> tuple[int, int]:
-    """(nodes at which the draft's likeliest token was the target's, nodes that have children) of one row's tree.
-
-    Counts every node, whether or not it was accepted: the target was asked at all of them.
-    """
+    """(nodes at which the draft's likeliest token was the target's, nodes that have children) of one row's tree,
+    accepted or not: the target was asked at all of them."""
     tree, probs = scores.trees[index], scores.row(index)
     right = judged = 0
     for node, children in enumerate(tree.children):

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from forerun.model import Target
 
 
-Sublayer = tuple[int, str]
-"""(layer, "attn" | "mlp")"""
+Sublayer = tuple[int, str]  # (layer, "attn" | "mlp")
 SkipSet = frozenset[Sublayer]
 
 PARTS = ("attn", "mlp")
@@ -39,19 +38,15 @@ def names(skip: Iterable[Sublayer]) -> list[str]:
 
 
 def parse(given: Iterable[str], layers: int) -> SkipSet:
-    """The set behind names such as ``"3.attn"``.
-
-    Raises:
-        ArgumentError: a name means no sub-layer of a model with so many layers, or nothing or everything is named.
-    """
+    """The set behind names such as ``"3.attn"``. ArgumentError: there is no such sub-layer, or nothing or everything is
+    named."""
     known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
     for name in chosen:
         if name not in known:
-            raise ArgumentError(
-                f"skip_layers: there is no sub-layer {name!r}; the model's are 0.attn, 0.mlp, ..., {layers - 1}.attn, "
-                f"{layers - 1}.mlp.{nearest(str(name), known)}"
-            )
+            every_name = f"0.attn, 0.mlp, ..., {layers - 1}.attn, {layers - 1}.mlp"
+            hint = nearest(str(name), known)
+            raise ArgumentError(f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{hint}")
     skip = frozenset(known[name] for name in chosen)
     if not skip:
         raise ArgumentError("skip_layers: nothing is skipped, so a draft would cost what the target costs")
@@ -73,8 +68,7 @@ Floats = NDArray[np.floating[Any]]
 
 NOISE = 1e-2
 """Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)."""
-_LENGTHS = (0.1, 0.25, 0.5, 1.0)
-"""Of the exponential, as a share of the number of entries."""
+_LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Of the exponential, as a share of the number of entries
 _ADDITIVE = (0.0, 0.5, 0.9)
 
 
@@ -82,12 +76,8 @@ class GaussianProcess:
     """A small Gaussian process over subsets, which are vectors of 0 and 1.
 
     Their likeness is a mixture of the share of entries in which they agree (effects that add up) and an exponential of
-    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
-
-    Args:
-        points: (n, d) of 0 and 1.
-        values: (n,) larger is better.
-        noise: variance of an observation, relative to the variance of `values`.
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few. Of `points` (n, d) the `values`
+    (n,) are known, with a variance of `noise` relative to that of all values.
     """
 
     def __init__(self, points: Floats, values: Floats, *, noise: float = NOISE) -> None:
@@ -137,12 +127,9 @@ Acquisition = Callable[[Floats, Floats, float], Floats]
 
 _POOL = 384
 """Random subsets among which the next one is chosen; as many neighbours of the best come on top."""
-_ENUMERABLE = 10
-"""Up to so many sub-layers every subset is in the pool."""
-_REMEMBERED = 300
-"""Most trials that the Gaussian process is fitted to: the best half and the latest half."""
-_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)
-"""Of the sub-layers, skipped at even distances in the first trials."""
+_ENUMERABLE = 10  # Up to so many sub-layers every subset is in the pool
+_REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
+_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
 _RANDOM_STARTS = 3
 
 
@@ -150,10 +137,8 @@ _RANDOM_STARTS = 3
 class Space:
     """Which subsets may be proposed."""
 
-    allowed: tuple[Sublayer, ...]
-    """Sub-layers that may be skipped, in order."""
-    size: int | None = None
-    """How many are skipped; None: any number but none and all."""
+    allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
+    size: int | None = None  # How many are skipped; None: any number but none and all
 
     def __post_init__(self) -> None:
         least = 1 if self.size is None else self.size
@@ -196,8 +181,7 @@ class Trial:
     """One subset that was valued."""
 
     skip: SkipSet
-    value: float
-    """Larger is better."""
+    value: float  # Larger is better
 
 
 def propose(
@@ -223,12 +207,11 @@ class Search:
         self.space = space
         self.trials: list[Trial] = []
         self._random = np.random.default_rng(seed)
-        self._starts = _starts(space, self._random)
-
-    @property
-    def best(self) -> Trial | None:
-        """The best so far; None before the first."""
-        return max(self.trials, key=lambda trial: trial.value, default=None)
+        count = len(space.allowed)
+        sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
+        starts = [evenly(space.allowed, size) for size in sizes]
+        starts += [space.random(self._random) for _ in range(_RANDOM_STARTS)]
+        self._starts = list(dict.fromkeys(starts))
 
     def ask(self) -> SkipSet | None:
         """What to value next; None if every subset was."""
@@ -239,13 +222,6 @@ class Search:
     def tell(self, skip: SkipSet, value: float) -> None:
         """A subset's value."""
         self.trials.append(Trial(skip, value))
-
-
-def _starts(space: Space, random: np.random.Generator) -> list[SkipSet]:
-    count = len(space.allowed)
-    sizes = [space.size] if space.size is not None else [max(1, round(share * count)) for share in _SHARES]
-    even = [evenly(space.allowed, size) for size in sizes]
-    return list(dict.fromkeys([*even, *(space.random(random) for _ in range(_RANDOM_STARTS))]))
 
 
 def _pool(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> list[SkipSet]:
@@ -284,32 +260,16 @@ class SkipFile:
     model: str
     """Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere."""
     num_layers: int
-    structure: str
-    """`structure_hash` of the model."""
+    structure: str  # `structure_hash` of the model
     skip: SkipSet
-    num_speculative_tokens: int
-    """Length of the chain at which the set was the cheapest, tokens."""
+    num_speculative_tokens: int  # Length of the chain at which the set was the cheapest, tokens
     measured: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the set, of plain decoding, and the setting they hold for."""
-    trace: list[dict[str, Any]] = field(default_factory=list)
-    """Every set that was tried, in order."""
+    trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
 
     def write(self, path: Path) -> None:
-        """Write the file; it is whole or not there.
-
-        Raises:
-            DataError: it cannot be written.
-        """
-        body = {
-            "format": FORMAT,
-            "model": self.model,
-            "num_layers": self.num_layers,
-            "structure": self.structure,
-            "skip": names(self.skip),
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "measured": dict(self.measured),
-            "trace": self.trace,
-        }
+        """Write the file; it is whole or not there. DataError if it cannot be written."""
+        body = {"format": FORMAT, **asdict(self), "skip": names(self.skip)}
         try:
             with written(path) as fresh:
                 fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -318,41 +278,25 @@ class SkipFile:
 
     @classmethod
     def read(cls, path: Path) -> SkipFile:
-        """The file at `path`.
-
-        Raises:
-            DataError: it is missing, no JSON, or not what the tuner writes.
-            ArgumentError: it names sub-layers that its model does not have.
-        """
+        """The file at `path`. DataError: it is missing, no JSON, or not what the tuner writes."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read the skipped sub-layers from {path}: {error}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
+        known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         try:
-            return cls(
-                model=str(body["model"]),
-                num_layers=int(body["num_layers"]),
-                structure=str(body["structure"]),
-                skip=parse(body["skip"], int(body["num_layers"])),
-                num_speculative_tokens=int(body["num_speculative_tokens"]),
-                measured=body.get("measured", {}),
-                trace=body.get("trace", []),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise
+            return cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+        except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
 
     def check(self, target: Target, path: Path) -> None:
         """Raise ArgumentError unless the set was tuned on a model like this one."""
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
         if self.num_layers != target.num_layers:
-            raise ArgumentError(
-                f"{path} was tuned on {self.model} with {self.num_layers} layers; this model has {target.num_layers}. "
-                f"{remedy}"
-            )
+            tuned = f"{path} was tuned on {self.model} with {self.num_layers} layers"
+            raise ArgumentError(f"{tuned}; this model has {target.num_layers}. {remedy}")
         if self.structure != structure_hash(target):
             raise ArgumentError(f"{path} was tuned on {self.model}, which is built differently. {remedy}")
 

@@ -33,18 +33,9 @@ from forerun.types import Budget, DraftKind
 if TYPE_CHECKING:
     from forerun.model.target import Target
 
-# Tokens at different depths in one pass, for decoders whose layers share their weights.
-#
-# Where layer i + g has the weights of layer i, token k at block d and token k + 1 at block d - 1 need the same
-# matrices: one pass over both reads them once. Every token keeps its own layer in the cache.
-
 
 def shared_block(target: Target) -> int:
-    """How many layers the block has that a target repeats.
-
-    Raises:
-        UnsupportedModelError: there is none: each layer has weights of its own.
-    """
+    """How many layers the block has that a target repeats; UnsupportedModelError where each has weights of its own."""
     count = target.num_layers
     types = getattr(target.config, "layer_types", None) or [None] * count
     storages = [
@@ -84,13 +75,14 @@ class _Cache:
 
 
 class Pipeline:
-    """Runs the tokens of a chain through a shared block, each at its own depth."""
+    """Runs the tokens of a chain through a shared block, each at its own depth: where layer i + g has the weights of
+    layer i, one pass over token k at block d and token k + 1 at block d - 1 reads them once. Every token keeps its own
+    layer in the cache."""
 
     def __init__(self, target: Target) -> None:
         """Find the block; errors as `shared_block`."""
         self.target, self.size = target, shared_block(target)
-        self.depth: int = target.num_layers // self.size
-        """Passes of the block that make the whole model."""
+        self.depth: int = target.num_layers // self.size  # Passes of the block that make the whole model
 
     @classmethod
     def proved(cls, target: Target) -> Pipeline:
@@ -101,15 +93,12 @@ class Pipeline:
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
-        """One pass: each of the last F nodes of a chain goes through its block; they rise by one.
+        """One pass: each of the last F nodes of a chain goes through its block; (B, F, H) behind their blocks.
 
         Args:
             nodes: the chains so far, from the first of the F on.
             states: (B, F or F - 1, H) before their blocks; without those of the last node it enters the model now.
             blocks: (F,) which of the model's `depth` blocks each node runs next.
-
-        Returns:
-            (B, F, H) behind their blocks.
         """
         target, count, batch = self.target, len(blocks), len(rows)
         size = target._nodes(rows, nodes).ids.shape[1]
@@ -170,15 +159,11 @@ class SpeedConfig:
 class _Run:
     """One proposal under way, for A rows."""
 
-    members: Sequence[int]
-    """Indices in the context."""
-    limits: list[int]
-    """Per row the last node that may still be submitted; a flush lowers it."""
-    ids: Tensor
-    """(A, K) drafted tokens."""
+    members: Sequence[int]  # Indices in the context
+    limits: list[int]  # Per row the last node that may still be submitted; a flush lowers it
+    ids: Tensor  # (A, K) drafted tokens
     confidence: list[list[float]]
-    finished: list[Tensor]
-    """(A, 1, H) at the last boundary, node by node."""
+    finished: list[Tensor]  # (A, 1, H) at the last boundary, node by node
 
 
 class SpeedDrafter(Drafter):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 
@@ -29,20 +29,16 @@ from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams
 
-REPEATS = 15
-"""Times that every pass is put on the clock; the median counts."""
+REPEATS = 15  # Times that every pass is put on the clock; the median counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """What passes over one sequence cost, ms."""
 
-    rest_ms: float
-    """A draft pass without any sub-layer: embedding, final norm, output head."""
-    sublayer_ms: dict[str, float]
-    """``"attn"`` and ``"mlp"``: one sub-layer of one layer, over one token."""
-    verify_ms: tuple[float, ...]
-    """Scoring pass over k + 1 nodes, k = 0, 1, ...; the first is plain decoding."""
+    rest_ms: float  # A draft pass without any sub-layer: embedding, final norm, output head
+    sublayer_ms: dict[str, float]  # ``"attn"`` and ``"mlp"``: one sub-layer of one layer, over one token
+    verify_ms: tuple[float, ...]  # Scoring pass over k + 1 nodes, k = 0, 1, ...; the first is plain decoding
 
     def draft_ms(self, skip: SkipSet, layers: int) -> float:
         """One level of a chain drafted without the sub-layers in `skip`."""
@@ -56,28 +52,18 @@ class Worth:
     skip: SkipSet
     num_speculative_tokens: int
     ms_per_token: float
-    mean_acceptance_length: float
-    """Tokens per pass of the target, bonus included, at that length."""
-    draft_ms: float
-    """One drafted token."""
+    mean_acceptance_length: float  # Tokens per pass of the target, bonus included, at that length
+    draft_ms: float  # One drafted token
 
     def record(self) -> dict[str, object]:
         """As it stands in the file."""
-        return {
-            "skip": names(self.skip),
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "ms_per_token": round(self.ms_per_token, 4),
-            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "draft_ms": round(self.draft_ms, 4),
-        }
+        rounded = {name: round(value, 4) for name, value in asdict(self).items() if name != "skip"}
+        return {"skip": names(self.skip), **rounded}
 
 
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
-    """The set at the length of the chain that makes a token cheapest.
-
-    Args:
-        accepted: drafted tokens that were accepted in each step, of chains as long as `costs` knows scoring passes for.
-    """
+    """The set at the length of the chain that makes a token cheapest. `accepted` are the drafted tokens that were
+    accepted in each step, of chains as long as `costs` knows scoring passes for."""
     draft_ms = costs.draft_ms(skip, layers)
     found = []
     for length in range(1, len(costs.verify_ms)):
@@ -103,10 +89,6 @@ class Probe:
         length: of the drafted chains.
         tokens: to decode for each prompt.
         params: resolved sampling parameters.
-
-    Raises:
-        ArgumentError: prompt and answer exceed the context or the row's slots.
-        UnsupportedModelError: the model's sub-layers cannot be skipped.
     """
 
     def __init__(
@@ -123,11 +105,8 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """How many drafted tokens were accepted in each step when `skip` drafts.
-
-        Raises:
-            ForerunError: nothing was drafted.
-        """
+        """How many drafted tokens were accepted in each step when `skip` drafts; ForerunError where nothing was
+        drafted."""
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
         ends = [len(row.tokens) + self._tokens for row in rows]
@@ -203,8 +182,7 @@ def _timed(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     return [median(own) for own in times]
 
 
-ITERATIONS = 60
-"""Sets that are tried where neither a number nor a time is asked for."""
+ITERATIONS = 60  # Sets that are tried where neither a number nor a time is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,11 +191,9 @@ class Tuned:
 
     best: Worth
     costs: Costs
-    trials: list[Worth]
-    """Every set that was tried, in order."""
+    trials: list[Worth]  # Every set that was tried, in order
     seconds: float
-    interrupted: bool
-    """Ctrl-C ended it; the best so far is kept."""
+    interrupted: bool  # Ctrl-C ended it; the best so far is kept
 
     @property
     def plain_ms(self) -> float:
@@ -239,18 +215,15 @@ def tune(
     seed: int = 0,
     progress: Callable[[Worth, Worth], None] = lambda _tried, _best: None,
 ) -> Tuned:
-    """Try sets until their number or the time is used up, every set has been tried, or Ctrl-C.
+    """Try sets until their number or the time is used up, every set has been tried, or Ctrl-C, which is raised only
+    before the first set was measured.
 
     Args:
         probe: measures a set.
         layers: of the model.
         iterations: sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
         budget_s: seconds; a set that was begun is finished.
-        seed: of the search.
         progress: told the set just tried and the best one after each trial.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C before the first set was measured.
     """
     start = time.perf_counter()
     most = math.inf if iterations is None and budget_s is not None else iterations or ITERATIONS
@@ -270,11 +243,7 @@ def tune(
             raise
         interrupted = True
     return Tuned(
-        best=_cheapest(trials),
-        costs=costs,
-        trials=trials,
-        seconds=time.perf_counter() - start,
-        interrupted=interrupted,
+        best=_cheapest(trials), costs=costs, trials=trials, seconds=time.perf_counter() - start, interrupted=interrupted
     )
 
 

@@ -151,8 +151,7 @@ class Acceleration:
 
     packing: Packing
     folded_attention: bool
-    forwards: int
-    """Norms, MLPs and attentions that run in fewer operations."""
+    forwards: int  # Norms, MLPs and attentions that run in fewer operations
     compiled: bool
 
     def __str__(self) -> str:
@@ -169,13 +168,9 @@ class Acceleration:
 
 
 def accelerate(model: Any, *, compile: bool = False) -> Acceleration:
-    """Make the passes of a transformers causal LM cheaper, in place.
-
-    Args:
-        model: loaded, in evaluation mode.
-        compile: also compile the base model's forward. The first pass with one token and the first with more then
-            take up to a minute each, in later processes seconds. A compiled pass rounds differently from a plain one.
-    """
+    """Make the passes of a transformers causal LM, which is in evaluation mode, cheaper, in place. With `compile` the
+    first pass with one token and the first with more take up to a minute each, in later processes seconds; a compiled
+    pass rounds differently from a plain one."""
     packed = packing.pack(model)
     folded = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
     if folded:

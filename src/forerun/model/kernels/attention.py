@@ -22,10 +22,8 @@ from forerun.errors import UnsupportedModelError
 from forerun.model.kernels import native
 from forerun.model.padding import Pass, current
 
-NAME = "forerun_fold"
-"""Under which transformers knows it."""
-MIN_ROWS = 4
-"""From this many rows on, every row's bits are the same on every processor that was tried."""
+NAME = "forerun_fold"  # Under which transformers knows it
+MIN_ROWS = 4  # From this many rows on, every row's bits are the same on every processor that was tried
 
 COMPILED = "forerun_compiled"
 """The keyword that tells `fold_attention` of a compiled pass: keys and values have not been through the cache."""
@@ -42,20 +40,14 @@ def fold_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it.
+    """Attention as transformers asks for it: (B, N, heads, D') or (1, M, heads, D'), and no weights.
 
     Args:
-        module: the layer's attention.
         query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
         key: (B, kv_heads, W, D); those of all rows where the cache leaves it to attention to select them.
         value: (B, kv_heads, W, D')
         attention_mask: (B, 1, N, W), additive or boolean.
-        scaling: of the scores.
-        dropout: probability.
         kwargs: what else the model says; `COMPILED` only inside a compiled pass.
-
-    Returns:
-        (B, N, heads, D') or (1, M, heads, D'), and no weights.
 
     Raises:
         UnsupportedModelError: the model uses a soft cap or attention sinks.

@@ -2,9 +2,8 @@
 
 Only `forward` of a module is replaced, on the object: weights, names, hooks and children stay, and where a pass is not
 what the kernels take (gradients, another cache, a compiler that traces) the module's own forward runs. A module gets
-one if it is built as these expect and answers random states as before.
-
-Knows transformers' names for the parts of a decoder layer.
+one if it is built as these expect and answers random states as before. Knows transformers' names for the parts of a
+decoder layer.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ log = logging.getLogger(__name__)
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes of transformers that do nothing but project, perhaps normalise heads, rotate, attend and project."""
-_ROUNDING = 2.0**-6
-"""Relative difference that two orders of summation may make in bf16."""
+_ROUNDING = 2.0**-6  # Relative difference that two orders of summation may make in bf16
 
 
 class _Forward:
@@ -34,9 +32,6 @@ class _Forward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.plain = module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
 
     def answers(self, forward: Any) -> list[Tensor]:
         """What `forward` makes of random states: this and the module's own have to agree."""
@@ -52,14 +47,16 @@ class NormForward(_Forward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Whether `module` is built like one."""
         weight = getattr(module, "weight", None)
         return (
             type(module).__name__.endswith("RMSNorm")
             and _epsilon(module) > 0
             and isinstance(weight, Tensor)
+            and weight.dim() == 1
             and weight.shape[0] % native.LANES == 0
-            and _plain_bf16(weight)
+            and weight.dtype == torch.bfloat16
+            and weight.is_contiguous()
+            and weight.device.type == "cpu"
         )
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -103,12 +100,11 @@ class GatedForward(_JointForward):
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Whether `module` is built like one."""
-        joint = cls.joint_of(module)
+        joint, activation = cls.joint_of(module), getattr(module, "act_fn", None) or getattr(module, "activation", None)
         return (
             joint is not None
             and "down_proj" in module._modules
-            and "silu" in type(_activation(module)).__name__.lower()
+            and "silu" in type(activation).__name__.lower()
             and joint.sizes[0] == joint.sizes[1]
             and joint.sizes[0] % native.LANES == 0
         )
@@ -133,12 +129,12 @@ class AttentionForward(_JointForward):
         super().__init__(module)
         depth = module.head_dim
         queries, keys = self.joint.sizes[0] // depth, self.joint.sizes[1] // depth
-        norms = [_head_norm(module._modules.get(name)) for name in ("q_norm", "k_norm")]
-        self.heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=norms[0], key_norm=norms[1])
+        norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
+        query, key = (None if norm is None else HeadNorm(norm.weight, _epsilon(norm)) for norm in norms)
+        self.heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query, key_norm=key)
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
-        """Whether `module` is built like one."""
         if type(module).__name__ not in ATTENTIONS or not type(module).__module__.startswith("transformers.models."):
             return False
         joint = cls.joint_of(module)
@@ -180,6 +176,7 @@ class AttentionForward(_JointForward):
         return module.o_proj(attended.flatten(2)), None
 
     def _fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+        angle = (*states.shape[:-1], self.heads.depth)  # for every token, in the form in which the kernel reads them
         return (
             type(cache) is SlotCache
             and angles is not None
@@ -187,7 +184,7 @@ class AttentionForward(_JointForward):
             and native.takes_states(states)
             and self.intact()
             and attention.installed(self.module)
-            and all(_reads(part, states, self.heads.depth) for part in angles)
+            and all(part.shape == angle and part.dtype == states.dtype and part.is_contiguous() for part in angles)
         )
 
     def answers(self, forward: Any) -> list[Tensor]:
@@ -216,9 +213,7 @@ KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormFo
 @torch.inference_mode()
 def install(model: nn.Module) -> int:
     """Give every module of `model` that suits a faster forward; how many got one."""
-    if native.fused_kernels() is None:
-        return 0
-    return sum(_install(module) for module in list(model.modules()))
+    return 0 if native.fused_kernels() is None else sum(_install(module) for module in list(model.modules()))
 
 
 def _install(module: nn.Module) -> bool:
@@ -238,11 +233,6 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
 
 
-def _reads(part: Tensor, states: Tensor, depth: int) -> bool:
-    """Whether cosines or sines are there for every token, in the form in which the kernel reads them."""
-    return part.shape == (*states.shape[:-1], depth) and part.dtype == states.dtype and part.is_contiguous()
-
-
 def _joint(*children: nn.Module | None) -> PackedWeight | None:
     """The one weight whose parts these are, all and in this order; None where there is none."""
     groups = [child.group if isinstance(child, FusedLinear) else None for child in children]
@@ -254,23 +244,9 @@ def _joint(*children: nn.Module | None) -> PackedWeight | None:
     return weight if complete else None
 
 
-def _head_norm(module: Any) -> HeadNorm | None:
-    return None if module is None else HeadNorm(module.weight, _epsilon(module))
-
-
 def _epsilon(module: Any) -> float:
     """Of a norm; 0 where it does not say."""
     return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0)
-
-
-def _activation(module: Any) -> Any:
-    return getattr(module, "act_fn", None) or getattr(module, "activation", None)
-
-
-def _plain_bf16(weight: Tensor) -> bool:
-    return (
-        weight.dim() == 1 and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.device.type == "cpu"
-    )
 
 
 def _random(*shape: int) -> Tensor:

@@ -34,8 +34,7 @@ from forerun.writing import written
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-COMPILERS = ("cc", "gcc", "clang")
-"""Tried in this order unless ``$CC`` names one."""
+COMPILERS = ("cc", "gcc", "clang")  # Tried in this order unless ``$CC`` names one
 FLAGS = (
     *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"),
@@ -53,11 +52,8 @@ def version() -> str:
 
 
 def compiled_library(name: str, loader: Loader = ctypes.CDLL) -> ctypes.CDLL | None:
-    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once.
-
-    Args:
-        loader: ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it.
-    """
+    """What ``<name>.c`` compiles to; None where this machine cannot have it, which is logged once. The `loader`
+    ``ctypes.PyDLL`` keeps the interpreter's lock during a call: waiting for it may last longer than it."""
     with _ONE_BUILDS:
         return _known(name, loader)
 
@@ -75,12 +71,8 @@ def _known(name: str, loader: Loader) -> ctypes.CDLL | None:
 
 
 def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
-    """The kernel from the cache, compiled first where it is not there yet.
-
-    Raises:
-        OSError: no compiler, or nothing can be written.
-        subprocess.SubprocessError: the compiler failed.
-    """
+    """The kernel from the cache, compiled first where it is not there yet. OSError: no compiler, or nothing can be
+    written; SubprocessError: the compiler failed."""
     path = cache_root() / "kernels" / f"{name}-{version()}.so"
     try:
         return _open(path, loader)
@@ -100,11 +92,8 @@ def _loaded(name: str, loader: Loader) -> ctypes.CDLL:
 
 
 def _open(path: Path, loader: Loader) -> ctypes.CDLL:
-    """The library in a file of ours that nobody else can write to: code that others wrote would run as us.
-
-    Raises:
-        OSError: there is none, or somebody else's.
-    """
+    """The library in a file of ours that nobody else can write to: code that others wrote would run as us. OSError:
+    none there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
@@ -131,8 +120,7 @@ def _compiler() -> str:
 
 # --- attention ---
 
-DEPTHS = range(32, 257, 32)
-"""Widths of a head that it takes."""
+DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 _STRIDES = {
     "query": ("batch", "head", "row"),
     "key": ("batch", "head", "slot"),
@@ -168,18 +156,14 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rows: Tensor | None = None) -> Tensor:
-    """Attention where `takes_attention` says so; a row's bits depend on what that row sees alone.
+    """Attention where `takes_attention` says so, (B, N, heads, D'); a row's bits depend on what that row sees alone.
 
     Args:
         query: (B, heads, N, D)
         key: (R, kv_heads, W, D)
         value: (R, kv_heads, W, D')
         mask: (B, 1, N, W) or (1, 1, N, W), additive; below -1e38 means unseen.
-        scale: of the scores.
         rows: (B,) int64, which of the R keys and values each sequence has; None: R is B, its own.
-
-    Returns:
-        (B, N, heads, D')
 
     Raises:
         ArgumentError: the shapes do not belong together, or there is no such row; nothing was read.
@@ -188,7 +172,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     held, key_heads, width, _ = key.shape
     found = attention_kernel()
     assert found is not None, "takes_attention() is asked first"
-    if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not (rows is None or _are_rows(rows, batch)):
+    good = rows is None or (rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous())
+    if value.shape[:3] != key.shape[:3] or key.shape[3] != depth or not good:
         raise _attention_refusal(query, key, value, mask, rows)
     out = query.new_empty(batch, count, heads, value.shape[-1])
     mask = mask.expand(batch, 1, count, width)
@@ -198,10 +183,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     if found(ctypes.byref(_Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads()))):
         raise _attention_refusal(query, key, value, mask, rows)
     return out
-
-
-def _are_rows(rows: Tensor, batch: int) -> bool:
-    return rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
 
 
 def _attention_refusal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rows: Tensor | None) -> ArgumentError:
@@ -227,8 +208,7 @@ def attention_kernel() -> ctypes._NamedFuncPointer | None:
 
 # --- norm, rotation, activation, argmax ---
 
-LANES = 16
-"""Widths are multiples of it; those of a head of twice as much."""
+LANES = 16  # Widths are multiples of it; those of a head of twice as much
 MOST_DEPTH = 512
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
@@ -280,11 +260,8 @@ def takes_states(states: Tensor) -> bool:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,).
-
-    Raises:
-        ArgumentError: the sizes differ, or are no multiples of `LANES`.
-    """
+    """Root-mean-square norm of (.., size), computed in float32, times `weight` (size,). ArgumentError: the sizes
+    differ, or are no multiples of `LANES`."""
     size = states.shape[-1]
     if weight.shape != (size,) or size % LANES:
         raise ArgumentError(f"a norm of {size} values needs as many weights, in {LANES}s; got {tuple(weight.shape)}")
@@ -297,11 +274,8 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size).
-
-    Raises:
-        ArgumentError: the size is no multiple of `LANES`.
-    """
+    """``silu(gate) * up`` of (.., 2 * size), gates first: (.., size). ArgumentError: the size is no multiple of
+    `LANES`."""
     size = both.shape[-1] // 2
     if both.shape[-1] % (2 * LANES):
         raise ArgumentError(f"gates and values come in {LANES}s each, got {both.shape[-1]} of both")
@@ -312,10 +286,8 @@ def silu_and_mul(both: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor) -> list[list[int]]:
-    """(B, N) ids of the largest of (B, N, V) on a CPU, the first of equals; -1 where there is NaN.
-
-    Our own kernel finds those of bf16, numpy the others: torch takes three to six times as long.
-    """
+    """(B, N) ids of the largest of (B, N, V) on a CPU, the first of equals; -1 where there is NaN. Our own kernel finds
+    those of bf16, numpy the others: torch takes three to six times as long."""
     batch, nodes, width = logits.shape
     if takes_states(logits):
         ids = (ctypes.c_int64 * (batch * nodes))()
@@ -332,8 +304,7 @@ def largest(logits: Tensor) -> list[list[int]]:
 class HeadNorm:
     """A root-mean-square norm of every head."""
 
-    weight: Tensor
-    """(D,)"""
+    weight: Tensor  # (D,)
     epsilon: float
 
 
@@ -342,10 +313,8 @@ class Heads:
     """How the output of a layer's joint projection divides."""
 
     queries: int
-    keys: int
-    """As many as values."""
-    depth: int
-    """D, even to 32."""
+    keys: int  # As many as values
+    depth: int  # D, even to 32
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None
 
@@ -353,16 +322,13 @@ class Heads:
 def rope_and_write(
     states: Tensor, angles: tuple[Tensor, Tensor], heads: Heads, stores: tuple[Tensor, Tensor], places: Tensor
 ) -> Tensor:
-    """Normalise and rotate queries and keys, write keys and values to the cache.
+    """Normalise and rotate queries and keys, write keys and values to the cache; returns the queries (.., queries, D).
 
     Args:
         states: (.., (queries + 2 * keys) * D) of M tokens, contiguous.
         angles: cosines and sines (.., D) of the M tokens, contiguous, halves paired as in Llama.
         stores: keys and values (rows, slots, keys, D), contiguous.
         places: (M,) int64, index into (rows * slots).
-
-    Returns:
-        the queries (.., queries, D)
 
     Raises:
         ArgumentError: the shapes do not belong together, or there is no such slot; nothing was written.

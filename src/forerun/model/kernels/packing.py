@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -22,8 +22,7 @@ from forerun.errors import CheckpointError
 
 PACK_ROWS = 16
 """The number of rows that the layout is chosen for: the widest pass that should stay near the price of one row."""
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Children of one module that read the same input."""
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
 
 
 _WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
@@ -34,8 +33,7 @@ _NAMES = itertools.count()
 class Contents:
     """The values of a `PackedWeight`."""
 
-    packed: Tensor
-    """In oneDNN's layout; never written to."""
+    packed: Tensor  # In oneDNN's layout; never written to
     bias: Tensor | None
 
 
@@ -117,7 +115,6 @@ class _Packed(nn.Module):
             destination[f"{prefix}bias"] = self.bias.clone()
 
     def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -128,7 +125,6 @@ class PackedLinear(_Packed):
         super().__init__(layer, PackedWeight([layer]), 0)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
         return self.packed_weight.apply(states)
 
 
@@ -159,7 +155,6 @@ class FusedLinear(_Packed):
         self.group = group
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
         return self.group.take(states, self.index)
 
 
@@ -181,10 +176,8 @@ def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
 class Packing:
     """What `pack` did."""
 
-    layers: int
-    """Linear layers that were repacked."""
-    fused: int
-    """Groups that were merged."""
+    layers: int  # Linear layers that were repacked
+    fused: int  # Groups that were merged
 
 
 def packable(layer: nn.Module) -> bool:
@@ -209,11 +202,13 @@ def cpu_packs(dtype: torch.dtype) -> bool:
 def pack(model: nn.Module) -> Packing:
     """Replace every packable linear layer of `model`, in place; the plain weights are freed, a tied embedding stays."""
     layers = fused = 0
-    for parent in list(_parents(model)):
+    # Not the inside of an adapter, which reads its base layer's weight.
+    for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
         for names in GROUPS:
             members = [parent._modules.get(name) for name in names]
             linears = [member for member in members if isinstance(member, nn.Linear) and packable(member)]
-            if len(linears) == len(names) and _alike(linears):
+            kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
+            if len(linears) == len(names) and len(kinds) == 1:
                 group = FusedGroup(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, FusedLinear(linears[index], group, index))
@@ -232,23 +227,6 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(packed.values())
 
 
-def _parents(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose children may be replaced: not the inside of an adapter, which reads its base layer's weight."""
-    for module in model.modules():
-        if not hasattr(module, "base_layer"):
-            yield module
-
-
-def _alike(layers: Sequence[nn.Linear]) -> bool:
-    first = layers[0]
-    return all(
-        layer.in_features == first.in_features
-        and layer.weight.dtype == first.weight.dtype
-        and (layer.bias is None) == (first.bias is None)
-        for layer in layers
-    )
-
-
 # --- new weights for a model in use ---
 
 
@@ -256,8 +234,7 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
 class Weights:
     """A whole set of weights in the form in which one model holds them."""
 
-    parameters: tuple[tuple[nn.Parameter, Tensor], ...]
-    """What is exchanged, and its values."""
+    parameters: tuple[tuple[nn.Parameter, Tensor], ...]  # What is exchanged, and its values
     packed: tuple[tuple[PackedWeight, Contents], ...]
 
     def nbytes(self) -> int:
@@ -267,14 +244,8 @@ class Weights:
 
 @torch.no_grad()
 def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
-    """The values of `state` as `model` would hold them: its dtypes, its devices, its layouts. Changes nothing.
-
-    Args:
-        state: as the ``state_dict`` of the plain model, any floating dtype.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-    """
+    """The values of `state`, a plain model's ``state_dict`` in any floating dtype, as `model` would hold them: its
+    dtypes, its devices, its layouts. Changes nothing. CheckpointError: a tensor is missing or has another shape."""
     parameters = tuple(
         (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
         for name, own in model.named_parameters()
