@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-WITHOUT_FLOAT64 = {"mps"}
-"""Types of devices."""
+WITHOUT_FLOAT64 = {"mps"}  # Types of devices
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -62,13 +62,10 @@ def _unsealed(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
 class ManifestKind:
     """Directories of one kind."""
 
-    format: str
-    """What the manifest calls itself."""
+    format: str  # What the manifest calls itself
     version: int
-    what: str
-    """For people: a datastore."""
-    remedy: str
-    """How such a directory is made."""
+    what: str  # For people: a datastore
+    remedy: str  # How such a directory is made
 
     def write(self, folder: Path, entries: Mapping[str, Any]) -> None:
         """Save what the directory holds; a killed run leaves the old file or the new one."""
@@ -98,13 +95,10 @@ class ManifestKind:
 class TokenizerIdentity:
     """What tells one tokenizer from another."""
 
-    name: str
-    """Directory name or hub id it was loaded from; for messages, not for comparison."""
+    name: str  # Directory name or hub id it was loaded from; for messages, not for comparison
     vocab_size: int
-    vocabulary: str
-    """sha256 of the token strings and their ids."""
-    template: str
-    """sha256 of the chat template; empty where there is none."""
+    vocabulary: str  # sha256 of the token strings and their ids
+    template: str  # sha256 of the chat template; empty where there is none
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> TokenizerIdentity:

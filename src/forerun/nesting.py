@@ -1,7 +1,7 @@
 """Depth and number of the brackets of a text, counted in linear time before anything parses it.
 
 Parsers that call themselves once a level run out of stack, and Python's own reader spends most of its time on objects
-and lists. So both have a limit that is checked first. Knows no format but strings in quotation marks.
+and lists. So both have a limit that is checked first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_DEPTH = 64
-"""Levels of brackets in a JSON text, a schema or a grammar. Ordinary ones have fewer than twenty."""
+MAX_DEPTH = 64  # Levels of brackets in a JSON text, a schema or a grammar. Ordinary ones have fewer than twenty.
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """Possessive, and with an end for a string that has none: or a text of quotation marks took quadratic time."""
@@ -25,12 +24,9 @@ _OTHERS = bytes(byte for byte in range(256) if byte not in _OPENING + _CLOSING)
 class Nesting(NamedTuple):
     """The brackets of a text outside its strings."""
 
-    depth: int
-    """Most that are open at once."""
-    opened: int
-    """How many there are."""
-    colons: int
-    """In JSON one for each key."""
+    depth: int  # Most that are open at once
+    opened: int  # How many there are
+    colons: int  # In JSON one for each key
 
 
 def nesting(text: str | bytes) -> Nesting:

@@ -1,4 +1,4 @@
-"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered. Knows no model.
+"""`SamplingParams` and `StructuredOutputs`: how one request is to be answered.
 
 Part of the nouns; `forerun.types` has them all.
 """

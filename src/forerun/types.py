@@ -1,7 +1,7 @@
 """The nouns of forerun: what is asked, what is drafted, what is scored, what is kept, what came out.
 
-Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last committed token),
-S committed tokens, V vocabulary, H hidden size, D depth. Knows no model, no rule and no drafter.
+Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last committed token), S
+committed tokens, V vocabulary, H hidden size, D depth.
 """
 
 from __future__ import annotations

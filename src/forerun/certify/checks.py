@@ -91,8 +91,7 @@ class Report:
 
 Outcome = tuple[int, ...]
 REST: Outcome = ()  # The cell of everything that has no cell of its own
-IMPOSSIBLE = 1e-12
-"""Probability below which a cell counts as outside the distribution: one answer there is a failure."""
+IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
 _TOGETHER = 1024  # Answers asked for at once
 
 
@@ -381,8 +380,7 @@ def _logprob_equality(llm: LLM, worst: float, compared: int) -> Check:
 
 
 Progress = Callable[[str], None]
-NUCLEUS = 0.9
-"""The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut."""
+NUCLEUS = 0.9  # The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,8 +80,7 @@ class Difference:
     position: int  # Index of the first token that differs
     plain: int | None  # Plain decoding's token; None where it had ended
     speculative: int | None
-    gap: float
-    """From the best log-probability there to the worse of the two, nats; infinite for an unlikely token."""
+    gap: float  # From the best log-probability there to the worse of the two, nats; infinite for an unlikely token
     epsilon: float
 
     @property

@@ -1,7 +1,7 @@
 """Head checkpoints in the public formats: what a serving engine loads, as a head that forerun drafts with, and back.
 
 Inside forerun there is one form (`EagleConfig`, its module's tensor names, layer ids as boundaries); every format is
-converted to and from it here, and nowhere else. Knows no engine's inside and trains nothing.
+converted to and from it here, and nowhere else.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from forerun.model.load import SINGLE
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
-Written = tuple[dict[str, Any], dict[str, Tensor]]
-"""Keys of ``config.json``, and tensors."""
+Written = tuple[dict[str, Any], dict[str, Tensor]]  # Keys of ``config.json``, and tensors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -121,8 +120,7 @@ class HeadCheckpoint:
     config: Any
     tensors: Mapping[str, Tensor]
     """By the names of the kind's module; on the CPU, each in the dtype that it was stored in."""
-    notes: tuple[str, ...] = ()
-    """What a reader could not know for certain, as sentences for the user."""
+    notes: tuple[str, ...] = ()  # What a reader could not know for certain, as sentences for the user
 
     def __post_init__(self) -> None:
         check_tensors(self.config, self.tensors)
@@ -204,8 +202,7 @@ class StoredFiles:
 
     directory: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    """Of all shards, under the names on disk."""
+    tensors: Mapping[str, Tensor]  # Of all shards, under the names on disk
 
 
 class Format:

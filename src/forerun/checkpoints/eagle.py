@@ -81,8 +81,7 @@ def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True)
     return tensors
 
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-"""The key's name, at the top and in `NESTED`."""
+IDS = "eagle_aux_hidden_state_layer_ids"  # The key's name, at the top and in `NESTED`
 
 
 def to_outputs(boundaries: Sequence[int]) -> list[int]:

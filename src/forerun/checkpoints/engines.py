@@ -35,10 +35,8 @@ class Finding:
     engine: str
     severity: Severity
     what: str
-    why: str
-    """What the engine does with it."""
-    remedy: str = ""
-    """What to do; empty if nothing needs to be done."""
+    why: str  # What the engine does with it
+    remedy: str = ""  # What to do; empty if nothing needs to be done
 
 
 def worst(findings: Sequence[Finding], engine: str) -> Severity:
@@ -53,8 +51,7 @@ def found(severity: Severity, engines: str, what: str, why: str, remedy: str = "
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
 
-DRAFTED = 5
-"""Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft."""
+DRAFTED = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +68,11 @@ class Destination:
     """One value of ``--to``."""
 
     title: str
-    format_name: str | None
-    """None: the format in which heads of the kind are written."""
-    engine: str | None
-    """Whose findings count; None: nobody's."""
+    format_name: str | None  # None: the format in which heads of the kind are written
+    engine: str | None  # Whose findings count; None: nobody's
     command: Callable[[Launch], str]
-    counting: str
-    """How this engine counts the tokens of a step."""
-    files: Callable[[Launch], Mapping[str, str]] | None = None
-    """Further files that the engine reads, name -> content."""
+    counting: str  # How this engine counts the tokens of a step
+    files: Callable[[Launch], Mapping[str, str]] | None = None  # Further files that the engine reads, name -> content
 
 
 class Engines:
@@ -163,8 +156,7 @@ class Exported:
 
     directory: Path
     format_name: str
-    findings: tuple[Finding, ...]
-    """What this engine does with the head; empty for ``hf``."""
+    findings: tuple[Finding, ...]  # What this engine does with the head; empty for ``hf``
     command: str
     notes: tuple[str, ...]
 

@@ -1,7 +1,7 @@
 """The flat format of EAGLE and SpecForge, which every engine reads: one configuration, tensors ``midlayer.*``.
 
 Both lists of layer ids are written, each in its own convention, so that vLLM and SGLang read the same states. EAGLE-1
-and EAGLE-2 heads have the same format with ``layers.0.*``. Knows no engine's command line and opens no file.
+and EAGLE-2 heads have the same format with ``layers.0.*``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from forerun.types import LAST_HIDDEN
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
 OTHER_KINDS = re.compile(r"PEagle|DeepseekV[23]|DFlash|DSpark|Medusa", re.IGNORECASE)
 """Heads that are no EAGLE head as we know it, by their architecture."""
-POST_NORM = "return_hidden_post_norm"
-"""TensorRT-LLM's name of ``norm_output``, inside ``eagle_config``."""
+POST_NORM = "return_hidden_post_norm"  # TensorRT-LLM's name of ``norm_output``, inside ``eagle_config``
 FEEDBACK_NOTE = (
     "norm_output is read as vLLM, SGLang and TensorRT-LLM read it: the next step gets the normed output. SpecForge up "
     "to 0.2 wrote the same key for a norm before lm_head only; if this head is from there, set norm_output to false."

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 class Entry:
     """One line of the registry."""
 
-    path: str
-    """``module:Class``, imported when the format is used."""
+    path: str  # ``module:Class``, imported when the format is used
     summary: str
     kinds: tuple[str, ...]
     engines: str = ""

@@ -1,4 +1,4 @@
-"""Reads a configuration key by key, with types, and keeps account of what nobody read. Knows no format.
+"""Reads a configuration key by key, with types, and keeps account of what nobody read.
 
 A key that nobody read is one of three: known to mean nothing to a head's computation (`MEANINGLESS`), known to change
 it (`NEUTRAL`: refused), or unknown: kept, written back, and reported by name.

@@ -1,6 +1,6 @@
 """NVIDIA ModelOpt's export: flat keys, an ``eagle_config`` that describes the layer norms, tensors ``layers.0.*``.
 
-ModelOpt counts layers from 0; the boundary list is written too, because vLLM reads nothing else. Knows no engine.
+ModelOpt counts layers from 0; the boundary list is written too, because vLLM reads nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The format of vllm-project/speculators: the layers in a nested ``transformer_layer_config``, the rest at the top.
 
 ``vllm serve DIRECTORY`` starts target and head from it; SGLang and TensorRT-LLM do not read it. Layer ids are
-boundaries. Knows no other format.
+boundaries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from forerun.errors import CheckpointError
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
 PROPOSALS = "proposal_methods"
-DEFAULT_TOKENS = 5
-"""Drafted tokens per step that are written where the file it came from did not say."""
+DEFAULT_TOKENS = 5  # Drafted tokens per step that are written where the file it came from did not say
 AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
 """Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
 RESIDUAL_NOTE = (

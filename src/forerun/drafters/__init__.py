@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 class Entry:
     """One line of the registry."""
 
-    path: str
-    """``module:Class``, imported when the drafter is built."""
+    path: str  # ``module:Class``, imported when the drafter is built
     summary: str
     needs_training: bool = False
     lossless: bool = True
-    adapts: bool = False
-    """Its weights can be trained while it serves: `Drafter.trainable`."""
+    adapts: bool = False  # Its weights can be trained while it serves: `Drafter.trainable`
     copies: bool = False
     """Proposals are deterministic nodes that were looked up, without a forward pass: `auto` asks at every step."""
 

@@ -34,18 +34,14 @@ log = logging.getLogger(__name__)
 class DraftContext:
     """Everything a drafter may look at, for the B rows that share it."""
 
-    rows: Sequence[int]
-    """(B,) cache row of each sequence; stays the same while a sequence lives."""
+    rows: Sequence[int]  # (B,) cache row of each sequence; stays the same while a sequence lives
     tokens: Sequence[Sequence[int]]
     """(B,) all committed tokens of each row, prompt included; the last one is the root. They grow with the text."""
-    prompt_lengths: Sequence[int]
-    """(B,) how many of the tokens are the prompt's."""
+    prompt_lengths: Sequence[int]  # (B,) how many of the tokens are the prompt's
     fresh: Sequence[int]
     """(B,) how many of the last tokens this drafter has not been shown before. Zero in `Drafter.propose`."""
-    samplers: Sequence[Sampler]
-    """(B,) the sampling parameters of each row, as makers of distributions."""
-    rng: Sequence[Rng]
-    """(B,) the only source of randomness."""
+    samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
+    rng: Sequence[Rng]  # (B,) the only source of randomness
     signals: Mapping[Signal, Tensor]
     """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
     that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
@@ -55,10 +51,8 @@ class DraftContext:
     cache_salts: Sequence[str | None] = ()
     """(B,) the isolation domain of each row; None, or empty for all rows: the one that requests without a salt share.
     What is learned from a row may change drafts for rows of its own domain and of no other, see `PerDomain`."""
-    adapt: Sequence[bool] = ()
-    """(B,) whether online adaptation may learn from each row; empty: from all."""
-    failures: dict[int, Exception] = field(default_factory=dict)
-    """Cache row -> why it was failed; see `fail`."""
+    adapt: Sequence[bool] = ()  # (B,) whether online adaptation may learn from each row; empty: from all
+    failures: dict[int, Exception] = field(default_factory=dict)  # Cache row -> why it was failed; see `fail`
 
     def salt(self, index: int) -> str | None:
         """The isolation domain of one of the B rows."""
@@ -157,10 +151,8 @@ class DrafterSetup:
 
     target: Target
     tokenizer: PreTrainedTokenizerBase | None
-    rows: int
-    """Cache rows of the engine."""
-    slots: int
-    """Most tokens of one sequence, drafted ones included."""
+    rows: int  # Cache rows of the engine
+    slots: int  # Most tokens of one sequence, drafted ones included
     pass_ms: Callable[[int], float] | None = None
     """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the first call; None: not
     known, and no reason to draft less."""
@@ -177,8 +169,7 @@ class Drafter:
     setup)``, where ``config`` is an instance of its `Config` dataclass."""
 
     name: ClassVar[str]
-    Config: ClassVar[type[Any]]
-    """Frozen dataclass of the method's options; each field documented with its unit."""
+    Config: ClassVar[type[Any]]  # Frozen dataclass of the method's options; each field documented with its unit
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """What `propose` may return for a request with these sampling parameters; decides the verification rule. The

@@ -19,8 +19,7 @@ from forerun.drafters.base import DraftContext, Drafter, Seeds
 from forerun.drafters.guarded import Guarded
 from forerun.types import Budget, DraftKind, Signal, Verdict
 
-_MOST_STATES = 512
-"""Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded."""
+_MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded
 
 
 @dataclass(slots=True)

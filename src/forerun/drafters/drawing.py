@@ -41,10 +41,8 @@ P = ParamSpec("P")
 class Draw(StrEnum):
     """How the children of a node come about."""
 
-    AUTO = "auto"
-    """Given at temperature 0; above it a chain is drawn iid and a tree without replacement."""
-    DETERMINISTIC = "deterministic"
-    """The likeliest tokens."""
+    AUTO = "auto"  # Given at temperature 0; above it a chain is drawn iid and a tree without replacement
+    DETERMINISTIC = "deterministic"  # The likeliest tokens
     IID = "iid"
     WITHOUT_REPLACEMENT = "without_replacement"
     GREEDY_K = "greedy_k"
@@ -180,8 +178,7 @@ class Children:
     confidence: Tensor
     """(B, F, C) float32: the probability of a deterministic node; of a drawn one a figure that is independent of its
     value."""
-    valid: Tensor | None
-    """(B, F, C) bool: False where the distribution had no further token; None where all are good."""
+    valid: Tensor | None  # (B, F, C) bool: False where the distribution had no further token; None where all are good
     probs: Tensor | None
     """(B, F, V) what each parent's sampled children were drawn from; None where all are deterministic."""
 

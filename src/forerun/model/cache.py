@@ -1,8 +1,7 @@
 """The row-and-slot KV cache: every row keeps its own length; an accepted path is gathered into place.
 
-transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Knows no model: shapes are taken from
-the tensors it is handed, layer by layer (in DeepSeek-V3 keys and values differ in width). Sliding layers keep all their
-slots; the window is in the mask.
+transformers calls `SlotCache.update` and, in some families, `get_seq_length`. Sliding layers keep all their slots; the
+window is in the mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes into one pass (ids, positions, mask, slots of the cache) and what comes out. Knows no model's weights."""
+"""What goes into one pass (ids, positions, mask, slots of the cache) and what comes out."""
 
 from __future__ import annotations
 
@@ -234,7 +234,6 @@ class Frame:
 class Scored:
     """What one forward pass said."""
 
-    logits: Tensor
-    """(B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``."""
+    logits: Tensor  # (B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``
     signals: Mapping[Signal, Tensor] = field(default_factory=dict)
     """boundary -> (B, N, H) hidden states of the tokens that were run, left aligned."""

@@ -27,8 +27,7 @@ class Plan:
     """Which layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
 
     start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
-    stop: int
-    """Boundary whose states come out: the residual stream after this many layers, before the final norm."""
+    stop: int  # Boundary whose states come out: the residual stream after this many layers, before the final norm
     skip: frozenset[tuple[int, str]] = frozenset()
     """(layer, "attn" | "mlp"): sublayers that add nothing to the residual stream."""
 

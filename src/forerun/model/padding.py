@@ -2,7 +2,7 @@
 
 `Buckets` pads nodes and visible cache to few sizes, so that a row's bits depend on little. `Flat` does the opposite to
 what lies between: rows of a batch differ in how much was drafted for them, and to all layers the real tokens of a pass
-are one sequence; attention alone puts them back in their rows, where their keys are. Knows no model.
+are one sequence; attention alone puts them back in their rows, where their keys are.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class Buckets:
     `nodes`, plain and speculative steps have the same shapes: the reproducible mode (docs/losslessness.md).
     """
 
-    nodes: tuple[int, ...] = ()
-    """Allowed N, rising; larger passes are not padded. Empty: N is never padded."""
-    width: int = 64
-    """Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out."""
+    nodes: tuple[int, ...] = ()  # Allowed N, rising; larger passes are not padded. Empty: N is never padded.
+    width: int = 64  # Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out
 
     def __post_init__(self) -> None:
         if self.width < 1 or any(size < 1 for size in self.nodes) or list(self.nodes) != sorted(set(self.nodes)):

@@ -108,8 +108,7 @@ def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 DEFAULT_TOKENS = 8192  # Most tokens of a row where nobody asked for a number and the context is longer
 HEADROOM = 129  # Slots behind the context for the nodes of a tree that stands at its end
-LEAST_SLOTS = 512
-"""Where memory is short and nobody asked for a number, slots are lowered to this, not further."""
+LEAST_SLOTS = 512  # Where memory is short and nobody asked for a number, slots are lowered to this, not further
 _SMALL = 2**30  # Bytes of weights below which loading shows no progress
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Work on a device that is recorded once and then replayed: one launch for a whole pass, not one an operation.
 
-A recording has fixed shapes, fixed addresses and a fixed course, so work is known by a key that settles all three;
-what differs from call to call comes in tensors. Where nothing records, work simply runs. Knows no model and no tree.
+A recording has fixed shapes, fixed addresses and a fixed course, so work is known by a key that settles all three; what
+differs from call to call comes in tensors. Where nothing records, work simply runs.
 """
 
 from __future__ import annotations

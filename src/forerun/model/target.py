@@ -1,7 +1,7 @@
 """`Target`: a transformers causal LM seen as "score this token tree", on a row-and-slot cache.
 
-A sequence with committed tokens ``t[0..S]`` keeps S of them in the cache; the last one, the root, is run with the
-next tree. Knows no drafter and no verification rule. Not safe for use from several threads at once.
+A sequence with committed tokens ``t[0..S]`` keeps S of them in the cache; the last one, the root, is run with the next
+tree. Not safe for use from several threads at once.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Gathered:
             self._logits[sent_ints(sequences, values.device), tokens] = values
 
 
-ALIGNED = 16
-"""On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask."""
+ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
 PIECE = 512  # Most prompt tokens of a row in one pass
 
 

@@ -1,5 +1,4 @@
-"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict. Knows
-formulas and costs; does not know where they came from, and prints nothing."""
+"""From acceptance and costs to a plan: speed-up by draft length, the best one, break-even batch, and a verdict."""
 
 from __future__ import annotations
 

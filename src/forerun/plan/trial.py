@@ -1,7 +1,7 @@
 """Runs a drafter on real prompts at a depth of our choosing, and writes down what was kept and what it cost.
 
 Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on what the policy
-would have decided. Knows no cost model and no disk.
+would have decided.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class TrialStep:
     draft_ms: float
     verify_ms: float
     commit_ms: float
-    first: bool
-    """Whether it was the prompt's first one, in which a drafter may catch up with the whole prompt."""
+    first: bool  # Whether it was the prompt's first one, in which a drafter may catch up with the whole prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The application: routes, streams, error envelopes, its OpenAPI description and the page at ``/``. Knows no model."""
+"""The application: routes, streams, error envelopes, its OpenAPI description and the page at ``/``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Answers of the two completion endpoints, whole or in chunks, and the counts in answers of all.
 
 Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and marked experimental there, so it is built in one
-place. Knows no engine and no HTTP.
+place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns request bodies into jobs for the engine, and their chunks into one merged stream. Knows no answer's shape."""
+"""Turns request bodies into jobs for the engine, and their chunks into one merged stream."""
 
 from __future__ import annotations
 

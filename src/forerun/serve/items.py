@@ -1,5 +1,5 @@
 """Answers whose items (texts, reasoning, calls) open and close one after the other: OpenAI's ``/v1/responses`` and
-Anthropic's ``/v1/messages``, whole or as events. Knows no engine and no HTTP.
+Anthropic's ``/v1/messages``, whole or as events.
 """
 
 from __future__ import annotations

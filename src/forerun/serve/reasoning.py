@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, between marks. Knows the marks; knows no tools and no request."""
+"""Reasoning that a model writes before its answer, between marks."""
 
 from __future__ import annotations
 

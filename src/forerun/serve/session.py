@@ -1,4 +1,4 @@
-"""The engine behind the routes: loading, admission, limits, draining, metrics. Knows requests and no HTTP.
+"""The engine behind the routes: loading, admission, limits, draining, metrics.
 
 Metrics have vLLM's names, so that its dashboards, ``vllm bench`` and AIPerf read this server; what vLLM has no name for
 begins with ``forerun:``. Mean acceptance length in PromQL: ``1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) /

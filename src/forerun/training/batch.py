@@ -21,14 +21,12 @@ def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
 class TokenBatch:
     """Packed windows: B rows of S tokens. A row may hold several documents and end in padding."""
 
-    tokens: Tensor
-    """(B, S) int64."""
+    tokens: Tensor  # (B, S) int64
     loss_mask: Tensor
     """(B, S) bool: the token was written by the assistant, so predicting it counts. False for padding."""
     documents: Tensor
     """(B, S) int64: number of the document within the row, from 0; -1 for padding. Attention stays inside one."""
-    positions: Tensor
-    """(B, S) int64: position within the document, from 0."""
+    positions: Tensor  # (B, S) int64: position within the document, from 0
 
     def to(self, device: torch.device | str) -> TokenBatch:
         return TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
@@ -74,8 +72,7 @@ class Objective(Protocol):
 class Batches(Protocol):
     """Data addressed by position, so that resuming needs nothing but a number."""
 
-    steps_per_epoch: int
-    """Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)."""
+    steps_per_epoch: int  # Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The share of process `rank` of `world` in batch number `step`, from 0.

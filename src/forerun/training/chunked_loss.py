@@ -19,8 +19,7 @@ from torch.nn import functional
 
 from forerun.training.batch import working_dtype
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits alive at once, the operand of the matrix products: 16 MB in bfloat16."""
+CHUNK_ELEMENTS = 1 << 23  # Logits alive at once, the operand of the matrix products: 16 MB in bfloat16
 BLOCK_ELEMENTS = 1 << 18
 """Of these, what a processor core turns into gradients at a time: 1 MB in float32, as much as its own cache holds."""
 
@@ -32,12 +31,10 @@ class Divergence(StrEnum):
     student's tokens. The acceptance a is of p as it is.
     """
 
-    CROSS_ENTROPY = "cross_entropy"
-    """``-sum_v p log q``: forward KL up to a constant."""
+    CROSS_ENTROPY = "cross_entropy"  # ``-sum_v p log q``: forward KL up to a constant
     LK = "lk"
     """``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)`` held constant (2602.23881)."""
-    LK_LOG = "lk_log"
-    """``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)."""
+    LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +43,12 @@ class Teacher:
 
     hidden: Tensor
     """(R / G, Ht): the teacher's states after its final norm; G rows of the student in a row follow the same one."""
-    weight: Tensor
-    """(Vt, Ht): its whole head."""
+    weight: Tensor  # (Vt, Ht): its whole head
     tokens: Tensor | None = None
     """(V,) int64: its number of each of the student's tokens; None: they know the same ones."""
     bias: Tensor | None = None
     scale: float = 1.0
-    softcap: float | None = None
-    """``cap * tanh(logits / cap)``."""
+    softcap: float | None = None  # ``cap * tanh(logits / cap)``
 
     def logits(self, states: Tensor) -> Tensor:
         """(r, Vt), in the dtype of the head, for `states` (r,), row numbers of `hidden`; neither scaled nor capped."""
@@ -83,12 +78,9 @@ class Teacher:
 class _Probs:
     """The teacher's probabilities of the student's tokens."""
 
-    best: Tensor
-    """(..) int64: the likeliest token of all, by the teacher's number."""
-    full: Tensor
-    """(.., V) float32, as they are: they sum to less than 1 where the student does not know all tokens."""
-    renormalised: Tensor
-    """(.., V) float32, over the student's tokens alone."""
+    best: Tensor  # (..) int64: the likeliest token of all, by the teacher's number
+    full: Tensor  # (.., V) float32, as they are: they sum to less than 1 where the student does not know all tokens
+    renormalised: Tensor  # (.., V) float32, over the student's tokens alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +88,11 @@ class VocabularyLoss:
     """The loss, and how well student and target agree, row by row; 0 for rows of weight 0."""
 
     loss: Tensor
-    weights: Tensor
-    """(R,) float32: the given weights, 0 for rows that were left out."""
+    weights: Tensor  # (R,) float32: the given weights, 0 for rows that were left out
     agrees: Tensor
     """(R,) float32, as the rows: 1 where both have the same likeliest token, of all that the teacher knows; 0 for hard
     targets that it misses."""
-    overlap: Tensor
-    """(R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted."""
+    overlap: Tensor  # (R,) float32: ``sum_v min(p, q)``, the chance that a sampled draft is accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,12 +102,10 @@ class _Target:
     weights: Tensor
     teacher: Teacher | None
     ids: Tensor | None = None
-    share: float = 1.0
-    """Of the mass that follows the teacher; `ids` have the rest."""
+    share: float = 1.0  # Of the mass that follows the teacher; `ids` have the rest
     divergence: Divergence = Divergence.CROSS_ENTROPY
     decay: float = 0.0
-    unknown: Tensor | None = None
-    """(Vt,) bool: a row is left out where one of these is the teacher's likeliest token."""
+    unknown: Tensor | None = None  # (Vt,) bool: a row is left out where one of these is the teacher's likeliest token
 
 
 def soft_loss(

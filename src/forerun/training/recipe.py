@@ -78,21 +78,16 @@ class TrainRecipe(Generic[Settings]):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", **STRICT)
     kind: str
-    target: str
-    """Directory or hub id of the model to draft for."""
-    data: str
-    """Directory that ``forerun data prepare`` wrote."""
-    output: str
-    """Directory of checkpoints, log and the finished head."""
+    target: str  # Directory or hub id of the model to draft for
+    data: str  # Directory that ``forerun data prepare`` wrote
+    output: str  # Directory of checkpoints, log and the finished head
     mode: Literal["online", "offline"] = "online"
     """``online`` runs the target beside the head; ``offline`` reads `features`."""
-    features: str | None = None
-    """Directory that `forerun features` wrote."""
+    features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "bfloat16"
     target_parallel: Literal["none", "fsdp", "tp"] = "none"
     """Where the target does not fit one device: ``fsdp`` or ``tp``, see `run.load_target`."""
-    trackers: tuple[str, ...] = ()
-    """``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``."""
+    trackers: tuple[str, ...] = ()  # ``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Settings
     windows: WindowSettings = field(default_factory=WindowSettings)

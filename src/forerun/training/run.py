@@ -115,8 +115,7 @@ class Run:
     recipe: TrainRecipe[Any]
     model: Any
     data: PreparedData
-    prompts: PreparedData | None
-    """What is decoded while training."""
+    prompts: PreparedData | None  # What is decoded while training
     head: Head
     objective: Objective
     batches: RunBatches
@@ -183,8 +182,7 @@ class RunBatches(Batches):
     source: OnlineFeatures | OfflineFeatures
     device: torch.device
     steps_per_epoch: int
-    together: bool = False
-    """Whether a pass of the target needs all processes, with the same tokens (tensor parallel)."""
+    together: bool = False  # Whether a pass of the target needs all processes, with the same tokens (tensor parallel)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """The rank's share of a step. Together, all shares run one after the other, and the rank keeps its own."""

@@ -39,12 +39,10 @@ if TYPE_CHECKING:
 class Stop(StrEnum):
     """When a draft is long enough."""
 
-    NEVER = "never"
-    """Only the budget ends it."""
+    NEVER = "never"  # Only the budget ends it
     CONFIDENCE = "confidence"
     """The likeliest token has less than the threshold (transformers' ``assistant_confidence_threshold``, 0.4)."""
-    SVIP = "svip"
-    """The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)."""
+    SVIP = "svip"  # The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)
     ADAEDL = "adaedl"
     """The lower bound ``1 - sqrt(0.2 entropy)`` on acceptance is below the threshold (AdaEDL, arXiv 2410.18351)."""
 
@@ -59,8 +57,7 @@ class Stopping:
     """One rule with its threshold. ArgumentError: the threshold is out of its range."""
 
     rule: Stop = Stop.NEVER
-    threshold: float | None = None
-    """None takes the rule's default."""
+    threshold: float | None = None  # None takes the rule's default
 
     def __post_init__(self) -> None:
         if self.threshold is None:

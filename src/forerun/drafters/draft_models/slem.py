@@ -35,8 +35,7 @@ from forerun.drafters.vocabulary import draft_tokenizer, resolved, target_tokeni
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
-_WORDS = 4
-"""So many times the look-behind a word is searched for; a text without spaces is taken up at any token."""
+_WORDS = 4  # So many times the look-behind a word is searched for; a text without spaces is taken up at any token
 _ROOM = 2
 """The draft model's cache holds this many times the target's tokens; a row whose text needs more drafts nothing."""
 

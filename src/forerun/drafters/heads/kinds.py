@@ -26,21 +26,14 @@ READ_HEAD = "forerun.checkpoints.formats:read_head"
 class HeadKind:
     """One line of the registry."""
 
-    name: str
-    """Of the drafter, and what ``forerun train`` takes."""
-    title: str
-    """As papers write it."""
+    name: str  # Of the drafter, and what ``forerun train`` takes
+    title: str  # As papers write it
     summary: str
-    module: str
-    """``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape."""
-    drafter: str
-    """``module:Class`` of the drafter, a `heads.drafting.HeadDrafter`."""
-    drafts: Way
-    """``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state."""
-    trains: Role = "head"
-    """What training changes: a head on a frozen target, a draft model, or the target itself."""
-    same_head_as: str | None = None
-    """The kind whose heads these are, where two kinds differ in how they draft alone."""
+    module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
+    drafter: str  # ``module:Class`` of the drafter, a `heads.drafting.HeadDrafter`
+    drafts: Way  # ``sequential``: level by level, each reading the one before. ``parallel``: all depths from one state.
+    trains: Role = "head"  # What training changes: a head on a frozen target, a draft model, or the target itself
+    same_head_as: str | None = None  # The kind whose heads these are, where two kinds differ in how they draft alone
 
     @property
     def stored_as(self) -> str:

@@ -20,8 +20,7 @@ from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
 _LONGEST = 4  # Longest string searched for, tokens
-_REACH = 16
-"""A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere."""
+_REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
 
 
 class Alignment:

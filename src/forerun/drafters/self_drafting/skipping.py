@@ -66,8 +66,7 @@ def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
 
 Floats = NDArray[np.floating[Any]]
 
-NOISE = 1e-2
-"""Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)."""
+NOISE = 1e-2  # Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)
 _LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Of the exponential, as a share of the number of entries
 _ADDITIVE = (0.0, 0.5, 0.9)
 
@@ -125,8 +124,7 @@ def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Fl
 Acquisition = Callable[[Floats, Floats, float], Floats]
 """(mean (m,), standard deviation (m,), best value) -> (m,) how much each is worth trying."""
 
-_POOL = 384
-"""Random subsets among which the next one is chosen; as many neighbours of the best come on top."""
+_POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
 _ENUMERABLE = 10  # Up to so many sub-layers every subset is in the pool
 _REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
 _SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
@@ -257,8 +255,7 @@ _STRUCTURE = (
 class SkipFile:
     """A tuned set of sub-layers and where it comes from."""
 
-    model: str
-    """Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere."""
+    model: str  # Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere
     num_layers: int
     structure: str  # `structure_hash` of the model
     skip: SkipSet

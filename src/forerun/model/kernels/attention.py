@@ -4,10 +4,7 @@ At 16 tokens transformers' own `sdpa` spends most of its time copying keys for `
 into the rows of one problem needs no copy. In bf16 `native` does it where the machine allows, else torch. There few
 rows run in kernels that sum in another order (one row on an Intel with AMX; one, two and three on an AMD with AVX-512),
 so that a token's bits would depend on how many are scored with it: on a CPU problems of fewer than `MIN_ROWS` rows are
-filled up with copies.
-
-Knows transformers' `AttentionInterface`. Does not know masks: windows come in them. Soft caps and sinks are refused;
-models that have them keep their own implementation.
+filled up with copies. Soft caps and sinks are refused; models that have them keep their own implementation.
 """
 
 from __future__ import annotations

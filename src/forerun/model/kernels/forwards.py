@@ -2,8 +2,7 @@
 
 Only `forward` of a module is replaced, on the object: weights, names, hooks and children stay, and where a pass is not
 what the kernels take (gradients, another cache, a compiler that traces) the module's own forward runs. A module gets
-one if it is built as these expect and answers random states as before. Knows transformers' names for the parts of a
-decoder layer.
+one if it is built as these expect and answers random states as before.
 """
 
 from __future__ import annotations

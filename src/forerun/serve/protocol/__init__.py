@@ -1,1 +1,1 @@
-"""Request bodies of each API as pydantic models, and error envelopes. Knows no engine."""
+"""Request bodies of each API as pydantic models, and error envelopes."""

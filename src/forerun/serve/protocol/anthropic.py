@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: the body, as a chat request. Knows no engine and no HTTP."""
+"""Anthropic's ``/v1/messages``: the body, as a chat request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here. Knows no engine and no HTTP."""
+"""OpenAI's ``/v1/responses``: the body, as a chat request; nothing is kept here."""
 
 from __future__ import annotations
 

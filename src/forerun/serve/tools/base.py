@@ -1,7 +1,7 @@
 """What a format of tool calls is: how a model writes calls into its text, and the grammar of what it may write.
 
 Calls are JSON (`read_calls`) or have a mark around each argument (`FieldFormat`). Each format is one file and one line
-of the registry. Knows no request and no model.
+of the registry.
 """
 
 from __future__ import annotations

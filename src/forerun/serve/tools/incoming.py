@@ -1,4 +1,4 @@
-"""A streaming reader: text that arrives in pieces, read through a cursor, and the JSON in it. Knows no format of calls.
+"""A streaming reader: text that arrives in pieces, read through a cursor, and the JSON in it.
 
 A reader is a generator that yields `Piece`s, and None where it needs more text. What it decides depends on the text and
 never on where the text was cut, so a streamed answer and a whole one are read by the same lines to the same pieces.

@@ -39,10 +39,8 @@ from forerun.writing import written
 FOLDER = "eagle_head"
 MARKER = "forerun_convert.json"
 """Says that a directory holds a converted model, and with which settings it was converted."""
-IGNORED = -100
-"""transformers' label of a token that does not count."""
-HEAD = "eagle_module"
-"""The head's name among the model's children, ModelOpt's."""
+IGNORED = -100  # transformers' label of a token that does not count
+HEAD = "eagle_module"  # The head's name among the model's children, ModelOpt's
 OTHER_INPUTS = ("attention_mask", "labels", "loss_mask", "position_ids")
 _PLAIN = "_forerun_plain"
 
@@ -161,8 +159,7 @@ def _attach(model: Any, head: EagleHead, settings: ConvertSettings, source: Onli
 class EagleOutput(ModelOutput):  # type: ignore[misc]
     """What a converted model returns while it trains, or when it is given labels."""
 
-    loss: Tensor | None = None
-    """() float32, nats: mean over the counted tokens and the (weighted) steps."""
+    loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
     logits: Tensor | None = None
     """Always None: the base model's logits are never formed. Ask for them without labels, in eval mode."""
     train_acc: list[float] | None = None
@@ -178,10 +175,8 @@ class EagleModel:
     _eagle_settings: ConvertSettings
     _eagle_source: OnlineFeatures
     _eagle_ready: bool = False
-    _eagle_fresh: bool = False
-    """The head is as it was loaded: no loss has been taken since."""
-    _eagle_reading: bool = False
-    """The base model runs for the head's sake."""
+    _eagle_fresh: bool = False  # The head is as it was loaded: no loss has been taken since
+    _eagle_reading: bool = False  # The base model runs for the head's sake
 
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.

@@ -28,10 +28,8 @@ class Key:
     """One key of the configuration."""
 
     default: Any
-    refusal: str | None = None
-    """Why another value than the default is refused; None: any value is honoured."""
-    ours: bool = False
-    """Forerun's own, unknown to ModelOpt; left out of the presets."""
+    refusal: str | None = None  # Why another value than the default is refused; None: any value is honoured
+    ours: bool = False  # Forerun's own, unknown to ModelOpt; left out of the presets
 
 
 _LORA = "the base model stays as it is, so nothing is trained inside it"

@@ -1,4 +1,4 @@
-"""Data files to a datastore: tokenize, sort, write under a temporary name, rename. Knows no search and no model."""
+"""Data files to a datastore: tokenize, sort, write under a temporary name, rename."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tell = Callable[[str], None]
-SORTING_BYTES = 48
-"""Memory that sorting takes per token: text, ranks, keys and the order that is being made."""
+SORTING_BYTES = 48  # Memory that sorting takes per token: text, ranks, keys and the order that is being made
 
 
 def build(

@@ -40,19 +40,14 @@ class Record:
     """One entry of an input file. Exactly one of `messages` and `text` is filled."""
 
     where: str
-    id: str
-    """The entry's own, else the file's name and the line."""
-    messages: tuple[Message, ...] = ()
-    """The conversation, roles translated to those of chat templates."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the tools that the conversation may call."""
+    id: str  # The entry's own, else the file's name and the line
+    messages: tuple[Message, ...] = ()  # The conversation, roles translated to those of chat templates
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the tools that the conversation may call
     pair: tuple[str, str] | None = None
     """Prompt and completion as plain strings, where the entry was such a pair; `messages` then says the same."""
     text: str = ""
-    prompt_tokens: int = 0
-    """Tokens at the beginning of `text` that were given to the writer, so they do not count."""
-    truncated: bool = False
-    """The last answer was cut off by a limit: its end is not the writer's."""
+    prompt_tokens: int = 0  # Tokens at the beginning of `text` that were given to the writer, so they do not count
+    truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,8 +111,7 @@ def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) 
             yield record, made
 
 
-Entry = tuple[str, int, Any]
-"""Name of the entry in an error ("line 3"), its number, and the value found there."""
+Entry = tuple[str, int, Any]  # Name of the entry in an error ("line 3"), its number, and the value found there
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:

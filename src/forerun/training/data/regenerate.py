@@ -33,23 +33,18 @@ if TYPE_CHECKING:
 class Question:
     """One thing to generate: the next turn of a conversation, or what follows a text."""
 
-    messages: tuple[Message, ...]
-    """The conversation so far; empty for plain text."""
+    messages: tuple[Message, ...]  # The conversation so far; empty for plain text
     tools: tuple[Mapping[str, Any], ...]
-    prompt: str
-    """The text to continue, where there is no conversation."""
-    seed: int | None
-    """Below 2**31; None leaves it to whoever answers."""
+    prompt: str  # The text to continue, where there is no conversation
+    seed: int | None  # Below 2**31; None leaves it to whoever answers
 
 
 class Answer(NamedTuple):
     """What the target wrote."""
 
     text: str
-    truncated: bool
-    """A limit on tokens ended it, not the target."""
-    reasoning: str = ""
-    """What an endpoint reports separately as the target's thinking."""
+    truncated: bool  # A limit on tokens ended it, not the target
+    reasoning: str = ""  # What an endpoint reports separately as the target's thinking
 
 
 Script = Generator[Question, Answer, dict[str, Any]]
@@ -60,12 +55,9 @@ Script = Generator[Question, Answer, dict[str, Any]]
 class Director:
     """Makes the scripts of records."""
 
-    tokenizer: PreTrainedTokenizerBase | None
-    """Cuts prompts out of plain texts; needed for those only."""
-    prompt_tokens: int = 64
-    """Tokens of a plain text that are given; the target writes the rest."""
-    seed: int | None = None
-    """Mixed with each record's id and turn, so that a resumed run asks the same."""
+    tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
+    prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
+    seed: int | None = None  # Mixed with each record's id and turn, so that a resumed run asks the same
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -152,8 +144,7 @@ def _strip(messages: list[Message], unwanted: Callable[[str], bool]) -> None:
         messages.pop()
 
 
-BUSY = frozenset({408, 409, 425, 429})
-"""Statuses besides 5xx that a later attempt may cure."""
+BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
 UNFIT = frozenset({400, 413, 422})
 """Statuses that blame this one request: a conversation too long for the model, for example."""
 
@@ -167,8 +158,7 @@ class Generation:
     """How answers are sampled."""
 
     max_tokens: int = 1024
-    temperature: float | None = None
-    """0 is greedy; None takes the model's or the server's default."""
+    temperature: float | None = None  # 0 is greedy; None takes the model's or the server's default
     top_p: float | None = None
 
     def __post_init__(self) -> None:
@@ -184,17 +174,13 @@ class Generation:
 class Endpoint:
     """Where the target answers and how patient to be with it."""
 
-    url: str
-    """Base, with or without ``/v1``."""
+    url: str  # Base, with or without ``/v1``
     model: str
     generation: Generation = field(default_factory=Generation)
-    retries: int = 6
-    """Further attempts after the first, for timeouts, 429 and 5xx."""
-    first_pause_s: float = 0.5
-    """Pause before the second attempt; doubles each time."""
+    retries: int = 6  # Further attempts after the first, for timeouts, 429 and 5xx
+    first_pause_s: float = 0.5  # Pause before the second attempt; doubles each time
     timeout_s: float = 600.0
-    api_key: str | None = None
-    """Bearer token; None takes ``OPENAI_API_KEY`` if it is set."""
+    api_key: str | None = None  # Bearer token; None takes ``OPENAI_API_KEY`` if it is set
 
     def client(self, transport: Any = None, connections: int = 100) -> Any:
         """An `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport` replaces the network."""
@@ -275,8 +261,7 @@ def _httpx() -> Any:
         raise ArgumentError("an endpoint needs httpx; install it with: pip install 'forerun[train]'") from error
 
 
-MOST_FAILURES = 20
-"""Records in a row that an unreachable endpoint may cost before the run gives up."""
+MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
 
 
 @dataclass(kw_only=True, slots=True)
@@ -284,13 +269,11 @@ class Regenerated:
     """Counts of records and answers: progress while it runs, then the outcome."""
 
     output: Path
-    total: int = 0
-    """Records asked for, those of earlier runs included."""
+    total: int = 0  # Records asked for, those of earlier runs included
     resumed: int = 0
     written: int = 0
     answers: int = 0
-    failed: int = 0
-    """Could not be answered; a later run tries them again."""
+    failed: int = 0  # Could not be answered; a later run tries them again
     skipped: int = 0
     complaints: list[str] = field(default_factory=list)
 
@@ -318,8 +301,7 @@ class Plan:
     """The records that are left to answer."""
 
     director: Director
-    records: list[Record]
-    """Not yet in the output, each with an id of its own."""
+    records: list[Record]  # Not yet in the output, each with an id of its own
     progress: Regenerated
     tell: Tell
 

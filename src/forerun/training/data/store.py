@@ -42,10 +42,8 @@ class PreparedData:
     def __init__(self, folder: Path, manifest: Mapping[str, Any], parts: Mapping[str, NDArray[Any]]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.tokens: NDArray[np.int32] = parts["tokens"]
-        """(num_tokens,) int32: all documents behind one another."""
-        self.mask: NDArray[np.uint8] = parts["mask"]
-        """(num_tokens,) uint8: 1 where the assistant wrote the token."""
+        self.tokens: NDArray[np.int32] = parts["tokens"]  # (num_tokens,) int32: all documents behind one another
+        self.mask: NDArray[np.uint8] = parts["mask"]  # (num_tokens,) uint8: 1 where the assistant wrote the token
         self.offsets: NDArray[np.int64] = parts["offsets"]
         """(documents + 1,) int64: document i is ``tokens[offsets[i]:offsets[i + 1]]``."""
 
@@ -208,8 +206,7 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
     return int(counts[ids].sum()) / total if total else 1.0
 
 
-BUCKET = 2048
-"""Segments that are sorted and packed together: large enough to fill windows, small enough to stay random."""
+BUCKET = 2048  # Segments that are sorted and packed together: large enough to fill windows, small enough to stay random
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,8 +216,7 @@ class Segment:
     row: int
     column: int
     document: int
-    offset: int
-    """Above 0 where a document longer than the window was split."""
+    offset: int  # Above 0 where a document longer than the window was split
     length: int
 
 

@@ -37,22 +37,17 @@ SCALE_BYTES = 4
 class FeatureManifest:
     """What a feature store was made from and how; two stores with equal manifests hold the same features."""
 
-    target: str
-    """Directory or hub id, for people."""
+    target: str  # Directory or hub id, for people
     target_hash: str
-    boundaries: tuple[Signal, ...]
-    """In the order of the records; `LAST_HIDDEN` follows and is not listed."""
+    boundaries: tuple[Signal, ...]  # In the order of the records; `LAST_HIDDEN` follows and is not listed
     dtype: str
     hidden_size: int
     tokenizer_hash: str
-    template_hash: str
-    """Empty where there is no template."""
+    template_hash: str  # Empty where there is no template
     data_hash: str
-    documents: int
-    """In the prepared data, not only in finished shards."""
+    documents: int  # In the prepared data, not only in finished shards
     tokens: int
-    source: str = "transformers"
-    """What ran the target: transformers or vllm; their numbers differ by rounding."""
+    source: str = "transformers"  # What ran the target: transformers or vllm; their numbers differ by rounding
 
     @property
     def record_bytes(self) -> int:

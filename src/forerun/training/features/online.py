@@ -43,8 +43,7 @@ class OnlineFeatures:
         self.boundaries = check_boundaries(boundaries, config.num_hidden_layers)
         """Ascending or as given, without `LAST_HIDDEN`."""
         self.hidden_size: int = config.hidden_size
-        self.max_length: int = context_length(config)
-        """Most tokens of a document."""
+        self.max_length: int = context_length(config)  # Most tokens of a document
         self.model = model
         self._base = base_of(model)
         self._layers = layers_of(self._base, config.num_hidden_layers)[1]
@@ -171,10 +170,8 @@ def _gathers_at_root(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-COSINE = 0.999
-"""Mean cosine over the tokens that features must exceed."""
-SCALE = 0.05
-"""Most that their length may differ; a norm with weights near one changes lengths and leaves directions."""
+COSINE = 0.999  # Mean cosine over the tokens that features must exceed
+SCALE = 0.05  # Most that their length may differ; a norm with weights near one changes lengths and leaves directions
 
 Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Signal, Tensor]]]
 """Documents -> their states (L, Ht) by boundary; the ``documents`` method of every source."""
@@ -186,12 +183,9 @@ class BoundaryCheck:
 
     boundary: Signal
     cosine: float
-    lowest: float
-    """Cosine of the worst token; reported, not tested."""
-    scale: float
-    """Length of the features over that of the target's states, mean over the tokens."""
-    nearest: Signal
-    """The boundary whose states they resemble most."""
+    lowest: float  # Cosine of the worst token; reported, not tested
+    scale: float  # Length of the features over that of the target's states, mean over the tokens
+    nearest: Signal  # The boundary whose states they resemble most
 
     @property
     def passed(self) -> bool:

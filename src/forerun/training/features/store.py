@@ -41,11 +41,9 @@ class Shard:
     """One finished shard."""
 
     path: Path
-    documents: tuple[int, ...]
-    """In the order in which they stand in the file."""
+    documents: tuple[int, ...]  # In the order in which they stand in the file
     lengths: tuple[int, ...]
-    checksums: tuple[int, ...]
-    """CRC-32 of each document's records."""
+    checksums: tuple[int, ...]  # CRC-32 of each document's records
     size: int
 
 
@@ -73,8 +71,7 @@ class FeatureWriter:
         self.done: set[int] = {document for shard in self._shards for document in shard.documents}
         """Documents in finished shards and in the open one."""
         self._file: BinaryIO | None = None
-        self._open: list[tuple[int, int, int]] = []
-        """Document, length and checksum of what the open shard holds."""
+        self._open: list[tuple[int, int, int]] = []  # Document, length and checksum of what the open shard holds
 
     @property
     def tokens(self) -> int:
@@ -165,8 +162,7 @@ class FeatureStore:
             places = zip(shard.documents, offsets, shard.lengths, shard.checksums, strict=False)
             self._locations |= {document: (index, first, size, check) for document, first, size, check in places}
         self._maps: dict[int, Records] = {}
-        self._compared: set[int] = set()
-        """Documents whose checksum was found right."""
+        self._compared: set[int] = set()  # Documents whose checksum was found right
 
     @classmethod
     def open(cls, directory: str | Path, wanted: FeatureManifest | None = None) -> FeatureStore:
@@ -318,8 +314,7 @@ class OfflineFeatures:
         return FeatureBatch(batch=batch, features=found)
 
 
-STRETCH = 512
-"""Documents that are sorted by length together."""
+STRETCH = 512  # Documents that are sorted by length together
 
 
 class Source(Protocol):

@@ -25,8 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-LAYER = "cache_only_layers"
-"""Part of the name of the one layer whose cache holds states instead of keys and values."""
+LAYER = "cache_only_layers"  # Part of the name of the one layer whose cache holds states instead of keys and values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +34,7 @@ class Prompt:
 
     path: str
     tokens: list[int]
-    blocks: list[int]
-    """Of the states' cache, in order."""
+    blocks: list[int]  # Of the states' cache, in order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,12 +40,10 @@ class Progress:
     """How far training has come. Changes with every step."""
 
     step: int = 0
-    position: int = 0
-    """Batches read, which is where the data go on."""
+    position: int = 0  # Batches read, which is where the data go on
     tokens: int = 0
     evaluated: int = 0
-    best: float | None = None
-    """Of the deciding metric; higher is better."""
+    best: float | None = None  # Of the deciding metric; higher is better
     best_step: int | None = None
 
 
@@ -55,10 +53,8 @@ class Saved:
 
     path: Path
     progress: Progress
-    random: list[str]
-    """Per process that wrote it, the text of `capture_random`."""
-    recipe: Mapping[str, Any] | None
-    """What decided what was trained, by key; none in checkpoints of an older forerun."""
+    random: list[str]  # Per process that wrote it, the text of `capture_random`
+    recipe: Mapping[str, Any] | None  # What decided what was trained, by key; none in checkpoints of an older forerun
 
 
 def whole(tensor: Tensor) -> Tensor:

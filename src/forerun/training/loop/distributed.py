@@ -1,7 +1,6 @@
 """Processes: rank and world, DDP and FSDP2 of the objective's module, and collectives.
 
 Reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); starts no process.
-Knows nothing of optimizers, checkpoints or the loss.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ class Parallel:
     """Rank and device of this process, and how many there are."""
 
     rank: int = 0
-    world: int = 1
-    """Processes in all."""
-    mode: Mode = "single"
-    """"ddp": every process holds all weights; "fsdp": each holds a part (FSDP2)."""
+    world: int = 1  # Processes in all
+    mode: Mode = "single"  # "ddp": every process holds all weights; "fsdp": each holds a part (FSDP2)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod

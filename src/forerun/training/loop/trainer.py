@@ -129,13 +129,10 @@ class TrainResult:
     SIGTERM; "time": `max_seconds` have passed."""
     steps: int
     tokens: int
-    loss: float | None
-    """Nats per counted prediction in the last step of this run that had any."""
+    loss: float | None  # Nats per counted prediction in the last step of this run that had any
     best: float | None
-    best_step: int | None
-    """Its weights are in ``output/best``."""
-    checkpoint: Path
-    """Of the last step. Under FSDP2 the module stays sharded: read the weights from here."""
+    best_step: int | None  # Its weights are in ``output/best``
+    checkpoint: Path  # Of the last step. Under FSDP2 the module stays sharded: read the weights from here.
     seconds: float
 
     @property

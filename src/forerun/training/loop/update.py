@@ -24,13 +24,11 @@ from forerun.training.loop.settings import TrainSettings
 class Sums:
     """Sums of losses, weights, tokens and metrics over micro-batches, processes and steps."""
 
-    loss: float = 0.0
-    """Nats, over all counted predictions."""
+    loss: float = 0.0  # Nats, over all counted predictions
     weight: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """name -> (sum, count)."""
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> (sum, count)
     broken: list[tuple[int, int]] = field(default_factory=list)
     """(position, rank) of the batches whose loss is not finite."""
 

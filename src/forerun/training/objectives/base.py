@@ -24,12 +24,9 @@ class ObjectiveSettings:
 class FrozenTarget:
     """What an objective needs of the target besides its features; never trained."""
 
-    embedding: nn.Module
-    """Token ids -> (.., H), as the target embeds them."""
-    lm_head: Tensor
-    """(V, Ht) weight of the output head."""
-    bias: Tensor | None = None
-    """(V,) of the output head."""
+    embedding: nn.Module  # Token ids -> (.., H), as the target embeds them
+    lm_head: Tensor  # (V, Ht) weight of the output head
+    bias: Tensor | None = None  # (V,) of the output head
     scale: float = 1.0
     softcap: float | None = None
 

@@ -2,7 +2,7 @@
 
 The head reads the target's own features with noise on them, as it reads its own, inexact ones when it drafts. Its
 output is pulled towards the target's feature of the next token (smooth L1, mean over the entries), and through the
-output head towards its probabilities. With several steps it is unrolled as in `eagle3`. Knows no optimiser, no file.
+output head towards its probabilities. With several steps it is unrolled as in `eagle3`.
 """
 
 from __future__ import annotations

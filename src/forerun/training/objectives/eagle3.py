@@ -55,8 +55,7 @@ class Unrolled:
     """One step of the unrolled head."""
 
     step: int
-    output: Tensor
-    """(B, S, H): what the output head reads; entry i predicts token i + 2 + step."""
+    output: Tensor  # (B, S, H): what the output head reads; entry i predicts token i + 2 + step
     counted: Tensor
 
 
@@ -188,10 +187,8 @@ class Block:
     """Queries that are computed together, and what they see of step 0."""
 
     queries: slice
-    keys: slice
-    """From the first that any of the queries sees to the last."""
-    hidden: Tensor
-    """(B, queries, keys) bool: pairs that do not see each other."""
+    keys: slice  # From the first that any of the queries sees to the last
+    hidden: Tensor  # (B, queries, keys) bool: pairs that do not see each other
 
 
 def blocks_of(documents: Tensor, reach: int | None = None) -> list[Block]:

@@ -1,7 +1,7 @@
 """Medusa-1's objective (arXiv 2401.10774): each depth learns the token that really came, by cross-entropy.
 
 From the state of token i, depth k predicts token i + 2 + k; it weighs decay^k. The data are the target's own answers,
-so the tokens are its choices. Knows no optimiser and no file.
+so the tokens are its choices.
 """
 
 from __future__ import annotations
